@@ -1,0 +1,38 @@
+"""The errors that cross module borders, one class for each kind of reader.
+
+* `UserError`: somebody asked for something impossible. The command line prints the sentence and exits with 2.
+* `SampleRejected`: one record or sample is bad. It is written to the rejects file or the ledger; the rest goes on.
+* `PackingError`: an invariant of ours does not hold. Never caught inside the package.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A user's mistake, told in one sentence: what is wrong, where, and how to mend it. Exit code 2."""
+
+
+class ConfigError(UserError):
+    """A configuration value that cannot work. The message names the key and the value."""
+
+
+class SampleRejected(Exception):
+    """One sample cannot be used.
+
+    Args:
+        reason: a short, stable word for counting, such as ``"missing_media"`` or ``"oversize"``.
+        detail: one sentence for a reader, with the values.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+    def __reduce__(self) -> tuple[type[SampleRejected], tuple[str, str]]:
+        # Exceptions cross process borders by pickling; the default would pass one argument to two parameters.
+        return type(self), (self.reason, self.detail)
+
+
+class PackingError(RuntimeError):
+    """An invariant of the packer is broken: a partition that is none, a length that differs from its prediction."""

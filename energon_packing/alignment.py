@@ -1,0 +1,46 @@
+"""The length multiple that parallelism asks of every packed segment. No torch: the static checks import this."""
+
+from __future__ import annotations
+
+import math
+
+from energon_packing.errors import ConfigError
+
+
+def alignment_multiple(
+    tensor_parallel: int = 1,
+    context_parallel: int = 1,
+    sequence_parallel: bool = False,
+    eval_context_parallel: int | None = None,
+) -> int:
+    """Tokens that every segment of a pack is padded to a multiple of.
+
+    Context parallelism cuts each segment into ``2 * CP`` pieces (zigzag), sequence parallelism scatters the row of one
+    context-parallel rank over TP ranks. The rule is the one of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2:
+    ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
+
+    Args:
+        tensor_parallel: TP size.
+        context_parallel: CP size in training.
+        sequence_parallel: whether sequence parallelism is on; it has no effect at TP 1.
+        eval_context_parallel: CP size in evaluation, None where it is the same.
+
+    Returns:
+        The multiple in tokens; 1 where nothing has to be padded.
+
+    Raises:
+        ConfigError: a size below 1.
+    """
+    sizes = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+    if eval_context_parallel is not None:
+        sizes["eval_context_parallel"] = eval_context_parallel
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{name} is {size!r}; it must be a whole number of at least 1.")
+    multiple = 1
+    for cp in {context_parallel, eval_context_parallel or context_parallel}:
+        if cp > 1:
+            multiple = math.lcm(multiple, 2 * cp)
+        if sequence_parallel and tensor_parallel > 1:
+            multiple = math.lcm(multiple, cp * tensor_parallel)
+    return multiple

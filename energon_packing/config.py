@@ -1,0 +1,308 @@
+"""The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
+
+A file has up to five sections, each one a frozen dataclass below; an unknown key is an error that names the nearest
+known one::
+
+    data:     {path: out/demo, workers: 2}
+    encoder:  {processor: path/or/name, train_on: assistant}
+    packing:  {seq_length: 8192, window: 256}
+    parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
+    training: {micro_batch_size: 1, global_batch_size: 32}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from energon_packing.alignment import alignment_multiple
+from energon_packing.errors import ConfigError
+
+TrainOn = Literal["assistant", "last_assistant", "all"]
+Oversize = Literal["drop", "raise"]
+PositionIds = Literal["auto", "1d", "mrope"]
+
+T = TypeVar("T")
+
+
+def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
+    for name, value in values.items():
+        if value is not None and value < minimum:
+            raise ConfigError(f"{section}.{name} is {value}; it must be at least {minimum}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the conversations come from and how they are read."""
+
+    path: str = ""
+    """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
+    split: str = "train"
+    workers: int = 2
+    """Loader processes of one rank; 0 reads in the training process."""
+    shuffle_buffer: int = 100
+    """Samples shuffled before encoding; 1 keeps the order of the shards."""
+    shuffle_over_epochs: int = 1
+    repeat: bool = True
+    """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("data", {"workers": self.workers, "shuffle_over_epochs": self.shuffle_over_epochs}, 0)
+        _at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderConfig:
+    """How a conversation becomes tokens, labels and pixels."""
+
+    processor: str = ""
+    """Directory or hub name of a Hugging Face processor or tokenizer."""
+    family: str = "auto"
+    """Vision family by name; ``auto`` goes by the processor's class."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the processor's own chat template."""
+    train_on: TrainOn = "assistant"
+    trust_remote_code: bool = False
+    position_ids: PositionIds = "auto"
+    """``1d`` counts tokens, ``mrope`` gives ``[3, 1, T]``; ``auto`` is ``1d``, since Bridge's models make their own."""
+    min_pixels: int | None = None
+    """Smallest area of a resized image in pixels; None keeps the processor's."""
+    max_pixels: int | None = None
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
+    """Bounds of a resized video; the processor's own unit (one frame for Qwen2.5-VL, the whole clip for Qwen3-VL)."""
+    video_fps: float | None = None
+    """Frames a second that are sampled from a video; None keeps the processor's, 2.0 where it has none."""
+    video_min_frames: int | None = None
+    video_max_frames: int | None = None
+    max_source_pixels: int = 120_000_000
+    """An image or frame with more pixels than this is refused before it is decoded."""
+    decode_seconds: float | None = None
+    """Wall-clock limit for decoding the media of one sample; None sets none."""
+
+    def __post_init__(self) -> None:
+        names = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_min_frames")
+        _at_least("encoder", {name: getattr(self, name) for name in (*names, "video_max_frames")}, 1)
+        for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
+            small, large = getattr(self, low), getattr(self, high)
+            if small is not None and large is not None and small > large:
+                raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
+        for name in ("video_fps", "decode_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"encoder.{name} is {value}; it must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """How samples share a row."""
+
+    seq_length: int = 4096
+    """Tokens of a row, alignment padding included: no pack is ever longer."""
+    window: int = 256
+    """Measured samples held for selection. More fills better and delays longer; a sample costs about 3 KB."""
+    balance_window: int = 1
+    """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
+    oversize: Oversize = "drop"
+    """A sample longer than a row is dropped into the ledger, or stops the run."""
+    pad_to_max_length: bool = False
+    """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
+    drop_budget: float = 0.1
+    """Share of samples that may be dropped before the run stops; 1.0 never stops."""
+    ledger: str | None = None
+    """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
+
+    def __post_init__(self) -> None:
+        sizes = {"seq_length": self.seq_length, "window": self.window, "balance_window": self.balance_window}
+        _at_least("packing", sizes, 1)
+        if not 0.0 <= self.drop_budget <= 1.0:
+            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it is a share between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """Sizes of the parallel groups of the training run."""
+
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    sequence_parallel: bool = False
+    eval_context_parallel: int | None = None
+    cp_comm_type: str | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
+        _at_least("parallel", sizes, 1)
+        _ = self.multiple
+
+    @property
+    def multiple(self) -> int:
+        """Tokens that every segment is padded to a multiple of."""
+        return alignment_multiple(
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """What the trainer around the loader is set to; read by ``validate``, not by the loader."""
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+    calculate_per_token_loss: bool = True
+    average_in_collective: bool = False
+    model_seq_length: int | None = None
+    """The model's ``seq_length``; None says it equals ``packing.seq_length``."""
+    model: str | None = None
+    """Model family, for example ``qwen2_5_vl`` or ``gpt``."""
+    step: str | None = None
+    """Forward step, for example ``vlm_step`` or ``gpt_step``."""
+    enable_in_batch_packing: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}
+        sizes |= {"eval_micro_batch_size": self.eval_micro_batch_size or 1}
+        sizes |= {"eval_global_batch_size": self.eval_global_batch_size or 1}
+        _at_least("training", sizes, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """All sections of a configuration file."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+def from_mapping(cls: type[T], values: Any, *, where: str) -> T:
+    """Builds a configuration dataclass from plain YAML values, with strict keys and types.
+
+    Args:
+        cls: one of the dataclasses above, nested ones included.
+        values: mapping of field names to scalars, lists or mappings.
+        where: what the values came from, for the message; for example ``"run.yaml"`` or ``"packing"``.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), a wrong type, or a value that the class refuses.
+    """
+    if values is None:
+        values = {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} holds {type(values).__name__}; expected a mapping of settings.")
+    hints = typing.get_type_hints(cls)
+    known = [entry.name for entry in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}")
+        arguments[key] = _convert(hints[key], value, where=f"{where}: {key}")
+    return cls(**arguments)
+
+
+def _convert(hint: Any, value: Any, *, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint):
+        return from_mapping(typing.cast("type[Any]", hint), value, where=where)
+    if origin in (typing.Union, types.UnionType):
+        members = typing.get_args(hint)
+        if value is None and type(None) in members:
+            return None
+        return _convert(next(m for m in members if m is not type(None)), value, where=where)
+    if origin is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+            hint_text = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{where} is {value!r}; it is one of {', '.join(map(repr, choices))}.{hint_text}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where} is {value!r}; expected a list.")
+        return tuple(_convert(typing.get_args(hint)[0], entry, where=where) for entry in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where} is {value!r}; expected {hint.__name__}.")
+    return value
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    import yaml
+
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as packing.window=512.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
+    *parents, last = key.strip().split(".")
+    node = values
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {parent!r} is not a section.")
+        node = child
+    node[last] = value
+
+
+def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
+    """Reads a configuration file.
+
+    Args:
+        path: YAML file; None starts from the defaults.
+        overrides: ``section.key=value`` strings, applied in order; values are YAML.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
+    """
+    import yaml
+
+    values: Any = {}
+    where = "the defaults"
+    if path is not None:
+        where = str(path)
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(f"There is no configuration file {where}; give the path of a YAML file.")
+        try:
+            values = yaml.safe_load(file.read_text(encoding="utf-8-sig")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            place = getattr(error, "problem_mark", None)
+            line = f" (line {place.line + 1})" if place is not None else ""
+            raise ConfigError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{where} holds a {type(values).__name__}; expected sections such as 'packing:'.")
+    for override in overrides:
+        _apply(values, override)
+    return from_mapping(RunConfig, values, where=where)
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The plain values of a configuration dataclass; `from_mapping` reads them back to an equal object."""
+    result = dataclasses.asdict(config)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(entry) for key, entry in value.items()}
+        return [plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+    return typing.cast("dict[str, Any]", plain(result))

@@ -1,0 +1,187 @@
+"""One packed row with everything a model needs to keep its samples apart.
+
+A `PackedBatch` is what `energon_packing.thd.assemble` makes and what a training step reads. It holds tensors and plain
+Python values only, so that it crosses the border of a data loader's worker as shared memory and reads back anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from energon_packing.errors import PackingError
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100
+"""The label of a position that teaches nothing (PyTorch's and Bridge's ignore index)."""
+
+TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+"""The fields of `PackedBatch` whose last axis counts tokens; the values of ``extra`` join them."""
+
+BRIDGE_KEYS = (
+    "tokens",
+    "input_ids",
+    "labels",
+    "loss_mask",
+    "position_ids",
+    "attention_mask",
+    "padding_mask",
+    "visual_inputs",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_q_padded",
+    "cu_seqlens_kv_padded",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "total_tokens",
+)
+"""Every key that `PackedBatch.to_bridge` may emit; an extra field may take none of these names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedBatch:
+    """A THD row of T tokens. A *segment* is a stretch between two boundaries; a *sample* is a segment with content.
+
+    Attributes:
+        tokens: ``[1, T]`` int64.
+        labels: ``[1, T]`` int64, already shifted: ``labels[0, i]`` is the target of token ``i``; -100 teaches nothing.
+        loss_mask: ``[1, T]`` float32, the weight of each target, 0 where nothing is learned.
+        position_ids: ``[1, T]`` int64, or ``[3, 1, T]`` (temporal, height, width) for models that take mRoPE positions
+            from the batch.
+        padding_mask: ``[1, T]`` bool, **True where the token is padding**. That is what Megatron-Core 0.19.2 computes
+            with: its router excludes ``padding_mask`` tokens from the z-loss, the load-balancing scores and the expert
+            bias by ``~padding_mask`` (the docstrings in ``router.py`` say the opposite; ``z_loss_func`` and
+            ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` say the same as here).
+        cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
+        cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None where
+            every segment is as long as it is real, that is for an alignment multiple of 1.
+        max_seqlen: the longest physical segment, in tokens.
+        total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
+        visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,
+            ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw``, ``second_per_grid_ts``); None for text.
+        visual_counts: name -> how many entries of the first axis of that tensor each sample brought.
+        sample_keys: one key for each sample, in order.
+        sample_lengths: real length of each sample, in tokens.
+        extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.
+        boundary_padding: how many times the last boundary is repeated at the end of both arrays, to give them a fixed
+            length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
+        cp_size: 1 for a whole row; otherwise token fields hold what rank ``cp_rank`` of ``cp_size`` sees.
+        cp_rank: see ``cp_size``.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    position_ids: torch.Tensor
+    padding_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    cu_seqlens_padded: torch.Tensor | None
+    max_seqlen: int
+    total_tokens: int
+    visual_inputs: Mapping[str, torch.Tensor] | None = None
+    visual_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sample_keys: tuple[str, ...] = ()
+    sample_lengths: tuple[int, ...] = ()
+    extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    boundary_padding: int = 0
+    cp_size: int = 1
+    cp_rank: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the row holds; a masked tail segment is none."""
+        return len(self.sample_lengths)
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments attention sees, a masked tail counted and repeated boundaries left out."""
+        return self.cu_seqlens.numel() - 1 - self.boundary_padding
+
+    @property
+    def boundaries(self) -> torch.Tensor:
+        """Physical boundaries, int32 ``[num_segments + 1]``, without repeated ones: what slices the row."""
+        physical = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
+        return physical[: self.num_segments + 1]
+
+    @property
+    def real_tokens(self) -> int:
+        """How many tokens belong to samples."""
+        return sum(self.sample_lengths)
+
+    @property
+    def token_tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> tensor of every token-aligned field, ``extra`` included; the last axis counts tokens."""
+        return {name: getattr(self, name) for name in TOKEN_FIELDS} | dict(self.extra)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
+        """The same batch on ``device``, every tensor moved."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> PackedBatch:
+        """The same batch in page-locked memory; a `torch.utils.data.DataLoader` with ``pin_memory=True`` calls it."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
+        changed: dict[str, Any] = {}
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if hasattr(value, "pin_memory"):
+                changed[spec.name] = change(value)
+            elif spec.name in ("visual_inputs", "extra") and value:
+                changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
+        return replace(self, **changed)
+
+    def to_bridge(self) -> dict[str, Any]:
+        """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
+
+        Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
+        and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is an int32 tensor without
+        axes on the host (the steps call ``.cpu()`` on it), ``total_tokens`` an int, and the padded boundaries are left
+        out where there are none. ``extra`` fields are added under their names; Bridge's own steps ignore them.
+
+        Raises:
+            PackingError: for a context-parallel slice (Bridge slices the whole row itself), and for a visual input that
+                the installed ``GenericVisualInputs`` has no field for.
+        """
+        import torch
+
+        if self.cp_size != 1:
+            raise PackingError(
+                f"this batch is the slice of context-parallel rank {self.cp_rank} of {self.cp_size}, and Bridge slices "
+                "whole rows itself; pass the batch as it was before slice_for_context_parallel"
+            )
+        max_seqlen = torch.tensor(self.max_seqlen, dtype=torch.int32)
+        batch: dict[str, Any] = {
+            "tokens": self.tokens,
+            "input_ids": self.tokens,
+            "labels": self.labels,
+            "loss_mask": self.loss_mask,
+            "position_ids": self.position_ids,
+            "attention_mask": None,
+            "padding_mask": self.padding_mask,
+            "visual_inputs": self._bridge_visual_inputs(),
+            "cu_seqlens_q": self.cu_seqlens,
+            "cu_seqlens_kv": self.cu_seqlens,
+        }
+        if self.cu_seqlens_padded is not None:
+            batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded
+            batch["cu_seqlens_kv_padded"] = self.cu_seqlens_padded
+        batch["max_seqlen_q"] = max_seqlen
+        batch["max_seqlen_kv"] = max_seqlen.clone()
+        batch["total_tokens"] = self.total_tokens
+        return batch | dict(self.extra)
+
+    def _bridge_visual_inputs(self) -> Any:
+        if not self.visual_inputs:
+            return None
+        from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
+
+        known = {spec.name for spec in fields(GenericVisualInputs)}
+        if unknown := sorted(set(self.visual_inputs) - known):
+            raise PackingError(
+                f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; it knows {', '.join(sorted(known))}"
+            )
+        return GenericVisualInputs(**self.visual_inputs)

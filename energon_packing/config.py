@@ -19,7 +19,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from energon_packing.alignment import alignment_multiple
 from energon_packing.errors import ConfigError
@@ -27,8 +27,6 @@ from energon_packing.errors import ConfigError
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Oversize = Literal["drop", "raise"]
 PositionIds = Literal["auto", "1d", "mrope"]
-
-T = TypeVar("T")
 
 
 def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
@@ -72,6 +70,8 @@ class EncoderConfig:
     trust_remote_code: bool = False
     position_ids: PositionIds = "auto"
     """``1d`` counts tokens, ``mrope`` gives ``[3, 1, T]``; ``auto`` is ``1d``, since Bridge's models make their own."""
+    tokens_per_second: int = 2
+    """The vision config's number in Qwen2.5-VL; read for ``mrope`` positions only."""
     min_pixels: int | None = None
     """Smallest area of a resized image in pixels; None keeps the processor's."""
     max_pixels: int | None = None
@@ -88,7 +88,14 @@ class EncoderConfig:
     """Wall-clock limit for decoding the media of one sample; None sets none."""
 
     def __post_init__(self) -> None:
-        names = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_min_frames")
+        names = (
+            "tokens_per_second",
+            "min_pixels",
+            "max_pixels",
+            "video_min_pixels",
+            "video_max_pixels",
+            "video_min_frames",
+        )
         _at_least("encoder", {name: getattr(self, name) for name in (*names, "video_max_frames")}, 1)
         for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
             small, large = getattr(self, low), getattr(self, high)
@@ -188,7 +195,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
 
-def from_mapping(cls: type[T], values: Any, *, where: str) -> T:
+def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
     """Builds a configuration dataclass from plain YAML values, with strict keys and types.
 
     Args:

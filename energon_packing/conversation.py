@@ -63,7 +63,8 @@ class Turn:
     Attributes:
         role: ``system``, ``user``, ``assistant`` or ``tool``.
         parts: text and media in reading order; adjacent texts are merged by the converters.
-        tool_calls: OpenAI-style calls of an assistant turn: ``{"type": "function", "function": {"name", "arguments"}}``.
+        tool_calls: OpenAI-style calls of an assistant turn,
+            ``{"type": "function", "function": {"name": ..., "arguments": ...}}``.
         loss_weight: None follows ``train_on``; 0.0 excludes the turn, any other number weighs its tokens.
     """
 
@@ -109,7 +110,7 @@ class Conversation:
                 raise SampleRejected("unknown_role", f"role {turn.role!r} is none of {', '.join(ROLES)}")
 
     def to_messages(self) -> list[dict[str, Any]]:
-        """Messages for a Hugging Face chat template: ``{"role", "content": [{"type": "text", ...}, {"type": "image"}]}``.
+        """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``.
 
         A turn without media has a plain string as content, which every template accepts.
         """

@@ -1,0 +1,1 @@
+"""Chat templates: from a conversation to text and the spans of it that are trained."""

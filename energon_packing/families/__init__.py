@@ -1,0 +1,1 @@
+"""Vision families: geometry, placeholders, pixels and positions of one kind of model, one file each."""

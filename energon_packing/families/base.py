@@ -1,0 +1,128 @@
+"""What a vision family knows, so that a sample can be measured without its pixels and rendered with them.
+
+A new family is one file: subclass `VisionFamily`, say how many tokens a medium of a given size costs (`plan`), what
+text stands for it (`replacement`), how its pixels are made (`pixels`) and where its tokens sit (`positions`), and name
+it in `registry.py`. Geometry is never guessed: it is tested against the family's Hugging Face processor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaPlan:
+    """What one image or video will become, known from its size alone.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        grid: patches in time, height and width ``(t, h, w)``.
+        runs: number of placeholder tokens of each uninterrupted run that stands for the medium, in text order.
+        frame_indices: frames that are decoded, ascending, as indices into the clip; empty for images.
+        seconds_per_grid: seconds between two steps of ``grid[0]``; None for images.
+        timestamps: seconds at which each step of ``grid[0]`` is shown, where the family writes them; else empty.
+    """
+
+    kind: MediaKind
+    grid: tuple[int, int, int]
+    runs: tuple[int, ...]
+    frame_indices: tuple[int, ...] = ()
+    seconds_per_grid: float | None = None
+    timestamps: tuple[float, ...] = ()
+
+    @property
+    def patches(self) -> int:
+        """Rows of the vision encoder's input."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def tokens(self) -> int:
+        """Placeholder tokens in all runs."""
+        return sum(self.runs)
+
+
+class VisionFamily(ABC):
+    """One family of vision-language models, bound to a processor and to the configured limits.
+
+    Args:
+        processor: the family's Hugging Face processor.
+        config: limits that replace the processor's own; applied to the processor itself, so that geometry and pixels
+            can never disagree.
+    """
+
+    name: ClassVar[str]
+    """Name in configurations and messages."""
+    processor_classes: ClassVar[tuple[str, ...]]
+    """Names of the Hugging Face processor classes that this family serves."""
+
+    placeholders: Mapping[MediaKind, str]
+    """Text that the chat template writes for one medium of each kind, and that `replacement` takes the place of."""
+    placeholder_ids: Mapping[MediaKind, int]
+    """Token id of the runs of each kind."""
+    reserved: tuple[str, ...]
+    """Tokens that stand for media; a user's text must not hold them."""
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        self.processor = processor
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.config = config
+
+    @abstractmethod
+    def plan(self, media: Media) -> MediaPlan:
+        """Geometry of one medium from its size, frames and fps.
+
+        Raises:
+            SampleRejected: ``media_geometry`` where the family's processor refuses the size,
+                ``unmeasured_media`` where a needed number is missing.
+        """
+
+    @abstractmethod
+    def replacement(self, plan: MediaPlan) -> str:
+        """Text that takes the placeholder's place, with ONE placeholder token for each of ``plan.runs``."""
+
+    @abstractmethod
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Model inputs of one sample's media, under the Hugging Face argument names.
+
+        Args:
+            plans: of all media of the sample, in conversation order.
+            media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
+        """
+
+    @abstractmethod
+    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        """Multimodal rotary positions ``[3, L]`` int64 of one sample alone (expanded ids ``[L]``)."""
+
+    def check_token(self, token: str) -> int:
+        """Id of a token that the family cannot do without.
+
+        Raises:
+            ConfigError: the tokenizer does not have it as one token.
+        """
+        token_id = self.tokenizer.get_added_vocab().get(token, self.tokenizer.get_vocab().get(token))
+        if token_id is None:
+            raise ConfigError(
+                f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "
+                f"{self.name} needs; use the processor that belongs to the model."
+            )
+        return int(token_id)
+
+
+def require(value: float | int | None, media: Media, what: str) -> float | int:
+    """A measured number of a medium, or a rejection that names it."""
+    if value is None or value <= 0:
+        raise SampleRejected(
+            "unmeasured_media",
+            f"{media.kind} {media.name!r} has no {what}; convert or `energon prepare-media` gives it",
+        )
+    return value

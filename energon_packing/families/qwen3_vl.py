@@ -1,0 +1,91 @@
+"""Qwen3-VL: 32-pixel tokens, and a video as one run of placeholders for each time step, after its timestamp in text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.qwen_vl import Qwen25VL
+
+
+class Qwen3VL(Qwen25VL):
+    """Geometry of ``Qwen2VLImageProcessor`` (patch 16) and ``Qwen3VLVideoProcessor`` (transformers 5).
+
+    The pixel limits of a video hold for the whole clip, so that more frames mean smaller ones.
+    """
+
+    name = "qwen3_vl"
+    processor_classes = ("Qwen3VLProcessor",)
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self._start: str = processor.vision_start_token
+        self._end: str = processor.vision_end_token
+        self.reserved = (self.image_token, self.video_token, self._start, self._end)
+        whole = f"{self._start}{self.video_token}{self._end}"
+        if self._takes_the_frame(whole):
+            self.placeholders = {"image": self.image_token, "video": whole}
+
+    def _takes_the_frame(self, whole: str) -> bool:
+        """Whether the processor replaces ``<|vision_start|><|video_pad|><|vision_end|>`` or only what stands in it.
+
+        Releases of transformers differ here, by two tokens a video. Asked once, with the smallest clip.
+        """
+        side = self.videos.patch_size * self.videos.merge_size
+        clip = torch.zeros((self.videos.temporal_patch_size, 3, side, side), dtype=torch.uint8)
+        metadata = {"total_num_frames": len(clip), "fps": 1.0, "frames_indices": list(range(len(clip)))}
+        made = self.processor(
+            text=[whole], videos=[clip], video_metadata=[metadata], do_sample_frames=False, return_tensors="pt"
+        )
+        start = self.check_token(self._start)
+        return int((made["input_ids"] == start).sum()) == int(made["video_grid_thw"][0, 0])
+
+    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+        from transformers.video_utils import VideoMetadata
+
+        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
+        return tuple(int(index) for index in indices)
+
+    def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        size, patch = self.videos.size, self.videos.patch_size
+        rows, columns = smart_resize(
+            frames,
+            height,
+            width,
+            self.videos.temporal_patch_size,
+            patch * self.videos.merge_size,
+            size["shortest_edge"],
+            size["longest_edge"],
+        )
+        return rows // patch, columns // patch
+
+    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
+
+    def _timestamps(self, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        """Middle of the first and last frame of each time step, a short last step filled with its last frame."""
+        step = self.videos.temporal_patch_size
+        filled = [*indices, *(indices[-1:] * (-len(indices) % step))]
+        seconds = [index / fps for index in filled]
+        return tuple((seconds[at] + seconds[at + step - 1]) / 2 for at in range(0, len(seconds), step))
+
+    def replacement(self, plan: MediaPlan) -> str:
+        if plan.kind == "image":
+            return self.image_token
+        return "".join(
+            f"<{seconds:.1f} seconds>{self._start}{self.video_token}{self._end}" for seconds in plan.timestamps
+        )
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        if plan.kind == "image":
+            return [(*plan.grid, 1)]
+        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

@@ -1,0 +1,214 @@
+"""Qwen2-VL and Qwen2.5-VL: native resolution, 28-pixel tokens, one run of placeholders an image or video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+
+DEFAULT_VIDEO_FPS = 2.0
+
+
+class Qwen25VL(VisionFamily):
+    """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
+
+    An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
+    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames.
+    """
+
+    name = "qwen2_5_vl"
+    processor_classes: tuple[str, ...] = ("Qwen2_5_VLProcessor",)
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.image_token: str = processor.image_token
+        self.video_token: str = processor.video_token
+        self.placeholders: dict[MediaKind, str] = {"image": self.image_token, "video": self.video_token}
+        self.placeholder_ids = {
+            "image": self.check_token(self.image_token),
+            "video": self.check_token(self.video_token),
+        }
+        self.reserved = (self.image_token, self.video_token, "<|vision_start|>", "<|vision_end|>")
+        self.images = processor.image_processor
+        self.videos = processor.video_processor
+        self.merge: int = self.images.merge_size
+        _set_limits(self.images, config.min_pixels, config.max_pixels)
+        _set_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
+        if config.video_min_frames is not None:
+            self.videos.min_frames = config.video_min_frames
+        if config.video_max_frames is not None:
+            self.videos.max_frames = config.video_max_frames
+        self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
+
+    def plan(self, media: Media) -> MediaPlan:
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        try:
+            if media.kind == "image":
+                grid = (1, *self._image_grid(height, width))
+                return MediaPlan(kind="image", grid=grid, runs=(grid[1] * grid[2] // self.merge**2,))
+            return self._plan_video(media, height, width)
+        except (ValueError, ZeroDivisionError, RuntimeError) as error:
+            raise SampleRejected(
+                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
+            ) from error
+
+    def _image_grid(self, height: int, width: int) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        size, patch = self.images.size, self.images.patch_size
+        rows, columns = smart_resize(height, width, patch * self.merge, size["shortest_edge"], size["longest_edge"])
+        return rows // patch, columns // patch
+
+    def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        size, patch = self.videos.size, self.videos.patch_size
+        factor = patch * self.videos.merge_size
+        rows, columns = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+        return rows // patch, columns // patch
+
+    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+        """Indices of the frames that stand for a clip of ``total`` frames: uniform over all of it, by the processor."""
+        from transformers.video_utils import VideoMetadata
+
+        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
+        result = tuple(int(index) for index in indices)
+        if not result:
+            raise ValueError(f"{total} frames at {fps} fps leave no frame to sample")
+        return result
+
+    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
+        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
+        indices = self.sample_frames(total, fps)
+        step = self.videos.temporal_patch_size
+        grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
+        return MediaPlan(
+            kind="video",
+            grid=grid,
+            runs=self._video_runs(grid),
+            frame_indices=indices,
+            # As the processor does it: frames are counted, not timed (VideoMetadata.sampled_fps).
+            seconds_per_grid=step / (len(indices) / total * fps),
+            timestamps=self._timestamps(indices, fps),
+        )
+
+    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        return (grid[0] * grid[1] * grid[2] // self.merge**2,)
+
+    def _timestamps(self, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        return ()
+
+    def replacement(self, plan: MediaPlan) -> str:
+        return self.image_token if plan.kind == "image" else self.video_token
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        result: dict[str, torch.Tensor] = {}
+        images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
+        videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
+        if images:
+            made = self.images(images=images, return_tensors="pt")
+            result.update(pixel_values=made["pixel_values"], image_grid_thw=made["image_grid_thw"])
+        if videos:
+            made = self.videos(videos=videos, do_sample_frames=False, return_tensors="pt")
+            result.update(
+                pixel_values_videos=made["pixel_values_videos"], video_grid_thw=made["video_grid_thw"].to(torch.int64)
+            )
+            result.update(self._video_extras([plan for plan in plans if plan.kind == "video"]))
+        return result
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        seconds = [plan.seconds_per_grid or 0.0 for plan in plans]
+        return {"second_per_grid_ts": torch.tensor(seconds, dtype=torch.float32)}
+
+    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        """As ``Qwen2_5_VLModel.get_rope_index`` counts them, for one sample."""
+        return rope_positions(
+            input_ids,
+            frozenset(self.placeholder_ids.values()),
+            [grid for plan in plans for grid in self._rope_grids(plan)],
+            self.merge,
+        )
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        """``(t, h, w, positions between two steps in time)`` of every run of a medium."""
+        interval = 1
+        if plan.kind == "video":
+            # The model truncates the seconds before it multiplies (get_rope_index).
+            interval = self.config.tokens_per_second * int(plan.seconds_per_grid or 0)
+        return [(*plan.grid, interval)]
+
+
+class Qwen2VL(Qwen25VL):
+    """Qwen2-VL: the same geometry, but time steps of a video are one position apart."""
+
+    name = "qwen2_vl"
+    processor_classes = ("Qwen2VLProcessor",)
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        return [(*plan.grid, 1)]
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def _set_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
+    """Replaces the pixel limits of an image or video processor; both sides of ours then read the same numbers."""
+    if smallest is None and largest is None:
+        return
+    size = processor.size
+    low = size["shortest_edge"] if smallest is None else smallest
+    high = size["longest_edge"] if largest is None else largest
+    if low > high:
+        raise ConfigError(
+            f"The pixel limits {low} to {high} leave no size; set both encoder.min_pixels and encoder.max_pixels "
+            "(or encoder.video_min_pixels and encoder.video_max_pixels)."
+        )
+    processor.size = type(size)(shortest_edge=low, longest_edge=high)
+
+
+def rope_positions(
+    input_ids: np.ndarray,
+    visual_ids: frozenset[int],
+    grids: Sequence[tuple[int, int, int, int]],
+    merge: int,
+) -> np.ndarray:
+    """Three-axis positions of a sample whose visual tokens stand in runs.
+
+    Text counts on all three axes alike; a visual token of a run that starts at ``p`` sits at
+    ``p + (time, row, column)``, and the text after it goes on at ``p + max(rows, columns)``.
+
+    Args:
+        input_ids: expanded token ids ``[L]``.
+        visual_ids: ids of placeholder tokens.
+        grids: for each run ``(t, h, w, interval)`` in patches; ``interval`` positions lie between two steps in time.
+        merge: patches of one token along each spatial axis.
+
+    Returns:
+        int64 ``[3, L]``: time, height, width.
+    """
+    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
+    result = np.empty((3, len(input_ids)), dtype=np.int64)
+    position, cursor = 0, 0
+    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
+        result[:, cursor:start] = np.arange(position, position + start - cursor)
+        position += int(start - cursor)
+        rows, columns = h // merge, w // merge
+        if end - start != t * rows * columns:
+            raise ValueError(
+                f"a run of {end - start} visual tokens where its grid {(t, h, w)} gives {t * rows * columns}"
+            )
+        steps = np.indices((t, rows, columns)).reshape(3, -1)
+        steps[0] *= interval
+        result[:, start:end] = steps + position
+        position += max(rows, columns)
+        cursor = int(end)
+    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
+    return result

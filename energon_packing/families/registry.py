@@ -1,0 +1,79 @@
+"""Families by name and by processor class, and the loading of processors."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from energon_packing.config import EncoderConfig
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import VisionFamily
+from energon_packing.families.qwen3_vl import Qwen3VL
+from energon_packing.families.qwen_vl import Qwen2VL, Qwen25VL
+from energon_packing.families.text import Text
+
+_FAMILIES: dict[str, type[VisionFamily]] = {}
+
+
+def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
+    """Makes a family known by its ``name`` and its ``processor_classes``; usable as a class decorator."""
+    _FAMILIES[family.name] = family
+    return family
+
+
+for _family in (Qwen25VL, Qwen2VL, Qwen3VL, Text):
+    register_family(_family)
+
+
+def families() -> list[str]:
+    """Names of all known families, sorted."""
+    return sorted(_FAMILIES)
+
+
+def load_processor(config: EncoderConfig) -> Any:
+    """Loads the processor (or the tokenizer, where a directory holds no more) that ``config.processor`` names.
+
+    Raises:
+        ConfigError: no name was given, nothing can be loaded from it, or it wants remote code that was not allowed.
+    """
+    if not config.processor:
+        raise ConfigError("encoder.processor is empty; name the directory or hub name of a Hugging Face processor.")
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(config.processor, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
+        ) from error
+
+
+def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
+    """The family that serves a processor.
+
+    Raises:
+        ConfigError: ``config.family`` is unknown, or ``auto`` finds no family for the processor's class.
+    """
+    kind = type(processor).__name__
+    if config.family != "auto":
+        if config.family not in _FAMILIES:
+            near = difflib.get_close_matches(config.family, _FAMILIES, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"encoder.family {config.family!r} is none of {', '.join(families())}.{hint}")
+        family = _FAMILIES[config.family]
+        if family.processor_classes and kind not in family.processor_classes:
+            raise ConfigError(
+                f"encoder.family {config.family!r} takes {' or '.join(family.processor_classes)}, "
+                f"but encoder.processor is a {kind}; use family 'auto'."
+            )
+        return family(processor, config)
+    for family in _FAMILIES.values():
+        if kind in family.processor_classes:
+            return family(processor, config)
+    if not hasattr(processor, "image_processor") and hasattr(processor, "get_vocab"):
+        return Text(processor, config)
+    raise ConfigError(
+        f"No family serves the processor class {kind}; known families: {', '.join(families())}. "
+        "A new one is registered with energon_packing.families.registry.register_family."
+    )

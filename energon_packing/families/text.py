@@ -1,0 +1,42 @@
+"""Text alone: any Hugging Face tokenizer with a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily
+
+
+class Text(VisionFamily):
+    """No media at all: a conversation that names one is rejected, never stripped."""
+
+    name = "text"
+    processor_classes = ()
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.placeholders: dict[MediaKind, str] = {}
+        self.placeholder_ids: dict[MediaKind, int] = {}
+        self.reserved = ()
+
+    def plan(self, media: Media) -> MediaPlan:
+        raise SampleRejected(
+            "unsupported_media",
+            f"{media.kind} {media.name!r}: the family {self.name} takes text only; set encoder.family",
+        )
+
+    def replacement(self, plan: MediaPlan) -> str:
+        raise SampleRejected("unsupported_media", f"the family {self.name} takes text only")
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))

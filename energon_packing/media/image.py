@@ -1,0 +1,57 @@
+"""Decoding an image as a person sees it: upright, RGB, and never larger than was allowed."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from energon_packing.errors import SampleRejected
+
+
+def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
+    """Decodes an encoded image.
+
+    EXIF orientation is applied, as ``transformers.image_utils.load_image`` does; of an animation the first frame
+    counts; every mode becomes RGB.
+
+    Args:
+        data: the file's bytes.
+        max_pixels: an image with more is refused from its header, before any pixel is decoded.
+
+    Returns:
+        uint8 ``[3, H, W]``.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above the limit.
+    """
+    if not data:
+        raise SampleRejected("corrupt_media", "the image file is empty")
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns at a limit of its own; ours is checked two lines below, before decoding.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(io.BytesIO(data)) as image:
+                if image.width * image.height > max_pixels:
+                    raise SampleRejected(
+                        "media_too_large",
+                        f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
+                    )
+                upright = ImageOps.exif_transpose(image)
+                pixels = np.asarray(upright if upright.mode == "RGB" else to_rgb(upright))
+    except Image.DecompressionBombError as error:
+        raise SampleRejected("media_too_large", str(error)) from error
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as error:
+        raise SampleRejected("corrupt_media", f"the image cannot be decoded: {error}") from error
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Any mode to RGB; 16-bit grey is scaled to 8 bits first, where Pillow would only clip it to white."""
+    if image.mode in ("I;16", "I;16B", "I;16L"):
+        grey = (np.asarray(image).astype(np.uint32) * 255 // 65535).astype(np.uint8)
+        image = Image.fromarray(grey)
+    return image.convert("RGB")

@@ -1,0 +1,70 @@
+"""Decoding chosen frames of a video, by index, upright and RGB."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from energon_packing.errors import SampleRejected
+
+
+def decode_frames(
+    data: bytes, indices: Sequence[int], *, max_pixels: int, deadline: float | None = None
+) -> torch.Tensor:
+    """Decodes the frames of a clip that are asked for.
+
+    Frames are counted in the order in which they are shown. Decoding starts at the first frame, since only that order
+    is the same for every container, and stops after the last one wanted; the rest is never decoded or converted.
+
+    Args:
+        data: the file's bytes.
+        indices: frame numbers from 0, ascending; a number may stand twice.
+        max_pixels: a frame with more is refused before it is decoded.
+        deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
+
+    Returns:
+        uint8 ``[len(indices), 3, H, W]``, rotated as the container says.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` where the clip cannot be read or is shorter than was measured,
+            ``media_too_large`` for too many pixels, ``decode_timeout`` past the deadline.
+    """
+    import av
+
+    wanted = sorted(set(indices))
+    frames: dict[int, torch.Tensor] = {}
+    try:
+        with av.open(io.BytesIO(data)) as container:
+            if not container.streams.video:
+                raise SampleRejected("corrupt_media", "the file has no video stream")
+            stream = container.streams.video[0]
+            if stream.codec_context.width * stream.codec_context.height > max_pixels:
+                size = f"{stream.codec_context.width}x{stream.codec_context.height}"
+                raise SampleRejected("media_too_large", f"frames of {size} pixels are over {max_pixels}")
+            stream.thread_type = "AUTO"
+            for index, frame in enumerate(container.decode(stream)):
+                if deadline is not None and time.monotonic() > deadline:
+                    raise SampleRejected(
+                        "decode_timeout", f"frame {index} was not decoded within encoder.decode_seconds"
+                    )
+                if index == wanted[len(frames)]:
+                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns(frame.rotation))
+                    frames[index] = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+                    if len(frames) == len(wanted):
+                        break
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
+    if len(frames) < len(wanted):
+        raise SampleRejected(
+            "corrupt_media", f"the video ends before frame {wanted[len(frames)]}, although more frames were measured"
+        )
+    return torch.stack([frames[index] for index in indices])
+
+
+def quarter_turns(degrees: float) -> int:
+    """Counter-clockwise quarter turns that make a frame upright; ``frame.rotation`` is counter-clockwise degrees."""
+    return round(degrees / 90) % 4

@@ -75,7 +75,8 @@ cause() { # one sentence from the log of the step that failed
       echo "the package index cannot be reached; check the network and pip's proxy settings, then start again" ;;
     *"CERTIFICATE_VERIFY_FAILED"*) echo "the package index's certificate is not trusted; set PIP_CERT to your certificate bundle" ;;
     *"No matching distribution found for "*)
-      echo "the package index has no $(sed -n 's/.*No matching distribution found for //p' "$1" | tail -n 1 | cut -d' ' -f1) for this Python and platform" ;;
+      echo "the package index cannot be reached or has no $(sed -n 's/.*No matching distribution found for //p' "$1" | tail -n 1 | cut -d' ' -f1) for this Python and platform" ;;
+    *"ResolutionImpossible"*) echo "the versions asked for in scripts/requirements contradict each other" ;;
     *"Permission denied"*) echo "a file in .venv cannot be written (permission denied)" ;;
     *) echo "pip said: $(grep -E '^ *(ERROR|error)' "$1" | tail -n 1 | sed 's/^ *//' || true)" ;;
   esac

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from energon_packing.errors import PackingError
-
-if TYPE_CHECKING:
-    import torch
 
 IGNORE_INDEX = -100
 """The label of a position that teaches nothing (PyTorch's and Bridge's ignore index)."""
@@ -66,8 +65,8 @@ class PackedBatch:
         sample_keys: one key for each sample, in order.
         sample_lengths: real length of each sample, in tokens.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.
-        boundary_padding: how many times the last boundary is repeated at the end of both arrays, to give them a fixed
-            length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
+        boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
+            a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
         cp_size: 1 for a whole row; otherwise token fields hold what rank ``cp_rank`` of ``cp_size`` sees.
         cp_rank: see ``cp_size``.
     """
@@ -86,7 +85,7 @@ class PackedBatch:
     sample_keys: tuple[str, ...] = ()
     sample_lengths: tuple[int, ...] = ()
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    boundary_padding: int = 0
+    boundary_padding: int | None = None
     cp_size: int = 1
     cp_rank: int = 0
 
@@ -98,7 +97,7 @@ class PackedBatch:
     @property
     def num_segments(self) -> int:
         """How many segments attention sees, a masked tail counted and repeated boundaries left out."""
-        return self.cu_seqlens.numel() - 1 - self.boundary_padding
+        return self.cu_seqlens.numel() - 1 - (self.boundary_padding or 0)
 
     @property
     def boundaries(self) -> torch.Tensor:
@@ -128,7 +127,7 @@ class PackedBatch:
         changed: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if hasattr(value, "pin_memory"):
+            if isinstance(value, torch.Tensor):
                 changed[spec.name] = change(value)
             elif spec.name in ("visual_inputs", "extra") and value:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
@@ -146,8 +145,6 @@ class PackedBatch:
             PackingError: for a context-parallel slice (Bridge slices the whole row itself), and for a visual input that
                 the installed ``GenericVisualInputs`` has no field for.
         """
-        import torch
-
         if self.cp_size != 1:
             raise PackingError(
                 f"this batch is the slice of context-parallel rank {self.cp_rank} of {self.cp_size}, and Bridge slices "

@@ -16,26 +16,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from energon_packing.context_parallel import (
+    context_parallel_indices,
+    context_parallel_indices_numpy,
+    reassemble,
+    slice_for_context_parallel,
+)
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
+from energon_packing.packed_boundaries import packed_seq_params, pad_cu_seqlens
+from energon_packing.packed_rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, unpack, verify_targets
+from energon_packing.thd_checks import INVARIANTS, check_thd
 
 __all__ = [
     "IGNORE_INDEX",
+    "INVARIANTS",
     "PackedBatch",
     "alignment_multiple",
     "assemble",
+    "check_thd",
+    "context_parallel_indices",
+    "context_parallel_indices_numpy",
     "packed_seq_params",
     "pad_cu_seqlens",
+    "reassemble",
+    "slice_for_context_parallel",
+    "unpack",
 ]
-
-ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
-ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length")
 
 
 def _positive(name: str, value: Any) -> int:
@@ -125,7 +137,7 @@ def assemble(
         raise PackingError("a pack without samples cannot be assembled")
 
     keys = tuple(str(index if row.get("key") is None else row["key"]) for index, row in enumerate(rows))
-    arrays = [_row_arrays(key, row, extra_fields) for key, row in zip(keys, rows, strict=True)]
+    arrays = [row_arrays(key, row, extra_fields) for key, row in zip(keys, rows, strict=True)]
     lengths = np.array([row["input_ids"].shape[0] for row in arrays], dtype=np.int64)
     physical = -(-lengths // multiple) * multiple
     occupied = int(physical.sum())
@@ -168,13 +180,13 @@ def assemble(
             positions[..., end:stop] = np.arange(first, first + stop - end)
     if tail:
         positions[..., width - tail :] = np.arange(tail)
-    _verify_targets(keys, starts, lengths, labels, loss_mask)
+    verify_targets(keys, starts, lengths, labels, loss_mask)
 
     real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)
     real[1 : len(rows) + 1] = np.cumsum(lengths)
     if tail:
         real[-1] = width
-    visual_inputs, visual_counts = _join_visual_inputs(keys, rows)
+    visual_inputs, visual_counts = join_visual_inputs(keys, rows)
     return PackedBatch(
         tokens=torch.from_numpy(tokens)[None],
         labels=torch.from_numpy(labels)[None],
@@ -189,173 +201,5 @@ def assemble(
         visual_counts=visual_counts,
         sample_keys=keys,
         sample_lengths=tuple(lengths.tolist()),
-        extra=_join_extra(arrays, extra_fields, starts, width),
+        extra=join_extra(arrays, extra_fields, starts, width),
     )
-
-
-def _array(value: Any) -> np.ndarray:
-    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
-
-
-def _row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The token-aligned fields of one row, checked against the contract of `assemble`."""
-    for name in (*ROW_TENSORS, *extra_fields):
-        if row.get(name) is None:
-            raise PackingError(f"sample {key} has no {name}")
-    for name, value in row.items():
-        if name not in ROW_FIELDS and name not in extra_fields and isinstance(value, torch.Tensor | np.ndarray):
-            raise PackingError(f"sample {key} has a tensor {name!r} that extra_fields does not declare")
-    arrays: dict[str, Any] = {name: _array(row[name]) for name in ROW_TENSORS}
-    shape = arrays["input_ids"].shape
-    if len(shape) != 1 or shape[0] == 0:
-        raise PackingError(f"sample {key}: input_ids has shape {list(shape)}, expected [length] with length above 0")
-    if not np.issubdtype(arrays["input_ids"].dtype, np.integer) or not np.issubdtype(
-        arrays["labels"].dtype, np.integer
-    ):
-        raise PackingError(f"sample {key}: input_ids and labels must be whole numbers")
-    arrays.update({name: torch.as_tensor(row[name]) for name in extra_fields})
-    for name, value in arrays.items():
-        own = tuple(value.shape)
-        if own != shape and not (name == "position_ids" and own == (3, *shape)):
-            raise PackingError(f"sample {key}: {name} has shape {list(own)} beside input_ids of {shape[0]} tokens")
-    attention_mask = row.get("attention_mask")
-    if attention_mask is not None:
-        mask = _array(attention_mask)
-        if mask.shape != shape or not mask.all():
-            raise PackingError(
-                f"sample {key}: its attention_mask marks padding; remove the padding (processor padding=False, "
-                "padding_side has no part in packing) before assembly"
-            )
-    expected = row.get("expected_length")
-    if expected is not None and int(expected) != shape[0]:
-        raise PackingError(f"sample {key}: {shape[0]} tokens were rendered where {int(expected)} had been predicted")
-    return arrays
-
-
-def _verify_targets(
-    keys: Sequence[str], starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
-) -> None:
-    ends = starts[:-1] + lengths - 1
-    bad = np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))
-    if bad.size:
-        index = int(bad[0])
-        raise PackingError(
-            f"sample {keys[index]}: its last token has label {labels[ends[index]]} and weight "
-            f"{loss_mask[ends[index]]:g}; nothing follows it inside the sample, so it needs label {IGNORE_INDEX} and weight 0"
-        )
-    if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
-        at = int(np.flatnonzero(~((loss_mask >= 0) & (loss_mask < np.inf)))[0])
-        key = keys[int(np.searchsorted(starts, at, side="right")) - 1]
-        raise PackingError(f"sample {key}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative")
-    unlabelled = (loss_mask > 0) & (labels < 0)
-    if unlabelled.any():
-        at = int(unlabelled.argmax())
-        index = int(np.searchsorted(starts, at, side="right")) - 1
-        raise PackingError(
-            f"sample {keys[index]}: token {at - starts[index]} has weight {loss_mask[at]:g} but label {labels[at]}"
-        )
-
-
-def _join_extra(
-    arrays: Sequence[Mapping[str, Any]], extra_fields: Mapping[str, Any], starts: np.ndarray, width: int
-) -> dict[str, torch.Tensor]:
-    joined: dict[str, torch.Tensor] = {}
-    for name, value in extra_fields.items():
-        out = torch.full((width,), value, dtype=arrays[0][name].dtype)
-        for row, start in zip(arrays, starts[:-1].tolist(), strict=True):
-            out[start : start + row[name].shape[0]] = row[name]
-        joined[name] = out[None]
-    return joined
-
-
-def _join_visual_inputs(
-    keys: Sequence[str], rows: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, torch.Tensor] | None, dict[str, tuple[int, ...]]]:
-    parts: dict[str, list[torch.Tensor]] = {}
-    counts: dict[str, list[int]] = {}
-    for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
-        for name, value in (row.get("visual_inputs") or {}).items():
-            if value is None:
-                continue
-            tensor = torch.as_tensor(value)
-            if tensor.dim() == 0:
-                raise PackingError(f"sample {key}: visual input {name} has no axis to join samples along")
-            first = parts.setdefault(name, [])
-            if first and (first[0].shape[1:] != tensor.shape[1:] or first[0].dtype != tensor.dtype):
-                raise PackingError(
-                    f"sample {key}: visual input {name} is {tensor.dtype} {list(tensor.shape)}, which cannot follow "
-                    f"{first[0].dtype} {list(first[0].shape)}"
-                )
-            first.append(tensor)
-            counts.setdefault(name, [0] * len(rows))[index] = tensor.shape[0]
-    if not parts:
-        return None, {}
-    # cat copies also a single part: a view would drag the whole storage of its processor output through pickling.
-    joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
-    return joined, {name: tuple(count) for name, count in counts.items()}
-
-
-def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:
-    """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
-
-    Repeated boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
-    boundaries reject them, so a batch with visual inputs or mRoPE positions is refused.
-
-    Args:
-        max_segments: the most segments any row of the run has, a masked tail counted.
-        max_seqlen: the value of ``max_seqlen`` for all rows of the run, since a captured graph keeps the first one.
-
-    Raises:
-        PackingError: where the batch has more segments, or a longer one, than announced, or is not text alone.
-    """
-    if batch.visual_inputs or batch.position_ids.dim() == 3:
-        raise PackingError("boundary arrays of fixed length are for text models; this batch has images or mRoPE")
-    spare = max_segments - batch.num_segments
-    if spare < 0:
-        raise PackingError(f"the row has {batch.num_segments} segments, more than max_segments={max_segments}")
-    if max_seqlen is not None and max_seqlen < batch.max_seqlen:
-        raise PackingError(f"a segment of the row has {batch.max_seqlen} tokens, more than max_seqlen={max_seqlen}")
-
-    def repeat_last(boundaries: torch.Tensor) -> torch.Tensor:
-        kept = boundaries[: batch.num_segments + 1]
-        return torch.cat([kept, kept[-1:].expand(spare)])
-
-    padded = batch.cu_seqlens_padded
-    return replace(
-        batch,
-        cu_seqlens=repeat_last(batch.cu_seqlens),
-        cu_seqlens_padded=None if padded is None else repeat_last(padded),
-        max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
-        boundary_padding=spare,
-    )
-
-
-def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
-    """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, of whatever version is installed.
-
-    ``pad_between_seqs`` is set where that version has it: True as soon as any padding exists, also where it lies
-    only behind the last sample (Transformer Engine treats both alike). ``cp_partition_mode`` is ``"zigzag"`` where
-    the version knows it.
-
-    Args:
-        total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``: required by state-space
-            and linear-attention layers, and a small extra computation on the device for a pure transformer.
-    """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    padded = batch.cu_seqlens_padded
-    values: dict[str, Any] = {
-        "qkv_format": "thd",
-        "cu_seqlens_q": batch.cu_seqlens,
-        "cu_seqlens_kv": batch.cu_seqlens,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
-        "max_seqlen_q": batch.max_seqlen,
-        "max_seqlen_kv": batch.max_seqlen,
-        "pad_between_seqs": padded is not None and batch.real_tokens != batch.total_tokens,
-        "cp_partition_mode": "zigzag",
-    }
-    if total_tokens:
-        values["total_tokens"] = batch.total_tokens
-    known = {spec.name for spec in fields(PackedSeqParams)}
-    return PackedSeqParams(**{name: value for name, value in values.items() if name in known})

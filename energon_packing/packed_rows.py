@@ -1,0 +1,156 @@
+"""The rows that a pack is assembled from: what a sample brings, and the checks that it must pass.
+
+`energon_packing.thd.assemble` documents the contract; here it is enforced, one sample at a time, with the sample's key
+in every message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.errors import PackingError
+from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+
+ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
+ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length")
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The token-aligned fields of one row, checked against the contract of `assemble`."""
+    for name in (*ROW_TENSORS, *extra_fields):
+        if row.get(name) is None:
+            raise PackingError(f"sample {key} has no {name}")
+    for name, value in row.items():
+        if name not in ROW_FIELDS and name not in extra_fields and isinstance(value, torch.Tensor | np.ndarray):
+            raise PackingError(f"sample {key} has a tensor {name!r} that extra_fields does not declare")
+    arrays: dict[str, Any] = {name: _array(row[name]) for name in ROW_TENSORS}
+    shape = arrays["input_ids"].shape
+    if len(shape) != 1 or shape[0] == 0:
+        raise PackingError(f"sample {key}: input_ids has shape {list(shape)}, expected [length] with length above 0")
+    if not np.issubdtype(arrays["input_ids"].dtype, np.integer) or not np.issubdtype(
+        arrays["labels"].dtype, np.integer
+    ):
+        raise PackingError(f"sample {key}: input_ids and labels must be whole numbers")
+    arrays.update({name: torch.as_tensor(row[name]) for name in extra_fields})
+    for name, value in arrays.items():
+        own = tuple(value.shape)
+        if own != shape and not (name == "position_ids" and own == (3, *shape)):
+            raise PackingError(f"sample {key}: {name} has shape {list(own)} beside input_ids of {shape[0]} tokens")
+    attention_mask = row.get("attention_mask")
+    if attention_mask is not None:
+        mask = _array(attention_mask)
+        if mask.shape != shape or not mask.all():
+            raise PackingError(
+                f"sample {key}: its attention_mask marks padding; remove the padding (processor padding=False, "
+                "padding_side has no part in packing) before assembly"
+            )
+    expected = row.get("expected_length")
+    if expected is not None and int(expected) != shape[0]:
+        raise PackingError(f"sample {key}: {shape[0]} tokens were rendered where {int(expected)} had been predicted")
+    return arrays
+
+
+def verify_targets(
+    keys: Sequence[str], starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
+) -> None:
+    ends = starts[:-1] + lengths - 1
+    bad = np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))
+    if bad.size:
+        index = int(bad[0])
+        raise PackingError(
+            f"sample {keys[index]}: its last token has label {labels[ends[index]]} and weight "
+            f"{loss_mask[ends[index]]:g}; nothing follows it inside the sample, so it needs label {IGNORE_INDEX} "
+            "and weight 0"
+        )
+    if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
+        at = int(np.flatnonzero(~((loss_mask >= 0) & (loss_mask < np.inf)))[0])
+        key = keys[int(np.searchsorted(starts, at, side="right")) - 1]
+        raise PackingError(f"sample {key}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative")
+    unlabelled = (loss_mask > 0) & (labels < 0)
+    if unlabelled.any():
+        at = int(unlabelled.argmax())
+        index = int(np.searchsorted(starts, at, side="right")) - 1
+        raise PackingError(
+            f"sample {keys[index]}: token {at - starts[index]} has weight {loss_mask[at]:g} but label {labels[at]}"
+        )
+
+
+def join_extra(
+    arrays: Sequence[Mapping[str, Any]], extra_fields: Mapping[str, Any], starts: np.ndarray, width: int
+) -> dict[str, torch.Tensor]:
+    joined: dict[str, torch.Tensor] = {}
+    for name, value in extra_fields.items():
+        out = torch.full((width,), value, dtype=arrays[0][name].dtype)
+        for row, start in zip(arrays, starts[:-1].tolist(), strict=True):
+            out[start : start + row[name].shape[0]] = row[name]
+        joined[name] = out[None]
+    return joined
+
+
+def join_visual_inputs(
+    keys: Sequence[str], rows: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, torch.Tensor] | None, dict[str, tuple[int, ...]]]:
+    parts: dict[str, list[torch.Tensor]] = {}
+    counts: dict[str, list[int]] = {}
+    for index, (key, row) in enumerate(zip(keys, rows, strict=True)):
+        for name, value in (row.get("visual_inputs") or {}).items():
+            if value is None:
+                continue
+            tensor = torch.as_tensor(value)
+            if tensor.dim() == 0:
+                raise PackingError(f"sample {key}: visual input {name} has no axis to join samples along")
+            first = parts.setdefault(name, [])
+            if first and (first[0].shape[1:] != tensor.shape[1:] or first[0].dtype != tensor.dtype):
+                raise PackingError(
+                    f"sample {key}: visual input {name} is {tensor.dtype} {list(tensor.shape)}, which cannot follow "
+                    f"{first[0].dtype} {list(first[0].shape)}"
+                )
+            first.append(tensor)
+            counts.setdefault(name, [0] * len(rows))[index] = tensor.shape[0]
+    if not parts:
+        return None, {}
+    # cat copies also a single part: a view would drag the whole storage of its processor output through pickling.
+    joined = {name: torch.cat(tensors) for name, tensors in parts.items()}
+    return joined, {name: tuple(count) for name, count in counts.items()}
+
+
+def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
+    """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`.
+
+    Returns:
+        one mapping a sample with ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or
+        ``[3, L]``), every extra field and, where the sample brought any, ``visual_inputs``; all tensors are views.
+
+    Raises:
+        PackingError: for a context-parallel slice, which holds pieces of its samples only.
+    """
+    if batch.cp_size != 1:
+        raise PackingError("a context-parallel slice holds pieces of samples; reassemble the slices, then unpack")
+    starts = batch.boundaries.tolist()
+    taken = dict.fromkeys(batch.visual_counts, 0)
+    rows: list[dict[str, Any]] = []
+    for index, (key, length) in enumerate(zip(batch.sample_keys, batch.sample_lengths, strict=True)):
+        span = slice(starts[index], starts[index] + length)
+        row: dict[str, Any] = {"key": key, "input_ids": batch.tokens[0, span]}
+        row |= {name: getattr(batch, name)[0, span] for name in ("labels", "loss_mask")}
+        positions = batch.position_ids
+        row["position_ids"] = positions[0, span] if positions.dim() == 2 else positions[:, 0, span]
+        row |= {name: tensor[0, span] for name, tensor in batch.extra.items()}
+        visual: dict[str, torch.Tensor] = {}
+        for name, tensor in (batch.visual_inputs or {}).items():
+            count = batch.visual_counts[name][index]
+            if count:
+                visual[name] = tensor[taken[name] : taken[name] + count]
+            taken[name] += count
+        if visual:
+            row["visual_inputs"] = visual
+        rows.append(row)
+    return rows

@@ -1,0 +1,215 @@
+"""The invariants of a packed row, checked on the tensors that go to the model.
+
+`check_thd` costs a fraction of a millisecond for a row of 32,768 tokens, so a loader can leave it on. It reports, and
+never repairs: a violation means that some code between assembly and the model is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+
+INVARIANTS = {
+    "shape": "token fields are [1, T] of one T, positions [1, T] or [3, 1, T]",
+    "dtype": "tokens, labels and positions are int64, loss_mask is float32, padding_mask is bool",
+    "boundary_dtype": "boundaries are int32 in one dimension, real and padded of equal number",
+    "starts_at_zero": "both boundary arrays start at 0",
+    "strictly_increasing": "every segment has a real length above 0",
+    "boundary_padding": "repeated boundaries at the end, and only those, repeat the last one",
+    "real_within_physical": "no segment is longer than the place that it has",
+    "covers_row": "the last physical boundary and total_tokens are the length of the row",
+    "padded_presence": "padded boundaries exist for an alignment multiple above 1, and only then",
+    "aligned": "every physical length is a multiple of the alignment",
+    "max_seqlen": "max_seqlen is the longest physical segment (or more where boundaries have a fixed length)",
+    "samples": "keys and lengths of the samples agree with the boundaries; only a masked tail is a segment without one",
+    "visual_counts": "each visual input has as many entries as its samples brought",
+    "padding_mask": "padding_mask is True outside the samples and nowhere else",
+    "padding_targets": "padding has label -100 and weight 0",
+    "segment_end": "the last token of a sample has label -100 and weight 0, so that it never learns the next sample",
+    "loss_weight": "weights are finite and not negative, and none lies on a position without a label",
+    "positions": "positions count from 0 in each segment; on three axes they start at 0 and are never negative",
+    "context_parallel": "a slice holds the total length divided by the ranks, and its rank exists",
+}
+"""Name -> meaning of every invariant that `check_thd` reports."""
+
+
+def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
+    """The invariants that do not hold, empty when all do.
+
+    Args:
+        batch: a batch on the host (one on an accelerator is copied, which costs more than the check).
+        multiple: the alignment that the batch was assembled with.
+
+    Returns:
+        sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. Where shapes, dtypes or boundaries are wrong,
+        what depends on them is not looked at. Of a context-parallel slice only metadata and shapes are checked.
+    """
+    found = list(_shapes(batch))
+    if found:
+        return found
+    real = batch.cu_seqlens.cpu().numpy().astype(np.int64)
+    physical = real if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded.cpu().numpy().astype(np.int64)
+    count = batch.num_segments
+    found = list(_boundaries(batch, real, physical, count))
+    found += _alignment(batch, np.diff(physical[: count + 1]), multiple)
+    if found:
+        return found
+    found += _samples(batch, np.diff(real[: count + 1]))
+    if batch.cp_size == 1 and not found:
+        found += _content(batch, physical[: count + 1])
+    return found
+
+
+def _shapes(batch: PackedBatch) -> Iterator[str]:
+    if not 0 <= batch.cp_rank < batch.cp_size or batch.total_tokens % batch.cp_size:
+        yield (
+            f"context_parallel: rank {batch.cp_rank} of {batch.cp_size} for a row of {batch.total_tokens} tokens, "
+            "which must divide evenly"
+        )
+        return
+    row = list(batch.tokens.shape)
+    for name, tensor in batch.token_tensors.items():
+        shape = list(tensor.shape)
+        mrope = name == "position_ids" and shape == [3, *row]
+        if len(row) != 2 or row[0] != 1 or (shape != row and not mrope):
+            yield f"shape: {name} is {shape} beside tokens of {row}, expected [1, T]"
+    for name, expected in (
+        ("tokens", "torch.int64"),
+        ("labels", "torch.int64"),
+        ("loss_mask", "torch.float32"),
+        ("position_ids", "torch.int64"),
+        ("padding_mask", "torch.bool"),
+    ):
+        actual = str(getattr(batch, name).dtype)
+        if actual != expected:
+            yield f"dtype: {name} is {actual}, expected {expected}"
+    padded = batch.cu_seqlens_padded
+    for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", padded)):
+        if boundaries is None:
+            continue
+        if str(boundaries.dtype) != "torch.int32" or boundaries.dim() != 1:
+            shape = list(boundaries.shape)
+            yield f"boundary_dtype: {label} is {boundaries.dtype} {shape}, expected torch.int32 [segments + 1]"
+        elif boundaries.numel() != batch.cu_seqlens.numel():
+            yield f"boundary_dtype: {label} has {boundaries.numel()} entries, cu_seqlens {batch.cu_seqlens.numel()}"
+    if batch.num_segments < 1 or (batch.boundary_padding or 0) < 0:
+        yield (
+            f"boundary_padding: {batch.boundary_padding} repeated of {batch.cu_seqlens.numel()} boundaries leave "
+            f"{batch.num_segments} segments"
+        )
+
+
+def _boundaries(batch: PackedBatch, real: np.ndarray, physical: np.ndarray, count: int) -> Iterator[str]:
+    for label, boundaries in (("cu_seqlens", real), ("cu_seqlens_padded", physical)):
+        if boundaries is real and label != "cu_seqlens":
+            continue
+        if boundaries[0] != 0:
+            yield f"starts_at_zero: {label} starts at {boundaries[0]}"
+        steps = np.diff(boundaries[: count + 1])
+        if steps.min() <= 0:
+            segment = int(steps.argmin())
+            yield f"strictly_increasing: {label} gives segment {segment} the length {steps[segment]}"
+        repeated = boundaries[count + 1 :]
+        if (repeated != boundaries[count]).any():
+            yield f"boundary_padding: {label} ends with {repeated.tolist()}, expected repeats of {boundaries[count]}"
+    excess = np.diff(real[: count + 1]) - np.diff(physical[: count + 1])
+    if excess.max() > 0:
+        segment = int(excess.argmax())
+        yield f"real_within_physical: segment {segment} is {excess[segment]} tokens longer than its place"
+    row = batch.tokens.shape[1] * batch.cp_size
+    if not physical[count] == batch.total_tokens == row:
+        yield (
+            f"covers_row: the last boundary is {physical[count]}, total_tokens {batch.total_tokens}, the row has {row}"
+            " tokens"
+        )
+
+
+def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Iterator[str]:
+    has_padded = batch.cu_seqlens_padded is not None
+    if has_padded != (multiple > 1):
+        yield f"padded_presence: cu_seqlens_padded is {'set' if has_padded else 'missing'} for multiple {multiple}"
+    rest = physical % multiple
+    if rest.any():
+        segment = int(rest.argmax())
+        yield f"aligned: segment {segment} occupies {physical[segment]} tokens, no multiple of {multiple}"
+    longest = int(physical.max())
+    if batch.max_seqlen < longest or (batch.boundary_padding is None and batch.max_seqlen != longest):
+        yield f"max_seqlen: it is {batch.max_seqlen}, the longest physical segment has {longest} tokens"
+
+
+def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
+    samples, keys = batch.num_samples, len(batch.sample_keys)
+    tails = real.size - samples
+    if samples < 1 or keys != samples or tails not in (0, 1) or (tails and batch.cu_seqlens_padded is not None):
+        yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
+        return
+    wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))
+    if wrong.size:
+        at = int(wrong[0])
+        yield f"samples: {batch.sample_keys[at]} has length {batch.sample_lengths[at]}, its segment {real[at]}"
+    for name, tensor in (batch.visual_inputs or {}).items():
+        counts = batch.visual_counts.get(name, ())
+        if len(counts) != samples or sum(counts) != tensor.shape[0]:
+            yield f"visual_counts: {name} has {tensor.shape[0]} entries, its {len(counts)} counts add to {sum(counts)}"
+
+
+def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
+    labels, loss_mask, padding, positions = (
+        getattr(batch, name).cpu().numpy() for name in ("labels", "loss_mask", "padding_mask", "position_ids")
+    )
+    labels, loss_mask, padding = labels[0], loss_mask[0], padding[0]
+    starts, lengths = physical[:-1], np.diff(physical)
+    # A masked tail segment is all padding, whatever its boundaries call real.
+    own = np.zeros_like(lengths)
+    own[: batch.num_samples] = batch.sample_lengths
+
+    pattern = np.tile([False, True], lengths.size)
+    expected = np.repeat(pattern, np.stack([own, lengths - own], axis=1).reshape(-1))
+    if (at := _first(expected != padding)) is not None:
+        yield f"padding_mask: position {at} is marked {bool(padding[at])}, expected {bool(expected[at])}"
+
+    if (at := _first(((labels != IGNORE_INDEX) | (loss_mask != 0)) & expected)) is not None:
+        yield f"padding_targets: padding at {at} has label {labels[at]} and weight {loss_mask[at]:g}"
+
+    ends = (starts + own - 1)[: batch.num_samples]
+    if (segment := _first((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))) is not None:
+        at = int(ends[segment])
+        yield (
+            f"segment_end: sample {batch.sample_keys[segment]} ends at {at} with label {labels[at]} and weight "
+            f"{loss_mask[at]:g}"
+        )
+
+    if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
+        at = _first(~((loss_mask >= 0) & (loss_mask < np.inf)))
+        yield f"loss_weight: position {at} has weight {loss_mask[at]}"
+    elif (at := _first((loss_mask > 0) & (labels < 0))) is not None:
+        yield f"loss_weight: position {at} has weight {loss_mask[at]:g} but label {labels[at]}"
+
+    yield from _positions(positions, starts, lengths)
+
+
+def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Iterator[str]:
+    if positions.ndim == 2:
+        counted = np.arange(positions.shape[1])
+        counted -= np.repeat(starts, lengths)
+        if (at := _first(positions[0] != counted)) is not None:
+            yield f"positions: position {at} of the row has {positions[0, at]}, expected {counted[at]}"
+        return
+    axes = positions[:, 0]
+    at_start = axes[:, starts]
+    if at_start.any():
+        axis, segment = np.argwhere(at_start)[0].tolist()
+        yield f"positions: segment {segment} starts at {at_start[axis, segment]} on axis {axis}, expected 0"
+    elif axes.min() < 0:
+        axis, at = np.argwhere(axes < 0)[0].tolist()
+        yield f"positions: position {at} of the row has {axes[axis, at]} on axis {axis}"
+
+
+def _first(wrong: Any) -> int | None:
+    """Index of the first True, or None: `argmax` stops early and builds no list of indices."""
+    at = int(wrong.argmax())
+    return at if wrong[at] else None

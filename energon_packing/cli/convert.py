@@ -1,0 +1,237 @@
+"""`energon-packing convert`: conversation files to an Energon data set."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from energon_packing.convert.config import DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
+from energon_packing.convert.pipeline import convert as run_conversion
+from energon_packing.convert.report import REJECTS_FILE, ConversionReport
+from energon_packing.convert.workspace import partial_directory
+from energon_packing.errors import UserError
+from energon_packing.media.probe import DEFAULT_MAX_PIXELS
+
+_STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
+_SECONDS_BETWEEN_LINES = 10.0
+
+_EXAMPLES = """\b
+Examples:
+  energon-packing convert chats.jsonl --out data
+  energon-packing convert llava.json --media-root images --out data --workers 16
+  energon-packing convert a.json b.jsonl --out data --split train=0.9,val=0.05,test=0.05
+  energon-packing convert chats/ --out data --resume --json
+"""
+
+
+@click.command(name="convert", epilog=_EXAMPLES)
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the data set.")
+@click.option(
+    "--media-root",
+    type=click.Path(path_type=Path),
+    help="Media paths are relative to it and may not leave it. Default: the directory of each source file.",
+)
+@click.option(
+    "--format",
+    "record_format",
+    type=click.Choice(["auto", "sharegpt", "openai"]),
+    default="auto",
+    show_default=True,
+    help="Layout of the records; auto looks at each of them.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["polylithic", "monolithic"]),
+    default="polylithic",
+    show_default=True,
+    help="Text and media in two WebDatasets (fast first pass, each file stored once), or everything in one.",
+)
+@click.option(
+    "--split",
+    default=",".join(f"{name}={share}" for name, share in DEFAULT_SPLIT.items()),
+    show_default=True,
+    help="Shares of the splits; a sample's split depends on its key alone.",
+)
+@click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples of one tar.")
+@click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB of a media tar (polylithic).")
+@click.option(
+    "--workers", type=int, default=default_workers, help="Threads that check media. Default: CPUs, at most 8."
+)
+@click.option(
+    "--check-media",
+    type=click.Choice(["full", "header"]),
+    default="full",
+    show_default=True,
+    help="Decode every image and video once, or read headers and first frames only.",
+)
+@click.option(
+    "--max-pixels", type=int, default=DEFAULT_MAX_PIXELS, show_default=True, help="Largest image or frame, w*h."
+)
+@click.option("--max-media-mib", type=int, default=1024, show_default=True, help="Largest media file, in MiB.")
+@click.option(
+    "--max-rejects",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Exit with 1 where a larger share of the records was rejected.",
+)
+@click.option(
+    "--resume", is_flag=True, help="Skip a finished conversion; reuse the media checks of an interrupted one."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the data set that is in --out.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
+def convert(
+    sources: tuple[Path, ...],
+    out: Path,
+    media_root: Path | None,
+    record_format: Any,
+    layout: Any,
+    split: str,
+    samples_per_shard: int,
+    media_shard_mib: int,
+    workers: int,
+    check_media: Any,
+    max_pixels: int,
+    max_media_mib: int,
+    max_rejects: float,
+    resume: bool,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Convert conversation files to an Energon data set.
+
+    SRC are JSON arrays, JSON Lines or directories of them, as ShareGPT (conversations of from/value) or OpenAI
+    (messages of role/content) records. Bad records go to OUT/rejects.jsonl with their reason; the rest goes on.
+
+    Exit code 0: done. 1: more records were rejected than --max-rejects allows. 2: nothing usable, or a bad option.
+    """
+    try:
+        config = ConvertConfig(
+            sources=sources,
+            out=out,
+            media_root=media_root,
+            format=record_format,
+            layout=layout,
+            split=parse_split(split),
+            samples_per_shard=samples_per_shard,
+            media_shard_bytes=media_shard_mib << 20,
+            workers=workers,
+            check_media=check_media,
+            max_pixels=max_pixels,
+            max_media_bytes=max_media_mib << 20,
+            max_rejects=max_rejects,
+            resume=resume,
+            overwrite=overwrite,
+        )
+        with ExitStack() as stack:
+            shown = stack.enter_context(_ShownProgress(Console(stderr=True), quiet=as_json))
+            report = run_conversion(config, shown)
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo(
+            f"interrupted; nothing was written to {out}. Run again with --resume to reuse what was checked "
+            f"({partial_directory(out)})",
+            err=True,
+        )
+        sys.exit(130)
+    if as_json:
+        click.echo(json.dumps(report.to_json(), ensure_ascii=False))
+    else:
+        _print_report(report)
+    if report.reject_share > max_rejects:
+        click.echo(
+            f"error: {report.reject_share:.1%} of the records were rejected, more than --max-rejects {max_rejects:g}; "
+            f"see {out / REJECTS_FILE}",
+            err=True,
+        )
+        sys.exit(1)
+
+
+class _ShownProgress:
+    """A bar on a terminal, a line now and then in a log, nothing where only JSON is wanted."""
+
+    def __init__(self, console: Console, *, quiet: bool) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._stage = ""
+        self._last = 0.0
+
+    def __enter__(self) -> _ShownProgress:
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self._stop_bar()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if self._quiet:
+            return
+        now = time.monotonic()
+        begins, ends = stage != self._stage, done >= total
+        if (
+            not begins
+            and not ends
+            and now - self._last < (0.1 if self._console.is_terminal else _SECONDS_BETWEEN_LINES)
+        ):
+            return
+        self._last = now
+        if not self._console.is_terminal:
+            if not begins or ends:
+                click.echo(f"{_STAGES[stage]}: {100 * done // max(total, 1)} %", err=True)
+            self._stage = stage
+            return
+        if begins:
+            self._stop_bar()
+            self._stage = stage
+            # Energon indexes in forked processes; a bar's thread must not run meanwhile.
+            if stage != "index":
+                columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+                self._bar = Progress(*columns, console=self._console, transient=True)
+                self._bar.start()
+                self._task = self._bar.add_task(_STAGES[stage], total=max(total, 1))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=max(total, 1))
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _print_report(report: ConversionReport) -> None:
+    title = "Conversion (complete already, nothing was done)" if report.skipped else "Conversion"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("records read", f"{report.read:,}")
+    table.add_row("samples written", f"{report.written:,}")
+    for split, count in report.splits.items():
+        table.add_row(f"  {split}", f"{count:,}")
+    table.add_row("rejected", f"{sum(report.rejected.values()):,}")
+    for reason, count in report.rejected.items():
+        table.add_row(f"  {reason}", f"{count:,}")
+    for warning, count in report.warnings.items():
+        table.add_row(f"warning: {warning}", f"{count:,}")
+    table.add_row("images / videos named", f"{report.images:,} / {report.videos:,}")
+    table.add_row("distinct media files", f"{report.media_files:,} ({report.media_bytes / 1e6:,.1f} MB stored)")
+    table.add_row("text", f"{report.record_bytes / 1e6:,.1f} MB")
+    table.add_row("shards", f"{report.shards:,}")
+    table.add_row("seconds", f"{report.seconds:,.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False)
+    if report.rejected:
+        console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False)

@@ -1,0 +1,141 @@
+"""What a conversion is asked to do, checked when it is made."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, get_args
+
+from energon_packing.errors import ConfigError
+from energon_packing.media.probe import DEFAULT_MAX_PIXELS
+
+RecordFormat = Literal["auto", "sharegpt", "openai"]
+Layout = Literal["polylithic", "monolithic"]
+MediaCheck = Literal["full", "header"]
+
+DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
+_SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def default_workers() -> int:
+    """Threads that probe media where nobody says how many."""
+    return min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConvertConfig:
+    """One conversion.
+
+    Attributes:
+        sources: files (JSON array, JSON Lines) or directories of such files.
+        out: directory of the data set; made, or replaced as a whole.
+        media_root: media paths are looked up in it and may not leave it; None is the directory of each source file.
+        format: layout of the records; ``auto`` looks at each record.
+        layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
+            cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
+        split: name -> share; normalised to 1, decided by a hash of the sample's key.
+        samples_per_shard: samples of one tar; Energon slices inside shards, so it only sets file sizes.
+        media_shard_bytes: bytes after which the next media tar is begun (polylithic).
+        workers: threads that read and check media; 0 does it in the calling thread. The output does not depend on it.
+        check_media: ``full`` decodes every image and every frame of every video once; ``header`` reads headers, and
+            decodes the first frame of a video.
+        max_pixels: largest image or frame, width times height.
+        max_media_bytes: largest media file.
+        max_record_bytes: longest line of a JSON Lines file.
+        max_rejects: share of rejected records above which the conversion counts as failed; in [0, 1].
+        resume: skip a finished conversion of the same sources and options, go on with an interrupted one.
+        overwrite: replace a data set that is there already.
+    """
+
+    sources: tuple[Path, ...]
+    out: Path
+    media_root: Path | None = None
+    format: RecordFormat = "auto"
+    layout: Layout = "polylithic"
+    split: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_SPLIT))
+    samples_per_shard: int = 5000
+    media_shard_bytes: int = 1 << 30
+    workers: int = field(default_factory=default_workers)
+    check_media: MediaCheck = "full"
+    max_pixels: int = DEFAULT_MAX_PIXELS
+    max_media_bytes: int = 1 << 30
+    max_record_bytes: int = 64 << 20
+    max_rejects: float = 0.5
+    resume: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        sources = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
+        # Frozen, so that nobody changes it later; paths may still come in as strings.
+        object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
+        object.__setattr__(self, "out", Path(self.out))
+        if self.media_root is not None:
+            object.__setattr__(self, "media_root", Path(self.media_root))
+        object.__setattr__(self, "split", normalised_split(self.split))
+        if not self.sources:
+            raise ConfigError("sources is empty; name at least one file or directory of conversations")
+        for name, allowed in (("format", RecordFormat), ("layout", Layout), ("check_media", MediaCheck)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
+                )
+        for name in ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_media_bytes >= 8 << 30:
+            raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
+        if self.workers < 0:
+            raise ConfigError(f"workers is {self.workers}; it must be 0 (no threads) or more")
+        if not 0.0 <= self.max_rejects <= 1.0:
+            raise ConfigError(f"max_rejects is {self.max_rejects}; it is a share and must lie between 0 and 1")
+
+    def fingerprint_options(self) -> dict[str, object]:
+        """The options that decide what the data set holds; resuming under others is refused by name."""
+        names = ("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media")
+        options: dict[str, object] = {name: getattr(self, name) for name in names}
+        options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
+        options["media_root"] = None if self.media_root is None else str(self.media_root.absolute())
+        options["split"] = dict(self.split)
+        return options
+
+
+def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
+    """Shares that add up to 1, in the given order.
+
+    Raises:
+        ConfigError: no split, a name that cannot start a file name, a share that is negative or not finite, all zero.
+    """
+    for name, share in split.items():
+        if not _SPLIT_NAME.fullmatch(name):
+            raise ConfigError(f"split name {name!r} must be letters, digits and '_', starting with a letter")
+        if not 0.0 <= share < float("inf"):
+            raise ConfigError(f"split share {name}={share} must be a number of 0 or more")
+    total = sum(split.values())
+    if total <= 0:
+        raise ConfigError("split has no share above 0; write for example train=0.98,val=0.02")
+    return {name: share / total for name, share in split.items() if share > 0}
+
+
+def parse_split(text: str) -> dict[str, float]:
+    """Reads ``train=0.98,val=0.02``.
+
+    Raises:
+        ConfigError: the text is not of that form, or names a split twice.
+    """
+    split: dict[str, float] = {}
+    for entry in text.split(","):
+        name, equals, share = entry.partition("=")
+        name = name.strip()
+        try:
+            value = float(share)
+        except ValueError:
+            equals = ""
+        if not equals:
+            raise ConfigError(f"split {text!r} cannot be read at {entry!r}; write for example train=0.98,val=0.02")
+        if name in split:
+            raise ConfigError(f"split {text!r} names {name!r} twice")
+        split[name] = value
+    return normalised_split(split)

@@ -1,0 +1,369 @@
+"""`convert`: from files of conversations to an Energon data set.
+
+Two passes. The first reads, audits and checks, and writes what is good into a spool file; then the number of samples
+and their splits are known. The second writes the shards, and Energon indexes them. Neither holds the data in memory:
+of each record only its key and a number, of each media file a few hundred bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from energon_packing.conversation import Conversation, Media
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.energon_index import prepare, require_energon
+from energon_packing.convert.keys import KeyAssigner
+from energon_packing.convert.layout import (
+    DATASET_FILE,
+    MEDIA_DIRECTORY,
+    TEXT_DIRECTORY,
+    media_names,
+    write_metadataset,
+)
+from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
+from energon_packing.convert.records import ParsedRecord, parse_record
+from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, ConversionReport
+from energon_packing.convert.shards import ShardWriter
+from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
+from energon_packing.convert.splits import assign_splits, position_of
+from energon_packing.convert.workspace import check_out, finished_report, partial_directory, publish, workspace
+from energon_packing.errors import SampleRejected, UserError
+
+Progress = Callable[[str, int, int], None]
+"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
+
+_AHEAD = 256  # records that wait for their media while others are read
+
+
+def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
+    """Converts conversation files to an Energon data set.
+
+    Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
+    ``config.out`` in one step when it is complete.
+
+    Raises:
+        UserError: nothing to read, nothing usable in a source, an output that may not be written.
+    """
+    started = time.monotonic()
+    tell = progress or (lambda stage, done, total: None)
+    require_energon()
+    if config.media_root is not None and not config.media_root.is_dir():
+        raise UserError(f"--media-root {config.media_root} is not a directory")
+    check_out(config)
+    sources = find_sources(config.sources, exclude=(config.out, partial_directory(config.out)))
+    fingerprint = {
+        "version": CONVERSION_VERSION,
+        "sources": {source.name: content_digest(source.path) for source in sources},
+        "options": config.fingerprint_options(),
+    }
+    if (finished := finished_report(config, fingerprint)) is not None:
+        return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
+    with workspace(config, fingerprint) as (build, journal):
+        reading = _read(config, sources, build, journal, tell)
+        _require_usable(config, sources, reading)
+        writing = _write(config, reading, build, tell)
+        entry = str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out)
+        report = ConversionReport(
+            out=str(config.out),
+            entry=entry,
+            layout=config.layout,
+            read=reading.read,
+            written=len(reading.positions),
+            rejected=dict(sorted(reading.rejected.items())),
+            warnings=dict(sorted(reading.warnings.items())),
+            splits=writing.splits,
+            images=reading.mentions["image"],
+            videos=reading.mentions["video"],
+            media_files=len(reading.media),
+            media_bytes=writing.media_bytes,
+            record_bytes=writing.record_bytes,
+            shards=writing.shards,
+            seconds=round(time.monotonic() - started, 3),
+            fingerprint=fingerprint,
+        )
+        report.write(build)
+        reading.spool.unlink()
+        publish(build, config.out)
+    return report
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What the first pass found."""
+
+    spool: Path
+    read: int = 0
+    positions: list[float] = field(default_factory=list)
+    rejected: Counter[str] = field(default_factory=Counter)
+    warnings: Counter[str] = field(default_factory=Counter)
+    mentions: Counter[str] = field(default_factory=Counter)
+    media: dict[str, MediaFile] = field(default_factory=dict)  # by name, in the order of first mention
+    written_of_origin: Counter[int] = field(default_factory=Counter)
+    first_reject: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pending:
+    """A record between its audit and the check of its media."""
+
+    raw: RawRecord
+    key: str
+    parsed: ParsedRecord | None
+    paths: list[Path]
+    warnings: list[str]
+    error: SampleRejected | None
+
+
+def _read(config: ConvertConfig, sources: list[SourceFile], build: Path, journal: Path, tell: Progress) -> _Reading:
+    reading = _Reading(spool=build / "spool.jsonl")
+    total = sum(source.path.stat().st_size for source in sources)
+    keys = KeyAssigner()
+    waiting: deque[_Pending] = deque()
+    with ExitStack() as stack:
+        stack.enter_context(pillow_pixel_limit(config.max_pixels))
+        checker = MediaChecker(config, journal)
+        stack.callback(checker.close)
+        spool = stack.enter_context(reading.spool.open("w", encoding="utf-8"))
+        rejects = stack.enter_context((build / REJECTS_FILE).open("w", encoding="utf-8"))
+        done = 0
+        for source in sources:
+            root = (config.media_root or source.path.parent).resolve()
+            for raw in read_records(source, max_record_bytes=config.max_record_bytes):
+                waiting.append(_audit(raw, keys, config, root, checker))
+                if len(waiting) > _AHEAD:
+                    _settle(waiting.popleft(), config, checker, reading, spool, rejects)
+                tell("read", done + raw.position, total)
+            done += source.path.stat().st_size
+        while waiting:
+            _settle(waiting.popleft(), config, checker, reading, spool, rejects)
+        tell("read", total, total)
+    return reading
+
+
+def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path, checker: MediaChecker) -> _Pending:
+    key, warnings = keys.assign(raw.value, raw.source.name, raw.number)
+    pending = _Pending(raw=raw, key=key, parsed=None, paths=[], warnings=warnings, error=raw.error)
+    if raw.error is not None:
+        return pending
+    try:
+        pending.parsed = parse_record(raw.value, config.format)
+        pending.warnings.extend(pending.parsed.warnings)
+        for media in pending.parsed.media:
+            pending.paths.append(resolve_media(media.path, root))
+    except SampleRejected as error:
+        pending.error = error
+        return pending
+    for media, path in zip(pending.parsed.media, pending.paths, strict=True):
+        checker.submit(path, media.kind)
+    return pending
+
+
+def _settle(
+    pending: _Pending, config: ConvertConfig, checker: MediaChecker, reading: _Reading, spool: TextIO, rejects: TextIO
+) -> None:
+    reading.read += 1
+    try:
+        if pending.error is not None:
+            raise pending.error
+        assert pending.parsed is not None
+        files = [_checked(checker, pending, index) for index in range(len(pending.paths))]
+        line = _spool_line(config, pending.key, pending.parsed, files)
+    except SampleRejected as error:
+        reading.rejected[error.reason] += 1
+        origin = pending.raw.source.origin
+        reading.first_reject.setdefault(origin, f"{pending.raw.where}: {error.reason}: {error.detail}")
+        entry = {
+            "source": pending.raw.source.name,
+            "record": pending.raw.number,
+            "key": pending.key,
+            "reason": error.reason,
+            "detail": error.detail,
+        }
+        rejects.write(json.dumps(entry) + "\n")
+        return
+    spool.write(line + "\n")
+    reading.positions.append(position_of(pending.key))
+    reading.warnings.update(pending.warnings)
+    reading.written_of_origin[pending.raw.source.origin] += 1
+    for file in files:
+        reading.mentions[file.kind] += 1
+        reading.media.setdefault(file.name, file)
+
+
+def _checked(checker: MediaChecker, pending: _Pending, index: int) -> MediaFile:
+    assert pending.parsed is not None
+    media = pending.parsed.media[index]
+    try:
+        return checker.result(pending.paths[index], media.kind)
+    except SampleRejected as error:
+        raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
+
+
+def _spool_line(config: ConvertConfig, key: str, parsed: ParsedRecord, files: list[MediaFile]) -> str:
+    names = media_names(config.layout, [file.name for file in files])
+    conversation = Conversation(
+        key=key,
+        turns=parsed.turns,
+        media=tuple(
+            Media(
+                kind=file.kind,
+                name=name,
+                width=file.width,
+                height=file.height,
+                frames=file.frames,
+                fps=file.fps,
+                duration=file.duration,
+            )
+            for name, file in zip(names, files, strict=True)
+        ),
+        tools=parsed.tools,
+    )
+    try:
+        record = json.dumps(conversation.to_record(), ensure_ascii=False, allow_nan=False)
+        record.encode("utf-8")
+    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
+    return json.dumps({"key": key, "record": record, "files": [file.name for file in files]})
+
+
+def _require_usable(config: ConvertConfig, sources: list[SourceFile], reading: _Reading) -> None:
+    for origin, named in enumerate(config.sources):
+        if any(source.origin == origin for source in sources) and reading.written_of_origin[origin] == 0:
+            first = reading.first_reject.get(origin, "it holds no record")
+            raise UserError(f"{named} holds no usable record; the first problem is {first}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Writing:
+    splits: dict[str, int]
+    media_bytes: int
+    record_bytes: int
+    shards: int
+
+
+class _SampleStore(Protocol):
+    """Where samples go, for one layout."""
+
+    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
+        """Writes one sample; `names` are the content names of its media, one per mention."""
+
+    def finish(self, splits: list[str], tell: Progress) -> _Writing:
+        """Closes the shards and lets Energon index them."""
+
+
+def _write(config: ConvertConfig, reading: _Reading, build: Path, tell: Progress) -> _Writing:
+    assigned = assign_splits(reading.positions, config.split)
+    with ExitStack() as stack:
+        store: _SampleStore
+        if config.layout == "polylithic":
+            store = _PolylithicStore(config, reading.media, build, stack)
+        else:
+            store = _MonolithicStore(config, reading.media, build, stack)
+        for number, (split, line) in enumerate(zip(assigned, _lines(reading.spool), strict=True), start=1):
+            sample = json.loads(line)
+            store.add(split, sample["key"], sample["record"].encode("utf-8"), sample["files"])
+            tell("write", number, len(assigned))
+    counts = Counter(assigned)
+    writing = store.finish([name for name in config.split if counts[name]], tell)
+    return _Writing(
+        splits={name: counts[name] for name in config.split},
+        media_bytes=writing.media_bytes,
+        record_bytes=writing.record_bytes,
+        shards=writing.shards,
+    )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as stream:
+        yield from stream
+
+
+class _PolylithicStore:
+    """Records in ``text``, each distinct media file once in ``media``, in the order of first mention."""
+
+    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
+        self._config = config
+        self._media = media
+        self._build = build
+        self._stored: set[str] = set()
+        text = build / TEXT_DIRECTORY
+        self._text = {
+            split: stack.enter_context(ShardWriter(text, split, max_samples=config.samples_per_shard))
+            for split in config.split
+        }
+        self._media_shards = stack.enter_context(
+            ShardWriter(build / MEDIA_DIRECTORY, "media", max_bytes=config.media_shard_bytes)
+        )
+
+    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
+        self._text[split].begin_sample()
+        self._text[split].add_bytes(f"{key}.json", record)
+        for name in names:
+            if name not in self._stored:
+                self._stored.add(name)
+                self._media_shards.begin_sample()
+                self._media_shards.add_media(name, self._media[name])
+
+    def finish(self, splits: list[str], tell: Progress) -> _Writing:
+        text_shards = {name: count for writer in self._text.values() for name, count in writer.shards.items()}
+        media_shards = self._media_shards.shards
+        total = len(text_shards) + len(media_shards)
+        tell("index", 0, total)
+        workers = max(1, self._config.workers)
+        prepare(self._build / TEXT_DIRECTORY, text_shards, splits, (), workers=workers)
+        tell("index", len(text_shards), total)
+        if media_shards:
+            entries = ((name, self._media[name]) for name in self._stored)
+            prepare(self._build / MEDIA_DIRECTORY, media_shards, ["media"], entries, workers=workers)
+        else:
+            (self._build / MEDIA_DIRECTORY).rmdir()
+        write_metadataset(self._build, splits, with_media=bool(media_shards))
+        tell("index", total, total)
+        return _Writing(
+            splits={},
+            media_bytes=self._media_shards.bytes,
+            record_bytes=sum(writer.bytes for writer in self._text.values()),
+            shards=total,
+        )
+
+
+class _MonolithicStore:
+    """Each sample's record and media side by side in one WebDataset."""
+
+    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
+        self._config = config
+        self._media = media
+        self._build = build
+        self._entries: list[tuple[str, MediaFile]] = []
+        self._record_bytes = 0
+        self._shards = {
+            split: stack.enter_context(ShardWriter(build, split, max_samples=config.samples_per_shard))
+            for split in config.split
+        }
+
+    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
+        writer = self._shards[split]
+        writer.begin_sample()
+        writer.add_bytes(f"{key}.json", record)
+        self._record_bytes += len(record)
+        distinct = list(dict.fromkeys(names))
+        for name, suffix in zip(distinct, media_names("monolithic", distinct), strict=True):
+            writer.add_media(key + suffix, self._media[name])
+            self._entries.append((key + suffix, self._media[name]))
+
+    def finish(self, splits: list[str], tell: Progress) -> _Writing:
+        shards = {name: count for writer in self._shards.values() for name, count in writer.shards.items()}
+        tell("index", 0, len(shards))
+        prepare(self._build, shards, splits, self._entries, workers=max(1, self._config.workers))
+        tell("index", len(shards), len(shards))
+        written = sum(writer.bytes for writer in self._shards.values())
+        return _Writing(
+            splits={}, media_bytes=written - self._record_bytes, record_bytes=self._record_bytes, shards=len(shards)
+        )

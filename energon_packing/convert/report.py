@@ -1,0 +1,96 @@
+"""What a conversion did: `conversion.json` and the lines of `rejects.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONVERSION_VERSION = 1
+"""Changes whenever the files that a conversion writes change their form; part of the fingerprint."""
+
+CONVERSION_FILE = "conversion.json"
+REJECTS_FILE = "rejects.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversionReport:
+    """The counts of one conversion; ``read == written + sum(rejected.values())``.
+
+    Attributes:
+        out: directory of the data set.
+        entry: what `megatron.energon.get_train_dataset` takes.
+        layout: ``polylithic`` or ``monolithic``.
+        read: records found, broken ones included.
+        written: samples of the data set.
+        rejected: reason -> number of records.
+        warnings: name -> number of records that were accepted although odd.
+        splits: name -> number of samples.
+        images, videos: media that samples name, repetitions included.
+        media_files: distinct media, by content.
+        media_bytes: bytes of media in the data set.
+        record_bytes: bytes of the JSON records in the data set.
+        shards: number of tar files.
+        seconds: wall time.
+        skipped: True where `resume` found the conversion finished.
+        fingerprint: version, digests of the sources and the options that decide the content.
+    """
+
+    out: str
+    entry: str
+    layout: str
+    read: int
+    written: int
+    rejected: dict[str, int]
+    warnings: dict[str, int]
+    splits: dict[str, int]
+    images: int
+    videos: int
+    media_files: int
+    media_bytes: int
+    record_bytes: int
+    shards: int
+    seconds: float
+    skipped: bool = False
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reject_share(self) -> float:
+        """Rejected records over records read."""
+        return sum(self.rejected.values()) / self.read if self.read else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, as in `conversion.json`."""
+        return asdict(self)
+
+    def write(self, directory: Path) -> None:
+        """Writes `conversion.json`."""
+        text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
+        (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_report(directory: Path) -> dict[str, Any] | None:
+    """The content of a finished conversion's `conversion.json`; None where there is none, or it is not ours."""
+    try:
+        value = json.loads((directory / CONVERSION_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
+
+
+def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
+    """The first field that differs, as ``name: found, wanted``; None where all are equal."""
+    for group in ("version", "sources", "options"):
+        old, new = found.get(group), wanted[group]
+        if old == new:
+            continue
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            for name in sorted({*old, *new}):
+                if old.get(name) != new.get(name):
+                    if group == "sources":
+                        return f"source {name} has changed"
+                    return f"{name} was {old.get(name)!r} and is {new.get(name)!r} now"
+        return f"{group} was {old!r} and is {new!r} now"
+    return None

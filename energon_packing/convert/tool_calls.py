@@ -1,0 +1,97 @@
+"""Tool definitions and tool calls, from the forms in which data sets write them to the one that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from energon_packing.errors import SampleRejected
+
+
+def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
+    """The ``tools`` column: a list, one definition, or either as JSON text.
+
+    A bare definition (``{"name", "parameters", ...}``) is wrapped as ``{"type": "function", "function": ...}``, the
+    form in which chat templates expect it.
+
+    Returns:
+        None where there are no tools.
+
+    Raises:
+        SampleRejected: ``bad_tools``.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            return None
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise SampleRejected("bad_tools", f"the tools column is not JSON: {error}") from error
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise SampleRejected("bad_tools", f"the tools column is {type(value).__name__}, expected a list of definitions")
+    tools = []
+    for tool in value:
+        if not isinstance(tool, dict):
+            raise SampleRejected("bad_tools", f"a tool definition is {type(tool).__name__}, expected an object")
+        definition = tool.get("function") if "function" in tool else tool
+        if not isinstance(definition, dict) or not isinstance(definition.get("name"), str):
+            raise SampleRejected("bad_tools", "a tool definition has no name")
+        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+    return tuple(tools) or None
+
+
+def parse_function_call_text(text: str) -> tuple[dict[str, Any], ...]:
+    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, or a list of such calls.
+
+    Raises:
+        SampleRejected: ``bad_tool_call``.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SampleRejected("bad_tool_call", f"the function call is not JSON: {error}") from error
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise SampleRejected("bad_tool_call", "the function call is an empty list")
+    return tuple(_call(call) for call in calls)
+
+
+def parse_tool_calls(value: Any) -> tuple[dict[str, Any], ...]:
+    """OpenAI's ``tool_calls`` of an assistant message; call ids are dropped, since turns have no place for them.
+
+    Raises:
+        SampleRejected: ``bad_tool_call``.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise SampleRejected("bad_tool_call", f"tool_calls is {type(value).__name__}, expected a list")
+    calls = []
+    for call in value:
+        if not isinstance(call, dict):
+            raise SampleRejected("bad_tool_call", f"a tool call is {type(call).__name__}, expected an object")
+        if call.get("type", "function") != "function":
+            raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
+        calls.append(_call(call.get("function", call)))
+    return tuple(calls)
+
+
+def _call(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise SampleRejected("bad_tool_call", f"a function call is {type(value).__name__}, expected an object")
+    name, arguments = value.get("name"), value.get("arguments")
+    if not isinstance(name, str) or not name:
+        raise SampleRejected("bad_tool_call", "a function call has no name")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        found = "missing" if "arguments" not in value else f"{type(arguments).__name__}"
+        raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {found}, expected an object")
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

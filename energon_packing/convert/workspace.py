@@ -1,0 +1,146 @@
+"""The directory in which a data set grows, beside its final place, so that nothing half-made ever looks whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.report import fingerprint_difference, read_report
+from energon_packing.errors import UserError
+
+_STATE = "in-progress.json"
+_LOCK = "in-progress.lock"
+_JOURNAL = "media-checks.jsonl"
+
+
+def partial_directory(out: Path) -> Path:
+    """Where a conversion to `out` works until it is finished."""
+    return out.with_name(out.name + ".partial")
+
+
+def check_out(config: ConvertConfig) -> None:
+    """Refuses, before anything is read, an output that must not be written.
+
+    Raises:
+        UserError: `out` is a file, holds something else than a converted data set, is not to be replaced, or contains
+            a source.
+    """
+    out = config.out
+    if out.name in ("", ".."):
+        raise UserError(f"--out {out} has no name of its own; name a directory to be made")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; name a directory to be made")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if read_report(out) is None:
+        raise UserError(
+            f"--out {out} is not empty and holds no data set that convert wrote; choose another directory, "
+            "or remove its content yourself"
+        )
+    if not (config.overwrite or config.resume):
+        raise UserError(
+            f"--out {out} holds a converted data set already; add --overwrite to replace it, --resume to keep it if it "
+            "is complete, or choose another directory"
+        )
+    real = out.resolve()
+    roots = [*config.sources, *([config.media_root] if config.media_root is not None else [])]
+    for source in roots:
+        if source.resolve().is_relative_to(real):
+            raise UserError(f"{source} lies inside --out {out}, which would be replaced; choose another directory")
+
+
+def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The report of a finished conversion of the same sources and options, where `resume` may skip it.
+
+    Raises:
+        UserError: the data set there was made from something else, and `overwrite` is not set.
+    """
+    if not config.resume or (found := read_report(config.out)) is None:
+        return None
+    difference = fingerprint_difference(found["fingerprint"], fingerprint)
+    if difference is None:
+        return found
+    if not config.overwrite:
+        raise UserError(f"--out {config.out} cannot be resumed: {difference}; add --overwrite to replace it")
+    return None
+
+
+@contextmanager
+def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[tuple[Path, Path]]:
+    """A directory to build in, locked against a second conversion to the same place.
+
+    What an interrupted conversion left is thrown away, but for the journal of checked media where `resume` is set and
+    the options are the same: checking media is what takes the time.
+
+    Yields:
+        The directory to build in, empty, and the journal's path.
+
+    Raises:
+        UserError: another conversion is running there, or the place cannot be written.
+    """
+    partial = partial_directory(config.out)
+    try:
+        if partial.exists() and not (partial / _STATE).is_file() and any(partial.iterdir()):
+            raise UserError(f"{partial} is in the way and was not made by convert; move it away")
+        partial.mkdir(parents=True, exist_ok=True)
+        lock = os.fdopen(os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644), "w")
+    except OSError as error:
+        raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(
+                f"another conversion is writing to {config.out}; wait for it, or choose another --out"
+            ) from error
+        _clear(partial, keep_journal=config.resume and _same_options(partial, fingerprint))
+        (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
+        build = partial / "build"
+        build.mkdir()
+        yield build, partial / _JOURNAL
+
+
+def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
+    try:
+        state = json.loads((partial / _STATE).read_text(encoding="utf-8"))
+        return bool(state["version"] == fingerprint["version"] and state["options"] == fingerprint["options"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _clear(partial: Path, *, keep_journal: bool) -> None:
+    for path in partial.iterdir():
+        if path.name in (_LOCK, _STATE) or (keep_journal and path.name == _JOURNAL):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def publish(build: Path, out: Path) -> None:
+    """Moves the finished directory to its place in one step, and removes what stood there and the workspace.
+
+    Raises:
+        UserError: the place cannot be written.
+    """
+    partial = build.parent
+    old = partial / "replaced"
+    try:
+        if out.is_dir():
+            os.rename(out, old)
+        os.rename(build, out)
+    except OSError as error:
+        if old.is_dir() and not out.exists():
+            os.rename(old, out)
+        raise UserError(
+            f"the data set is complete in {build}, but cannot be moved to {out}: {error.strerror or error}"
+        ) from error
+    shutil.rmtree(partial)

@@ -1,0 +1,312 @@
+"""Sizes of images and videos, as a later stage will see them, found once at conversion.
+
+Everything here may be called on hostile files: only known formats are opened (never a playlist, nor a format that
+starts another program), and the number of pixels is checked from the header before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import av
+from PIL import ExifTags, Image
+
+from energon_packing.errors import SampleRejected
+
+DEFAULT_MAX_PIXELS = 89_478_485
+"""Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
+
+IMAGE_FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Pillow's names of what is opened. Left out on purpose: EPS (runs Ghostscript) and formats that no data set has."""
+
+VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
+"""FFmpeg's names of what is opened. Left out on purpose: playlists (hls, concat), which open other files."""
+
+# One packet is one shown frame for these; not for VP8 (hidden frames) or MPEG-4 part 2 (packed B-frames).
+_ONE_FRAME_A_PACKET = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg"})
+_SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
+
+Source = bytes | str | Path
+
+
+class ImageInfo(NamedTuple):
+    """What an image's header says.
+
+    Attributes:
+        width: pixels as displayed, after EXIF orientation.
+        height: pixels as displayed, after EXIF orientation.
+        format: Pillow's name, such as ``"JPEG"``.
+        mode: Pillow's pixel mode, such as ``"RGB"``.
+        stored_width: pixels as stored, before EXIF orientation.
+        stored_height: pixels as stored, before EXIF orientation.
+    """
+
+    width: int
+    height: int
+    format: str
+    mode: str
+    stored_width: int
+    stored_height: int
+
+
+class VideoInfo(NamedTuple):
+    """What a video holds.
+
+    Attributes:
+        width: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
+        height: pixels as displayed.
+        frames: number of frames that decoding from the start yields.
+        fps: average frames a second, ``frames / duration``; right for variable frame rates too.
+        duration: seconds from the first frame to the end of the last one.
+        stored_width: pixels of a decoded frame, before rotation.
+        stored_height: pixels of a decoded frame, before rotation.
+        container: FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``.
+    """
+
+    width: int
+    height: int
+    frames: int
+    fps: float
+    duration: float
+    stored_width: int
+    stored_height: int
+    container: str
+
+
+@contextmanager
+def _opened(source: Source) -> Iterator[BinaryIO]:
+    if isinstance(source, bytes):
+        yield io.BytesIO(source)
+    else:
+        with open(source, "rb") as stream:
+            yield stream
+
+
+def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+    if width <= 0 or height <= 0:
+        raise SampleRejected("corrupt_media", f"the header says {width}x{height} pixels")
+    if width * height > max_pixels:
+        raise SampleRejected(
+            "oversized_media", f"the header says {width}x{height} pixels, more than the limit of {max_pixels}"
+        )
+
+
+def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
+    """Reads an image's header and, where asked, decodes all of its (first) picture.
+
+    Args:
+        source: the encoded bytes, or a path to them.
+        max_pixels: largest ``width * height``, checked before decoding.
+        decode: decode the pixels too, which finds truncated and damaged files.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``oversized_media`` (more pixels than allowed).
+        OSError: a path that cannot be opened.
+    """
+    with _opened(source) as stream:
+        try:
+            with Image.open(stream, formats=IMAGE_FORMATS) as image:
+                _check_pixels(image.width, image.height, max_pixels)
+                # The same call as in ImageOps.exif_transpose, so that both agree.
+                orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+                stored_width, stored_height = image.size
+                info = (image.format or "UNKNOWN", image.mode)
+                if decode:
+                    image.load()
+                    # A mode that has no way to RGB (some 16-bit ones) would fail later, at every use.
+                    image.crop((0, 0, 1, 1)).convert("RGB")
+        except SampleRejected:
+            raise
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise SampleRejected("oversized_media", f"Pillow refuses the image: {error}") from error
+        except Exception as error:
+            # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
+            raise SampleRejected("corrupt_media", f"not a readable image: {_words(error)}") from error
+    turned = orientation in (5, 6, 7, 8)
+    width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
+    return ImageInfo(width, height, *info, stored_width, stored_height)
+
+
+def probe_image(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:
+    """Width and height in pixels as displayed, that is after EXIF orientation; decodes nothing.
+
+    Raises:
+        SampleRejected: see `image_info`.
+    """
+    info = image_info(source, max_pixels=max_pixels)
+    return info.width, info.height
+
+
+def _words(error: Exception) -> str:
+    """The error's text without object addresses, so that a rejects file is the same in every run."""
+    text = str(error) or type(error).__name__
+    if "BytesIO object at" in text or "cannot identify image file" in text:
+        return "no known image format"
+    return text
+
+
+class _Count(NamedTuple):
+    frames: int
+    first: float | None  # seconds; None where the stream has no time stamps
+    last: float | None
+    last_length: float  # seconds that the last frame is shown; 0 where unknown
+
+
+def _count_packets(container: Any, stream: Any) -> _Count:
+    """Counts the packets of frames that decoding shows, without decoding."""
+    frames, first, last, last_length = 0, None, None, 0.0
+    for packet in container.demux(stream):
+        if packet.size == 0 or packet.is_discard:
+            continue
+        if packet.is_corrupt:
+            raise SampleRejected("corrupt_media", f"packet {frames} of the video is damaged")
+        frames += 1
+        if packet.pts is None:
+            continue
+        time = float(packet.pts * packet.time_base)
+        first = time if first is None else min(first, time)
+        if last is None or time > last:
+            last = time
+            last_length = float(packet.duration * packet.time_base) if packet.duration else 0.0
+    return _Count(frames, first, last, last_length)
+
+
+def _count_decoded(container: Any, stream: Any, size: tuple[int, int]) -> _Count:
+    """Decodes every frame: the only count that holds for all codecs."""
+    frames, first, last, last_length = 0, None, None, 0.0
+    for frame in container.decode(stream):
+        if frame.is_corrupt:
+            raise SampleRejected("corrupt_media", f"frame {frames} of the video is damaged")
+        if (frame.width, frame.height) != size:
+            raise SampleRejected(
+                "corrupt_media", f"the video changes from {size[0]}x{size[1]} to {frame.width}x{frame.height} pixels"
+            )
+        frames += 1
+        if frame.pts is None:
+            continue
+        time = float(frame.pts * frame.time_base)
+        first = time if first is None else min(first, time)
+        if last is None or time > last:
+            last = time
+            last_length = float(frame.duration * frame.time_base) if frame.duration else 0.0
+    return _Count(frames, first, last, last_length)
+
+
+def _duration(count: _Count, rate: float | None) -> float:
+    """Seconds from the first frame to the end of the last one."""
+    usual = 1.0 / rate if rate else 0.0
+    if count.first is None or count.last is None:
+        return count.frames * usual
+    span = count.last - count.first
+    if count.frames > 1 and span <= 0:
+        return count.frames * usual  # all frames carry one time stamp
+    length = count.last_length or (span / (count.frames - 1) if count.frames > 1 else usual)
+    return span + length
+
+
+def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
+    """Size, exact number of frames and average rate of the first video stream.
+
+    The first frame is always decoded. Frames are counted as packets where container and codec are known to hold one
+    frame a packet and the container's own count agrees; everywhere else by decoding the whole stream.
+
+    Args:
+        source: the encoded bytes, or a path to them.
+        max_pixels: largest ``width * height`` of a frame, checked before decoding.
+        decode: decode every frame, which finds damage behind the first frame and makes the count exact by construction.
+
+    Raises:
+        SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
+            ``oversized_media`` (more pixels than allowed).
+        OSError: a path that cannot be opened.
+    """
+    with _opened(source) as stream:
+        try:
+            return _probe_video(stream, max_pixels, decode)
+        except SampleRejected:
+            raise
+        except (av.FFmpegError, ValueError, EOFError, IndexError, OverflowError) as error:
+            raise SampleRejected("corrupt_media", f"not a readable video: {_video_words(error)}") from error
+
+
+def _video_words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _open_video(file: BinaryIO) -> Any:
+    # The white lists hold also for what a container names inside itself: no other file and no URL is ever opened.
+    options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
+    return av.open(file, "r", container_options=options)
+
+
+def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
+    with _open_video(file) as container:
+        if not container.streams.video:
+            raise SampleRejected("corrupt_media", "the file has no video stream")
+        stream = container.streams.video[0]
+        if (stream.disposition & stream.disposition.attached_pic).value:
+            raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
+        codec = stream.codec_context
+        _check_pixels(codec.width, codec.height, max_pixels)
+        codec.thread_count = 1  # the converter runs one file a thread
+        names = set(container.format.name.split(","))
+        named_frames = stream.frames
+        rate = float(stream.average_rate) if stream.average_rate else None
+        codec_name = codec.name
+        first = next(iter(container.decode(stream)), None)
+        if first is None:
+            raise SampleRejected("corrupt_media", "the video has no frame")
+        _check_pixels(first.width, first.height, max_pixels)
+        size = (first.width, first.height)
+        turned = round(first.rotation / 90) % 2 == 1
+        container_name = container.format.name
+
+    file.seek(0)
+    # Opened anew: seeking back inside a container is not exact for every format.
+    with _open_video(file) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        packets = _PacketCounter(container, stream)
+        trusted = bool(names & _SIZED_CONTAINERS) and codec_name in _ONE_FRAME_A_PACKET
+        exact = decode or not trusted
+        count = _count_decoded(packets, stream, size) if exact else _count_packets(packets, stream)
+        if "mov" in names and packets.seen < named_frames:
+            raise SampleRejected(
+                "corrupt_media", f"truncated: the container names {named_frames} frames and holds {packets.seen}"
+            )
+    if not exact and named_frames not in (0, count.frames):
+        # An edit list or a broken index: only decoding tells.
+        file.seek(0)
+        with _open_video(file) as container:
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = 1
+            count = _count_decoded(container, stream, size)
+    if count.frames == 0:
+        raise SampleRejected("corrupt_media", "the video has no frame")
+    duration = _duration(count, rate)
+    if duration <= 0:
+        raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
+    width, height = (size[1], size[0]) if turned else size
+    return VideoInfo(width, height, count.frames, count.frames / duration, duration, *size, container_name)
+
+
+class _PacketCounter:
+    """A container that counts the packets it hands out, also those that decoding drops."""
+
+    def __init__(self, container: Any, stream: Any) -> None:
+        self._container = container
+        self._stream = stream
+        self.seen = 0
+
+    def demux(self, stream: Any) -> Iterator[Any]:
+        for packet in self._container.demux(stream):
+            self.seen += packet.size > 0
+            yield packet
+
+    def decode(self, stream: Any) -> Iterator[Any]:
+        for packet in self.demux(stream):
+            yield from packet.decode()

@@ -20,11 +20,12 @@ class Qwen25VL(VisionFamily):
     """Geometry of ``Qwen2VLImageProcessor`` and ``Qwen2VLVideoProcessor`` (transformers 5).
 
     An image of ``h x w`` pixels is resized to multiples of ``patch_size * merge_size`` inside the pixel limits and
-    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every ``temporal_patch_size`` sampled frames.
+    costs ``grid_h * grid_w / merge_size**2`` tokens; a video costs that for every
+    ``temporal_patch_size`` sampled frames.
     """
 
     name = "qwen2_5_vl"
-    processor_classes: tuple[str, ...] = ("Qwen2_5_VLProcessor",)
+    processor_classes = ("Qwen2_5_VLProcessor",)
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -1,0 +1,267 @@
+"""The conversation encoder: `measure` before selection, `render` after it.
+
+Both halves use one tokenizer, one chat template and one family, so that the predicted length of a sample and the length
+of the rendered one can only differ where a medium is not what its metadata said; such a sample is rejected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Conversation
+from energon_packing.encoders.measured import Measured
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.registry import build_family, load_processor
+from energon_packing.media.image import decode_image
+from energon_packing.media.video import decode_frames
+
+IGNORE_INDEX = -100
+
+
+class ConversationEncoder:
+    """Turns conversations into token rows, for one processor.
+
+    Args:
+        config: see `EncoderConfig`.
+        processor: an already loaded processor or tokenizer; None loads ``config.processor``.
+
+    Raises:
+        ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family.
+    """
+
+    def __init__(self, config: EncoderConfig, *, processor: Any = None) -> None:
+        self.config = config
+        self.processor = load_processor(config) if processor is None else processor
+        self.family = build_family(self.processor, config)
+        self.tokenizer = self.family.tokenizer
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
+                "Convert it with transformers (tokenizer.json)."
+            )
+        self.template = ChatTemplate(self.tokenizer, source=self._template_source(), train_on=config.train_on)
+        self._backend = self.tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        kinds = sorted(self.family.placeholders.items())
+        self._kinds = [kind for kind, _ in kinds]
+        self._placeholder = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
+        self._run_ids = np.array(sorted(self.family.placeholder_ids.values()), dtype=np.int32)
+        vocabulary = self.tokenizer.get_added_vocab()
+        self._never_trained = np.array(
+            sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary}), dtype=np.int32
+        )
+
+    @property
+    def pad_token_id(self) -> int:
+        """Token that fills the padding of a row."""
+        token_id = self.tokenizer.pad_token_id
+        return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What tokens and pixels depend on, by name, for the refusal of a state made under another set-up."""
+        backend = hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
+        family = repr(
+            {name: _limits(getattr(self.processor, name, None)) for name in ("image_processor", "video_processor")}
+        )
+        return {
+            "tokenizer": backend,
+            "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
+            "family": self.family.name,
+            "train_on": self.config.train_on,
+            "vision_limits": hashlib.sha256(family.encode()).hexdigest()[:16],
+        }
+
+    def measure(self, conversation: Conversation) -> Measured:
+        """Tokens, targets and exact length of a conversation, from its text and the sizes of its media.
+
+        Raises:
+            SampleRejected: a reason of `ChatTemplate.render` or of the family, ``reserved_token`` where a text holds a
+                token that stands for media, ``placeholder_mismatch`` where the template lost or moved a medium.
+        """
+        for turn in conversation.turns:
+            text = turn.text
+            for token in self.family.reserved:
+                if token in text:
+                    raise SampleRejected(
+                        "reserved_token", f"a {turn.role} turn holds {token!r}, which stands for media"
+                    )
+        plans = tuple(self.family.plan(media) for media in conversation.media)
+        chat = self._replace_placeholders(self.template.render(conversation), plans)
+        encoding = self._backend.encode(chat.text, add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=np.int32)
+        weights = np.zeros(len(ids), dtype=np.float32)
+        for span in chat.spans:
+            first, last = _token_range(encoding, span)
+            weights[first:last] = span.weight
+        weights[np.isin(ids, self._never_trained)] = 0.0
+        if not weights[1:].any():
+            raise SampleRejected("nothing_to_learn", "no token of the conversation is a target")
+        positions = np.flatnonzero(np.isin(ids, self._run_ids)).astype(np.int32)
+        lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
+        if len(positions) != len(lengths):
+            raise SampleRejected(
+                "placeholder_mismatch", f"{len(positions)} runs of media tokens in the text for {len(lengths)} measured"
+            )
+        trained = weights > 0
+        uniform = bool((weights[trained] == 1.0).all())
+        return Measured(
+            key=conversation.key,
+            token_ids=ids,
+            trained=np.packbits(trained),
+            weights=None if uniform else weights,
+            run_positions=positions,
+            run_lengths=lengths,
+            plans=plans,
+            media=conversation.media,
+            length=len(ids) + int(lengths.sum()) - len(lengths),
+        )
+
+    def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
+        """The row of one sample: decodes its media and makes its tensors.
+
+        Args:
+            measured: what `measure` returned.
+            read: gives the bytes of a medium by its name.
+
+        Returns:
+            ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
+            ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
+            ``key`` and ``expected_length``.
+
+        Raises:
+            SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
+                ``media_changed`` where a medium is not of the size that was measured.
+        """
+        ids, weights = measured.expand()
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        loss_mask = np.zeros(len(ids), dtype=np.float32)
+        loss_mask[:-1] = weights[1:]
+        learned = loss_mask > 0
+        labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]
+        if self.config.position_ids == "mrope":
+            positions = self.family.positions(ids, measured.plans)
+        else:
+            positions = np.arange(len(ids), dtype=np.int64)
+        return {
+            "key": measured.key,
+            "expected_length": measured.length,
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
+            "visual_inputs": self._render_media(measured, read),
+        }
+
+    def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
+        if not measured.plans:
+            return {}
+        limit = self.config.decode_seconds
+        deadline = None if limit is None else time.monotonic() + limit
+        pixels = self.config.max_source_pixels
+        decoded: list[torch.Tensor] = []
+        for media, plan in zip(measured.media, measured.plans, strict=True):
+            try:
+                data = read(media.name)
+            except (KeyError, OSError) as error:
+                raise SampleRejected("missing_media", f"{media.kind} {media.name!r} cannot be read: {error}") from error
+            if deadline is not None and time.monotonic() > deadline:
+                raise SampleRejected("decode_timeout", f"{media.name!r} was not reached within {limit} s")
+            try:
+                if plan.kind == "image":
+                    decoded.append(decode_image(data, max_pixels=pixels))
+                else:
+                    decoded.append(decode_frames(data, plan.frame_indices, max_pixels=pixels, deadline=deadline))
+            except SampleRejected as error:
+                raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
+            found = decoded[-1].shape[-1], decoded[-1].shape[-2]
+            if found != (media.width, media.height):
+                raise SampleRejected(
+                    "media_changed",
+                    f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, measured as {media.width}x{media.height}",
+                )
+        visual = self.family.pixels(measured.plans, decoded)
+        for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+            planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
+            made = visual[name].tolist() if name in visual else []
+            if planned and name in visual and planned != made:
+                raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
+        return visual
+
+    def _template_source(self) -> str | None:
+        if self.config.chat_template is not None:
+            try:
+                return Path(self.config.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(
+                    f"encoder.chat_template: {self.config.chat_template!r} cannot be read ({error}); give a Jinja file."
+                ) from error
+        source = getattr(self.processor, "chat_template", None)
+        return source if isinstance(source, str) else None
+
+    def _replace_placeholders(self, chat: RenderedChat, plans: tuple[MediaPlan, ...]) -> RenderedChat:
+        """Puts each medium's text in the place of its placeholder, and moves the spans along."""
+        matches = list(self._placeholder.finditer(chat.text))
+        found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
+        expected = [plan.kind for plan in plans]
+        if found != expected:
+            raise SampleRejected(
+                "placeholder_mismatch",
+                f"the chat template shows media {found} for a conversation with {expected}",
+            )
+        if not matches:
+            return chat
+        pieces: list[str] = []
+        ends, shifts = [], []
+        cursor = shift = 0
+        for match, plan in zip(matches, plans, strict=True):
+            text = self.family.replacement(plan)
+            pieces += (chat.text[cursor : match.start()], text)
+            cursor = match.end()
+            shift += len(text) - (match.end() - match.start())
+            ends.append(cursor)
+            shifts.append(shift)
+        pieces.append(chat.text[cursor:])
+
+        def moved(position: int) -> int:
+            before = int(np.searchsorted(ends, position, side="right"))
+            return position + (shifts[before - 1] if before else 0)
+
+        spans = tuple(
+            TrainedSpan(start=moved(span.start), end=moved(span.end), weight=span.weight) for span in chat.spans
+        )
+        return RenderedChat(text="".join(pieces), spans=spans)
+
+
+def _token_range(encoding: Any, span: TrainedSpan) -> tuple[int, int]:
+    """Tokens ``[first, last)`` that hold the characters of a span, as transformers maps generation spans."""
+    first = next(
+        (token for at in range(span.start, span.end) if (token := encoding.char_to_token(at)) is not None), None
+    )
+    if first is None:
+        return 0, 0
+    last = next(
+        token for at in range(span.end - 1, span.start - 1, -1) if (token := encoding.char_to_token(at)) is not None
+    )
+    return first, last + 1
+
+
+def _limits(processor: Any) -> dict[str, Any] | None:
+    """The settings of an image or video processor that geometry and pixels depend on."""
+    if processor is None:
+        return None
+    names = ("size", "patch_size", "merge_size", "temporal_patch_size", "fps", "min_frames", "max_frames", "resample")
+    return {
+        name: repr(getattr(processor, name, None)) for name in (*names, "image_mean", "image_std", "rescale_factor")
+    }

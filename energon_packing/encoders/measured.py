@@ -1,0 +1,60 @@
+"""A measured sample: everything about a conversation that is known before a pixel is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from energon_packing.conversation import Media
+from energon_packing.families.base import MediaPlan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measured:
+    """A sample between selection and rendering. Small on purpose: a packing window holds hundreds of them.
+
+    Attributes:
+        key: of the conversation.
+        token_ids: int32 ``[n]``; each run of placeholders is still ONE token.
+        trained: uint8 ``[ceil(n / 8)]``, bit i says whether token i is a target.
+        weights: float32 ``[n]`` loss weight of each target, or None where all weigh 1.
+        run_positions: int32 ``[r]``, where in ``token_ids`` the runs stand.
+        run_lengths: int32 ``[r]``, tokens that each run becomes.
+        plans: geometry of each medium, in conversation order.
+        media: the media, in conversation order.
+        length: tokens of the sample once every run is expanded.
+    """
+
+    key: str
+    token_ids: np.ndarray
+    trained: np.ndarray
+    weights: np.ndarray | None
+    run_positions: np.ndarray
+    run_lengths: np.ndarray
+    plans: tuple[MediaPlan, ...]
+    media: tuple[Media, ...]
+    length: int
+
+    @property
+    def patches(self) -> int:
+        """Rows of vision input of all media."""
+        return sum(plan.patches for plan in self.plans)
+
+    @property
+    def images(self) -> int:
+        """Number of images and videos."""
+        return len(self.plans)
+
+    def expand(self) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 ``[length]`` with every run at full length, and the weight of each as a target, float32."""
+        count = len(self.token_ids)
+        weights = np.unpackbits(self.trained, count=count).astype(np.float32)
+        if self.weights is not None:
+            weights *= self.weights
+        ids = self.token_ids.astype(np.int64)
+        if len(self.run_positions):
+            repeats = np.ones(count, dtype=np.int64)
+            repeats[self.run_positions] = self.run_lengths
+            ids, weights = np.repeat(ids, repeats), np.repeat(weights, repeats)
+        return ids, weights

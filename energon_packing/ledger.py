@@ -1,0 +1,97 @@
+"""The ledger: every source key ends as emitted in a pack or as dropped with a reason.
+
+Each loader worker keeps one. What was dropped travels to the training process with the next pack; with a directory,
+each worker also appends to a file of its own there, one JSON object a line::
+
+    {"pack": 17, "keys": ["a", "b"]}
+    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
+
+A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
+consecutive failures only, so that a data set of which every second sample is broken passes it for ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from energon_packing.errors import UserError
+
+BUDGET_STARTS_AT = 200
+"""Samples seen before the budget is looked at: below this a few bad ones in a row say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DroppedSample:
+    """A source key that reaches no pack, and why."""
+
+    key: str
+    reason: str
+    detail: str
+
+
+class DropBudgetExceeded(UserError):
+    """More samples were dropped than the run allows."""
+
+
+class Ledger:
+    """Accounts for the samples of one worker.
+
+    Args:
+        directory: where the worker's file is written; None writes none.
+        budget: share of samples that may be dropped, 0 to 1.
+        name: of the worker's file, without suffix; unique among the workers of a run.
+    """
+
+    def __init__(self, directory: str | None, *, budget: float, name: str) -> None:
+        self.budget = budget
+        self.emitted = 0
+        self.reasons: Counter[str] = Counter()
+        self._pending: list[DroppedSample] = []
+        self._file: IO[str] | None = None
+        if directory is not None:
+            path = Path(directory)
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1)
+
+    @property
+    def dropped(self) -> int:
+        """Number of samples dropped so far."""
+        return sum(self.reasons.values())
+
+    def drop(self, key: str, reason: str, detail: str) -> None:
+        """Enters a dropped sample.
+
+        Raises:
+            DropBudgetExceeded: more than ``budget`` of at least `BUDGET_STARTS_AT` samples were dropped.
+        """
+        entry = DroppedSample(key=key, reason=reason, detail=detail)
+        self._pending.append(entry)
+        self.reasons[reason] += 1
+        self._write({"dropped": key, "reason": reason, "detail": detail})
+        seen = self.dropped + self.emitted
+        if seen >= BUDGET_STARTS_AT and self.dropped > self.budget * seen:
+            common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
+            raise DropBudgetExceeded(
+                f"{self.dropped} of {seen} samples were dropped ({common}), more than "
+                f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. Mend the data, or raise the budget."
+            )
+
+    def emit(self, pack: int, keys: Sequence[str]) -> None:
+        """Enters the samples of a pack."""
+        self.emitted += len(keys)
+        self._write({"pack": pack, "keys": list(keys)})
+
+    def take_dropped(self) -> tuple[DroppedSample, ...]:
+        """What was dropped since the last call; it travels with the next pack."""
+        taken = tuple(self._pending)
+        self._pending.clear()
+        return taken
+
+    def _write(self, entry: dict[str, object]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")

@@ -60,7 +60,7 @@ SPECIAL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("</think>", False),
 )
 
-# The pre-tokenizer of Qwen2: contractions, words with one leading mark, single digits, punctuation, line breaks, blanks.
+# The pre-tokenizer of Qwen2: contractions, words with a leading mark, single digits, punctuation, line breaks, blanks.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -70,27 +70,28 @@ COMMON = """
 about above across after again against all almost along already also although always among and another any anyone
 anything are around as ask at away back be became because been before began behind being believe below best better
 between big both bring build but buy by call came can cannot change city clear close cold come common complete could
-country course current day did different does done down during each early easy either end enough even ever every example
-eyes face fact family far fast few field figure find first follow following food for form found four free friend from
-full gave general get give go going good great group grow had half hand hard has have he head hear help her here high him
-his history hold home hour house how however human idea if important in include increase information interest into is it
-its itself job just keep kind knew know known land language large last late later learn least leave left less let letter
-life light like line list little live local long look lost lot love low made main make man many matter may me mean might
-mind minute model moment money month more morning most mother move much must my name near need never new next night no
-not nothing now number of off often old on once one only open or order other our out over own page paper part party past
-pay people perhaps person picture place plan play point possible power present problem process program public question
-quickly quite rather read ready real really reason recent remember report rest result right road room run said same saw
-say school second see seem sense sentence set several shall she short should show side simple since small so some someone
-something sometimes soon sound special stand start state still stop story street strong student study such sure system
-table take talk teach tell than that the their them then there these they thing think third this those though thought
-three through time to today together told too took toward town tree true try turn two type under understand until up upon
-us use used usually value very video view voice wait walk want was watch water way we week well went were what when where
-whether which while white who whole whose why will with within without woman wonder word work world would write year yes
-yet you young your thank please sorry sure answer image photo scene background foreground person people wearing standing
-sitting holding looking smiling playing team game player sport football baby glasses book reading funny cute celebrate
-request response function arguments parameters description string integer boolean array object required properties type
-default error message status result data file user assistant system content role tools search convert calculate generate
-email weather temperature currency exchange rate amount distance location recipe movie restaurant schedule reminder
+country course current day did different does done down during each early easy either end enough even ever every
+example eyes face fact family far fast few field figure find first follow following food for form found four free
+friend from full gave general get give go going good great group grow had half hand hard has have he head hear help
+her here high him his history hold home hour house how however human idea if important in include increase information
+interest into is it its itself job just keep kind knew know known land language large last late later learn least
+leave left less let letter life light like line list little live local long look lost lot love low made main make man
+many matter may me mean might mind minute model moment money month more morning most mother move much must my name
+near need never new next night no not nothing now number of off often old on once one only open or order other our out
+over own page paper part party past pay people perhaps person picture place plan play point possible power present
+problem process program public question quickly quite rather read ready real really reason recent remember report rest
+result right road room run said same saw say school second see seem sense sentence set several shall she short should
+show side simple since small so some someone something sometimes soon sound special stand start state still stop story
+street strong student study such sure system table take talk teach tell than that the their them then there these they
+thing think third this those though thought three through time to today together told too took toward town tree true
+try turn two type under understand until up upon us use used usually value very video view voice wait walk want was
+watch water way we week well went were what when where whether which while white who whole whose why will with within
+without woman wonder word work world would write year yes yet you young your thank please sorry sure answer image
+photo scene background foreground person people wearing standing sitting holding looking smiling playing team game
+player sport football baby glasses book reading funny cute celebrate request response function arguments parameters
+description string integer boolean array object required properties type default error message status result data file
+user assistant system content role tools search convert calculate generate email weather temperature currency exchange
+rate amount distance location recipe movie restaurant schedule reminder
 """
 
 

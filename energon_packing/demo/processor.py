@@ -1,4 +1,4 @@
-"""Where the shipped processor directories lie. `scripts/train_demo_tokenizer.py` makes them; Hugging Face loads them."""
+"""Where the shipped processor directories lie; `scripts/train_demo_tokenizer.py` makes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sentences, questions with answers, stories and reports, drawn from `words` by a random generator that the caller seeds.
+"""Questions with answers, stories and reports, drawn from `words` by a random generator that the caller seeds.
 
-Every answer follows from its question or from the text before it, so a model that reads well can do better than one that
-has only learned how often each word occurs.
+Every answer follows from its question, from the text before it or from the facts in `words`, so a model that reads well
+can do better than one that has only learned how often each word occurs.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ FIRST_NAMES: tuple[str, ...] = (
     "Marta", "Nils", "Olga", "Paulo", "Rosa", "Samir", "Tove", "Uma", "Viktor", "Wanda", "Yuki", "Zoe",
 )  # fmt: skip
 TOWN_HEADS: tuple[str, ...] = (
-    "Alder", "Ash", "Birch", "Black", "Bright", "Clear", "Copper", "Deer", "East", "Elm", "Fair", "Fox", "Gold", "Green",
-    "Hazel", "High", "Iron", "Lake", "Long", "Marsh", "Mill", "North", "Oak", "Raven", "Red", "River", "Salt", "Silver",
-    "Stone", "Summer", "Thorn", "West", "White", "Willow", "Winter", "Wolf",
+    "Alder", "Ash", "Birch", "Black", "Bright", "Clear", "Copper", "Deer", "East", "Elm", "Fair", "Fox", "Gold",
+    "Green", "Hazel", "High", "Iron", "Lake", "Long", "Marsh", "Mill", "North", "Oak", "Raven", "Red", "River",
+    "Salt", "Silver", "Stone", "Summer", "Thorn", "West", "White", "Willow", "Winter", "Wolf",
 )  # fmt: skip
 TOWN_TAILS: tuple[str, ...] = (
     "bridge",
@@ -244,9 +244,9 @@ WEATHER: tuple[str, ...] = (
     "sunny", "cloudy", "rainy", "foggy", "windy", "stormy", "snowy", "mild", "freezing", "humid", "clear", "overcast",
 )  # fmt: skip
 GOODS: tuple[str, ...] = (
-    "apples", "pears", "walnuts", "candles", "blankets", "notebooks", "pencils", "lamps", "baskets", "bricks", "barrels",
-    "ropes", "bottles", "mirrors", "chairs", "shirts", "boots", "umbrellas", "bicycles", "batteries", "cables", "screws",
-    "seeds", "potatoes", "cheeses", "loaves", "books", "maps", "tickets", "parcels",
+    "apples", "pears", "walnuts", "candles", "blankets", "notebooks", "pencils", "lamps", "baskets", "bricks",
+    "barrels", "ropes", "bottles", "mirrors", "chairs", "shirts", "boots", "umbrellas", "bicycles", "batteries",
+    "cables", "screws", "seeds", "potatoes", "cheeses", "loaves", "books", "maps", "tickets", "parcels",
 )  # fmt: skip
 TRADES: tuple[str, ...] = (
     "baker", "carpenter", "teacher", "farmer", "doctor", "engineer", "painter", "sailor", "gardener", "librarian",

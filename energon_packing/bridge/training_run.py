@@ -1,0 +1,230 @@
+"""A training run on the CPU through Bridge's own code: validate, data iterators, setup, train, evaluate.
+
+The order of calls is that of ``megatron.bridge.training.pretrain.pretrain``, which itself cannot be imported without
+NVIDIA's resiliency extension: ``runtime_config_update`` (which calls ``ConfigContainer.validate``),
+``get_dataset_provider``, ``setup``, ``train``, ``evaluate``. All of these are Bridge's, unmodified; what they reach
+below is listed in `energon_packing.bridge.cpu_stand_ins.REPLACED`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from energon_packing.bridge import cpu_stand_ins
+from energon_packing.errors import ConfigError, UserError
+
+StepName = Literal["vlm", "gpt"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What Bridge reports after one optimiser step.
+
+    Attributes:
+        step: from 1.
+        loss: sum of the token losses of the step divided by its trained tokens.
+        grad_norm: norm of the whole gradient before clipping; None where Bridge gives none.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """A finished run.
+
+    Attributes:
+        steps: one report for each optimiser step.
+        held_out_before: loss on the held-out rows before the first step; None without ``eval_iters``.
+        held_out_after: loss on the same rows after the last step.
+    """
+
+    steps: tuple[StepReport, ...]
+    held_out_before: float | None
+    held_out_after: float | None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [report.loss for report in self.steps]
+
+
+@contextlib.contextmanager
+def process_groups() -> Iterator[None]:
+    """A gloo process group for the length of the block, and none of Megatron's global state after it.
+
+    The world is that of the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as ``torchrun``
+    sets them), or one process.
+
+    Raises:
+        UserError: where a process group exists already.
+    """
+    cpu_stand_ins.install()
+    from megatron.bridge.training.initialize import destroy_global_state
+
+    if torch.distributed.is_initialized():
+        raise UserError("torch.distributed is initialised already; a run on the CPU makes its own gloo group.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group("gloo")
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        destroy_global_state()
+        torch.distributed.destroy_process_group()
+
+
+def make_config(
+    model: Any,
+    dataset: Any,
+    *,
+    steps: int,
+    global_batch_size: int = 1,
+    learning_rate: float = 1e-3,
+    eval_iters: int = 0,
+    seed: int = 1234,
+) -> Any:
+    """A `ConfigContainer` for a short fp32 run with Adam and a constant learning rate.
+
+    Args:
+        model: a Bridge model provider (`energon_packing.bridge.tiny_models`).
+        dataset: a Bridge ``DatasetProvider`` whose rows are packs.
+        steps: optimiser steps.
+        global_batch_size: rows of a step over all data-parallel ranks; a micro-batch is always one row.
+        learning_rate: of every step, without warm-up or decay.
+        eval_iters: global batches of held-out rows; 0 evaluates nothing.
+        seed: of the weights.
+
+    Raises:
+        ConfigError: for a number of steps or rows below 1.
+    """
+    for name, value in (("steps", steps), ("global_batch_size", global_batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}, but must be at least 1.")
+    cpu_stand_ins.install()
+    from megatron.bridge.training import config as bridge
+    from megatron.bridge.training.tokenizers.config import TokenizerConfig
+
+    return bridge.ConfigContainer(
+        model=model,
+        dataset=dataset,
+        train=bridge.TrainingConfig(
+            micro_batch_size=1, global_batch_size=global_batch_size, train_iters=steps, manual_gc=False
+        ),
+        validation=bridge.ValidationConfig(eval_iters=eval_iters, eval_interval=None),
+        optimizer=bridge.OptimizerConfig(
+            optimizer="adam",
+            lr=learning_rate,
+            min_lr=0.0,
+            weight_decay=0.0,
+            clip_grad=1.0,
+            use_distributed_optimizer=False,
+        ),
+        scheduler=bridge.SchedulerConfig(
+            lr_decay_style="constant",
+            lr_warmup_iters=0,
+            lr_decay_iters=steps,
+            start_weight_decay=0.0,
+            end_weight_decay=0.0,
+            weight_decay_incr_style="constant",
+        ),
+        ddp=bridge.DistributedDataParallelConfig(
+            use_distributed_optimizer=False, overlap_grad_reduce=False, average_in_collective=False
+        ),
+        # Bridge builds a tokenizer in setup(); the rows hold token ids already.
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=model.vocab_size - 1),
+        logger=bridge.LoggerConfig(log_interval=steps + 1, tensorboard_dir=None),
+        checkpoint=bridge.CheckpointConfig(save=None, load=None),
+        rng=bridge.RNGConfig(seed=seed),
+        dist=bridge.DistributedInitConfig(distributed_backend="gloo", use_gloo_process_groups=False),
+    )
+
+
+def run(
+    config: Any,
+    *,
+    forward_step: StepName,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> RunResult:
+    """Trains ``config.train.train_iters`` optimiser steps on the CPU.
+
+    Must be called inside `process_groups`.
+
+    Args:
+        config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
+        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``.
+        on_step: called after each step.
+
+    Raises:
+        ConfigError: for an unknown forward step.
+    """
+    if forward_step not in ("vlm", "gpt"):
+        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm" or "gpt".')
+    cpu_stand_ins.install()
+    from megatron.bridge.data.utils import get_dataset_provider
+    from megatron.bridge.training import gpt_step, vlm_step
+    from megatron.bridge.training.callbacks import CallbackManager
+    from megatron.bridge.training.config import runtime_config_update
+    from megatron.bridge.training.eval import evaluate
+    from megatron.bridge.training.setup import setup
+    from megatron.bridge.training.state import GlobalState
+    from megatron.bridge.training.train import train
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    step_function = vlm_step.forward_step if forward_step == "vlm" else gpt_step.forward_step
+    runtime_config_update(config)
+    state = GlobalState()
+    state.cfg = config
+    ready = setup(state, get_dataset_provider(config.dataset))
+
+    reports: list[StepReport] = []
+
+    def record(context: Any) -> None:
+        norm = context.grad_norm
+        report = StepReport(
+            step=len(reports) + 1,
+            loss=float(context.loss_dict["lm loss"]),
+            grad_norm=None if norm is None else float(norm),
+        )
+        reports.append(report)
+        if on_step is not None:
+            on_step(report)
+
+    callbacks = CallbackManager()
+    callbacks.register("on_train_step_end", record)
+
+    # One set of rows for both evaluations: an endless held-out stream would compare different rows.
+    held_out: list[Any] = []
+    if state.train_state.do_valid:
+        rows = config.validation.eval_iters * config.validation.eval_global_batch_size // config.data_parallel_size
+        held_out = [next(ready.valid_data_iterator) for _ in range(rows)]
+
+    def held_out_loss() -> float | None:
+        if not held_out:
+            return None
+        losses, _, _ = evaluate(state, step_function, RerunDataIterator(iter(held_out)), ready.model, None, config)
+        return float(losses["lm loss"])
+
+    before = held_out_loss()
+    train(
+        step_function,
+        ready.model,
+        ready.optimizer,
+        ready.scheduler,
+        ready.train_data_iterator,
+        ready.valid_data_iterator,
+        state,
+        ready.checkpoint_manager,
+        ready.pg_collection,
+        callback_manager=callbacks,
+    )
+    return RunResult(steps=tuple(reports), held_out_before=before, held_out_after=held_out_loss())

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,6 @@ from rich.table import Table
 from energon_packing.convert.config import DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
 from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import REJECTS_FILE, ConversionReport
-from energon_packing.convert.workspace import partial_directory
-from energon_packing.errors import UserError
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
@@ -90,7 +86,9 @@ Examples:
 )
 @click.option("--overwrite", is_flag=True, help="Replace the data set that is in --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
+@click.pass_context
 def convert(
+    context: click.Context,
     sources: tuple[Path, ...],
     out: Path,
     media_root: Path | None,
@@ -115,48 +113,40 @@ def convert(
 
     Exit code 0: done. 1: more records were rejected than --max-rejects allows. 2: nothing usable, or a bad option.
     """
+    config = ConvertConfig(
+        sources=sources,
+        out=out,
+        media_root=media_root,
+        format=record_format,
+        layout=layout,
+        split=parse_split(split),
+        samples_per_shard=samples_per_shard,
+        media_shard_bytes=media_shard_mib << 20,
+        workers=workers,
+        check_media=check_media,
+        max_pixels=max_pixels,
+        max_media_bytes=max_media_mib << 20,
+        max_rejects=max_rejects,
+        resume=resume,
+        overwrite=overwrite,
+    )
     try:
-        config = ConvertConfig(
-            sources=sources,
-            out=out,
-            media_root=media_root,
-            format=record_format,
-            layout=layout,
-            split=parse_split(split),
-            samples_per_shard=samples_per_shard,
-            media_shard_bytes=media_shard_mib << 20,
-            workers=workers,
-            check_media=check_media,
-            max_pixels=max_pixels,
-            max_media_bytes=max_media_mib << 20,
-            max_rejects=max_rejects,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        with ExitStack() as stack:
-            shown = stack.enter_context(_ShownProgress(Console(stderr=True), quiet=as_json))
+        with _ShownProgress(Console(stderr=True), quiet=as_json) as shown:
             report = run_conversion(config, shown)
-    except UserError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(2)
     except KeyboardInterrupt:
-        click.echo(
-            f"interrupted; nothing was written to {out}. Run again with --resume to reuse what was checked "
-            f"({partial_directory(out)})",
-            err=True,
-        )
-        sys.exit(130)
+        click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks done so far.", err=True)
+        raise
     if as_json:
         click.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         _print_report(report)
     if report.reject_share > max_rejects:
         click.echo(
-            f"error: {report.reject_share:.1%} of the records were rejected, more than --max-rejects {max_rejects:g}; "
+            f"Error: {report.reject_share:.1%} of the records were rejected, more than --max-rejects {max_rejects:g}; "
             f"see {out / REJECTS_FILE}",
             err=True,
         )
-        sys.exit(1)
+        context.exit(1)
 
 
 class _ShownProgress:
@@ -168,6 +158,7 @@ class _ShownProgress:
         self._bar: Progress | None = None
         self._task: Any = None
         self._stage = ""
+        self._ended = False
         self._last = 0.0
 
     def __enter__(self) -> _ShownProgress:
@@ -181,13 +172,10 @@ class _ShownProgress:
             return
         now = time.monotonic()
         begins, ends = stage != self._stage, done >= total
-        if (
-            not begins
-            and not ends
-            and now - self._last < (0.1 if self._console.is_terminal else _SECONDS_BETWEEN_LINES)
-        ):
+        pause = 0.1 if self._console.is_terminal else _SECONDS_BETWEEN_LINES
+        if not begins and (self._ended or not (ends or now - self._last >= pause)):
             return
-        self._last = now
+        self._last, self._ended = now, ends
         if not self._console.is_terminal:
             if not begins or ends:
                 click.echo(f"{_STAGES[stage]}: {100 * done // max(total, 1)} %", err=True)

@@ -117,7 +117,7 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
     """Reads and checks one file.
 
     Raises:
-        SampleRejected: ``missing_media`` (unreadable), ``corrupt_media``, ``oversized_media``.
+        SampleRejected: ``missing_media`` (unreadable), ``corrupt_media``, ``media_too_large``.
     """
     try:
         with open_regular(path) as stream:
@@ -126,7 +126,7 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
                 raise SampleRejected("corrupt_media", "the file is empty")
             if size > config.max_media_bytes:
                 raise SampleRejected(
-                    "oversized_media", f"{size} bytes, more than the limit of {config.max_media_bytes}"
+                    "media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}"
                 )
             digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
         decode = config.check_media == "full"

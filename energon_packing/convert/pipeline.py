@@ -8,6 +8,7 @@ of each record only its key and a number, of each media file a few hundred bytes
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -60,14 +61,16 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     sources = find_sources(config.sources, exclude=(config.out, partial_directory(config.out)))
     fingerprint = {
         "version": CONVERSION_VERSION,
-        "sources": {source.name: content_digest(source.path) for source in sources},
+        "sources": {str(source.path.absolute()): content_digest(source.path) for source in sources},
         "options": config.fingerprint_options(),
     }
     if (finished := finished_report(config, fingerprint)) is not None:
         return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
     with workspace(config, fingerprint) as (build, journal):
         reading = _read(config, sources, build, journal, tell)
-        _require_usable(config, sources, reading)
+        if (unusable := _unusable_source(config, reading)) is not None:
+            shutil.rmtree(build.parent)
+            raise UserError(unusable)
         writing = _write(config, reading, build, tell)
         entry = str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out)
         report = ConversionReport(
@@ -178,13 +181,13 @@ def _settle(
     except SampleRejected as error:
         reading.rejected[error.reason] += 1
         origin = pending.raw.source.origin
-        reading.first_reject.setdefault(origin, f"{pending.raw.where}: {error.reason}: {error.detail}")
+        reading.first_reject.setdefault(origin, f"{pending.raw.where}: {error.reason}: {_short(error.detail)}")
         entry = {
             "source": pending.raw.source.name,
             "record": pending.raw.number,
             "key": pending.key,
             "reason": error.reason,
-            "detail": error.detail,
+            "detail": _short(error.detail),
         }
         rejects.write(json.dumps(entry) + "\n")
         return
@@ -233,11 +236,18 @@ def _spool_line(config: ConvertConfig, key: str, parsed: ParsedRecord, files: li
     return json.dumps({"key": key, "record": record, "files": [file.name for file in files]})
 
 
-def _require_usable(config: ConvertConfig, sources: list[SourceFile], reading: _Reading) -> None:
+def _unusable_source(config: ConvertConfig, reading: _Reading) -> str | None:
+    """A sentence about the first source that gave no sample; None where each gave one."""
     for origin, named in enumerate(config.sources):
-        if any(source.origin == origin for source in sources) and reading.written_of_origin[origin] == 0:
-            first = reading.first_reject.get(origin, "it holds no record")
-            raise UserError(f"{named} holds no usable record; the first problem is {first}")
+        if reading.written_of_origin[origin] == 0:
+            first = reading.first_reject.get(origin, "it is an empty list")
+            return f"{named} holds no usable record; the first problem is {first}"
+    return None
+
+
+def _short(detail: str) -> str:
+    """A detail may quote its input, which may be of any length."""
+    return detail if len(detail) <= 600 else detail[:597] + "..."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

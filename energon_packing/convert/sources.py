@@ -184,7 +184,7 @@ def _read_object(source: SourceFile, stream: BinaryIO, max_record_bytes: int) ->
     text = stream.read(max_record_bytes + 1)
     if len(text) > max_record_bytes:
         detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"
-        yield _broken(source, 0, where, detail, len(text), reason="oversized_record")
+        yield _broken(source, 0, where, detail, len(text), reason="record_too_large")
         return
     yield _parsed(source, 0, where, text, stream.tell())
 
@@ -198,7 +198,7 @@ def _read_lines(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> 
             while line and not line.endswith(b"\n"):
                 line = stream.readline(1 << 20)
             detail = f"the line is longer than {max_record_bytes} bytes"
-            yield _broken(source, number, where, detail, stream.tell(), reason="oversized_record")
+            yield _broken(source, number, where, detail, stream.tell(), reason="record_too_large")
         elif line.strip():
             yield _parsed(source, number, where, line, stream.tell())
 

@@ -91,7 +91,7 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
         raise SampleRejected("corrupt_media", f"the header says {width}x{height} pixels")
     if width * height > max_pixels:
         raise SampleRejected(
-            "oversized_media", f"the header says {width}x{height} pixels, more than the limit of {max_pixels}"
+            "media_too_large", f"the header says {width}x{height} pixels, more than the limit of {max_pixels}"
         )
 
 
@@ -104,7 +104,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
         decode: decode the pixels too, which finds truncated and damaged files.
 
     Raises:
-        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``oversized_media`` (more pixels than allowed).
+        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more pixels than allowed).
         OSError: a path that cannot be opened.
     """
     with _opened(source) as stream:
@@ -122,7 +122,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
         except SampleRejected:
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise SampleRejected("oversized_media", f"Pillow refuses the image: {error}") from error
+            raise SampleRejected("media_too_large", f"Pillow refuses the image: {error}") from error
         except Exception as error:
             # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, zlib.error, ... for bad bytes.
             raise SampleRejected("corrupt_media", f"not a readable image: {_words(error)}") from error
@@ -221,7 +221,7 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
 
     Raises:
         SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
-            ``oversized_media`` (more pixels than allowed).
+            ``media_too_large`` (more pixels than allowed).
         OSError: a path that cannot be opened.
     """
     with _opened(source) as stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,8 +21,8 @@ from energon_packing.errors import SampleRejected
 DEFAULT_MAX_PIXELS = 89_478_485
 """Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
 
-IMAGE_FORMATS = ("JPEG", "MPO", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Pillow's names of what is opened. Left out on purpose: EPS (runs Ghostscript) and formats that no data set has."""
+IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Pillow's names of what is opened; JPEG includes the multi-picture files of cameras. Left out on purpose: EPS (runs Ghostscript) and formats that no data set has."""
 
 VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
 """FFmpeg's names of what is opened. Left out on purpose: playlists (hls, concat), which open other files."""
@@ -77,6 +78,13 @@ class VideoInfo(NamedTuple):
     container: str
 
 
+@cache
+def _known_formats() -> tuple[str, ...]:
+    """What this build of Pillow can open of `IMAGE_FORMATS`; naming another one is a KeyError in the middle of a file."""
+    Image.init()
+    return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
+
+
 @contextmanager
 def _opened(source: Source) -> Iterator[BinaryIO]:
     if isinstance(source, bytes):
@@ -109,7 +117,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     """
     with _opened(source) as stream:
         try:
-            with Image.open(stream, formats=IMAGE_FORMATS) as image:
+            with Image.open(stream, formats=_known_formats()) as image:
                 _check_pixels(image.width, image.height, max_pixels)
                 # The same call as in ImageOps.exif_transpose, so that both agree.
                 orientation = image.getexif().get(ExifTags.Base.Orientation, 1)

@@ -1,0 +1,104 @@
+"""Integer best-fit decreasing: the packs of textbook best-fit decreasing in O(N + C).
+
+Longest first, each sample goes to the pack with the least room that still holds it. Lengths are small integers, so
+nothing is compared sample by sample: samples of one length are placed together, packs are kept in one class for each
+number of free tokens, and a byte map finds the next class that fits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """Groups of indices, each ascending, ordered by their smallest index.
+
+    Args:
+        lengths: ``[N]`` int64, each 1 to `capacity` tokens.
+        capacity: tokens of a pack.
+    """
+    return groups_of(_bins(lengths, capacity)) if lengths.size else []
+
+
+def groups_of(pack: np.ndarray) -> list[np.ndarray]:
+    """Index groups from ``[N]`` pack numbers: each ascending, ordered by smallest index."""
+    order = stable_order(pack)
+    numbers = pack[order]
+    starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1])))
+    ends = np.append(starts[1:], order.size)
+    by_oldest = np.argsort(order[starts], kind="stable")
+    return [order[start:end] for start, end in zip(starts[by_oldest].tolist(), ends[by_oldest].tolist(), strict=True)]
+
+
+def stable_order(values: np.ndarray) -> np.ndarray:
+    """Stable ascending order of non-negative integers, ``[N]`` int64.
+
+    numpy sorts 16-bit integers by radix, many times faster than wider ones, so wider ones are sorted in two halves.
+    """
+    top = int(values.max(initial=0))
+    if top < 1 << 16:
+        return np.argsort(values.astype(np.uint16), kind="stable")
+    if top < 1 << 32:
+        order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
+        return order[np.argsort((values >> 16).astype(np.uint16)[order], kind="stable")]
+    return np.argsort(values, kind="stable")
+
+
+def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Pack number of each sample, ``[N]`` int64, by best-fit decreasing on counted lengths."""
+    capacity = min(capacity, int(lengths.sum()))
+    # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their units.
+    divisor = int(np.gcd.reduce(lengths))
+    units = lengths // divisor
+    capacity //= divisor
+    order = stable_order(capacity - units)
+    descending = units[order]
+    first = np.flatnonzero(np.concatenate(([True], descending[1:] != descending[:-1])))
+    counts = np.diff(np.append(first, descending.size))
+    placed = np.empty(lengths.size, dtype=np.int64)
+    # Packs with `room` free units: a stack of arrays of pack numbers, the fullest choice last in, first out.
+    stacks: dict[int, list[np.ndarray]] = {}
+    occupied = bytearray(capacity + 1)
+    opened = 0
+
+    def put(room: int, packs: np.ndarray) -> None:
+        if room:
+            stacks.setdefault(room, []).append(packs)
+            occupied[room] = 1
+
+    for length, count, at in zip(descending[first].tolist(), counts.tolist(), first.tolist(), strict=True):
+        end = at + count
+        while at < end:
+            room = occupied.find(1, length)
+            if room < 0:
+                # Nothing fits: as many new packs as the rest of this length needs.
+                each = capacity // length
+                new = -(-(end - at) // each)
+                packs = np.arange(opened, opened + new)
+                opened += new
+                room = capacity
+            else:
+                stack = stacks[room]
+                packs = stack.pop()
+                if not stack:
+                    occupied[room] = 0
+                each = room // length
+            full, rest = divmod(end - at, each)
+            if full >= packs.size:
+                full, rest = packs.size, 0
+            # One by one, a pack takes this length until it no longer fits, because it stays the one with least room.
+            used = full * each
+            placed[at : at + used] = np.repeat(packs[:full], each) if each > 1 else packs[:full]
+            at += used
+            if full:
+                put(room - each * length, packs[:full])
+            if rest:
+                placed[at : at + rest] = packs[full]
+                at += rest
+                put(room - rest * length, packs[full : full + 1])
+                full += 1
+            if full < packs.size:
+                put(room, packs[full:])
+    result = np.empty(lengths.size, dtype=np.int64)
+    result[order] = placed
+    return result

@@ -1,0 +1,173 @@
+"""The registry of packing policies and `pack_lengths`, the one way in to all of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.partition import check_limits, check_partition
+
+Oversize = Literal["raise", "drop", "truncate", "split"]
+
+
+class Policy(Protocol):
+    """Lengths in, index groups out: pure, deterministic for one seed, numpy only.
+
+    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each fits alone.
+    The groups, in the order of emission, must be a partition of ``range(N)`` within every limit; that is checked.
+    """
+
+    def __call__(
+        self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
+    ) -> list[np.ndarray]: ...
+
+
+# Name -> module and function, so that asking for the names imports nothing.
+_BUILT_IN = {
+    "window": ("window", "pack_window"),
+    "best_fit": ("best_fit", "pack_best_fit"),
+    "first_fit": ("first_fit", "pack_first_fit"),
+    "next_fit": ("next_fit", "pack_next_fit"),
+    "balanced": ("balanced", "pack_balanced"),
+    "internvl": ("internvl", "pack_internvl"),
+}
+_registered: dict[str, Policy] = {}
+
+
+def policies() -> list[str]:
+    """The known names, built-in ones first."""
+    return [*_BUILT_IN, *_registered]
+
+
+def register_policy(name: str, policy: Policy | None = None) -> Any:
+    """Adds a policy under `name`; as a function or as a decorator.
+
+    Raises:
+        ConfigError: the name is taken.
+    """
+    if policy is None:
+
+        def decorate(function: Policy) -> Policy:
+            register_policy(name, function)
+            return function
+
+        return decorate
+    if name in _BUILT_IN or name in _registered:
+        raise ConfigError(f"a packing policy named {name!r} exists already; choose another name")
+    _registered[name] = policy
+    return policy
+
+
+def get_policy(name: str) -> Policy:
+    """The policy under `name`.
+
+    Raises:
+        ConfigError: unknown; lists the known names and the nearest one.
+    """
+    if name in _registered:
+        return _registered[name]
+    if name in _BUILT_IN:
+        module, function = _BUILT_IN[name]
+        found: Policy = getattr(import_module(f"energon_packing.packing.{module}"), function)
+        return found
+    known = policies()
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"unknown packing policy {name!r}, known: {', '.join(known)}{hint}")
+
+
+def pack_lengths(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    policy: str | Policy = "best_fit",
+    *,
+    constraints: Mapping[str, tuple[Sequence[int | float] | np.ndarray, int | float]] | None = None,
+    window: int = 256,
+    oversize: Oversize = "raise",
+    seed: int = 0,
+) -> list[np.ndarray]:
+    """Packs samples by their lengths.
+
+    Args:
+        lengths: tokens of each sample, ``[N]`` positive integers, in stream order. With an alignment multiple, give
+            aligned lengths (or alignment units, with the capacity in units).
+        capacity: tokens of a pack, in the same unit.
+        policy: a name of `policies` or a `Policy`.
+        constraints: name -> (cost of each sample ``[N]``, limit of a pack), for example
+            ``{"images": (images, 48), "segments": (np.ones(N), 64)}``; non-negative.
+        window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; the other policies do not use it.
+        oversize: what becomes of a sample that exceeds the capacity or a limit alone: ``"raise"`` a `UserError`, or
+            ``"drop"`` it from the result.
+        seed: for policies with random choices; the built-in ones have none.
+
+    Returns:
+        Index groups (int64) in the order of emission: each index of a kept sample in exactly one group.
+
+    Raises:
+        UserError: a length that is no positive integer, an oversize sample under ``"raise"``.
+        ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens.
+        PackingError: the policy's result is no partition or breaks a limit.
+    """
+    if isinstance(capacity, bool) or int(capacity) != capacity or capacity < 1:
+        raise ConfigError(f"capacity must be a whole number of at least 1 token, not {capacity!r}")
+    if window < 1:
+        raise ConfigError(f"window must hold at least 1 sample, not {window!r}")
+    capacity = int(capacity)
+    run = get_policy(policy) if isinstance(policy, str) else policy
+    tokens = _as_lengths(lengths)
+    limits = Constraints.from_pairs(constraints, tokens.size)
+    kept = _kept(tokens, capacity, limits, oversize)
+    if kept is not None:
+        tokens, limits = tokens[kept], limits.take(kept)
+    groups = run(tokens, capacity, limits, window=window, seed=seed)
+    check_partition(groups, tokens.size)
+    check_limits(groups, tokens, capacity, limits)
+    return groups if kept is None else [kept[group] for group in groups]
+
+
+def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise UserError(f"lengths must be a flat list of token counts, got shape {array.shape}")
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int64)
+    if array.dtype.kind not in "iu":
+        raise UserError(f"lengths must be integers (tokens of each sample), got {array.dtype}")
+    array = array.astype(np.int64)
+    if array.min() < 1:
+        index = int((array < 1).argmax())
+        raise UserError(f"sample {index} has length {array[index]}; an empty sample cannot be packed, leave it out")
+    return array
+
+
+def _kept(tokens: np.ndarray, capacity: int, limits: Constraints, oversize: str) -> np.ndarray | None:
+    """Indices of the samples that fit alone, or None where all do."""
+    if oversize in ("truncate", "split"):
+        raise ConfigError(
+            f"oversize={oversize!r} changes tokens, which pack_lengths does not see; use pack_sequences or "
+            "concatenate_and_pack, or 'raise' or 'drop' here"
+        )
+    if oversize not in ("raise", "drop"):
+        raise ConfigError(f"unknown oversize mode {oversize!r}, known: raise, drop (truncate, split on tokens)")
+    too_long = tokens > capacity
+    over = too_long | limits.oversize(tokens.size)
+    if not over.any():
+        return None
+    if oversize == "drop":
+        return np.flatnonzero(~over)
+    index = int(over.argmax())
+    if too_long[index]:
+        what = f"length {tokens[index]}, capacity {capacity}"
+    else:
+        name = next(name for name, cost in limits.costs.items() if cost[index] > limits.limits[name])
+        what = f"{limits.costs[name][index]} {name}, limit {limits.limits[name]}"
+    raise UserError(
+        f"sample {index} fits no pack: {what} ({int(over.sum())} such samples); "
+        "raise the limit, shorten the samples, or pass oversize='drop'"
+    )

@@ -1,0 +1,201 @@
+"""Policy ``window``: a sliding window with carry-over; the default for streams.
+
+Good for: endless streams. At most ``window`` samples are held, the oldest is in the next pack (so no sample waits for
+more packs than the window holds samples), and the rest of the pack is filled exactly by subset sum, oldest first.
+Cost: 2-4 microseconds a sample on text of an eighth of the capacity, about 20 where two samples fill a pack.
+Measured with 256 held: 99.99-100 % of the bound's fill on multimodal mixes, 99.6 % where samples are half a pack.
+
+Everything is a pure function of the samples held: whoever keeps the samples elsewhere (a savable loader) calls
+`select_from_window` once for each pack while the stream runs and `drain_window` once it has ended. `WindowPacker` is
+the same thing with its own storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from energon_packing.errors import ConfigError, PackingError
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.decreasing import best_fit_decreasing
+from energon_packing.packing.limited_fill import fill_limited
+from energon_packing.packing.subset_sum import fill_exactly
+
+Number = int | float
+
+
+def select_from_window(
+    lengths: Sequence[int],
+    capacity: int,
+    costs: Mapping[str, Sequence[Number]] | None = None,
+    limits: Mapping[str, Number] | None = None,
+) -> list[int]:
+    """The next pack: positions in the window, ascending, position 0 (the oldest) always among them.
+
+    A pure function: no state, no randomness; equal windows give equal packs. Samples that fit no pack alone are never
+    chosen, except that the oldest has to fit.
+
+    Args:
+        lengths: tokens (or alignment units) of the samples held, oldest first; positive integers.
+        capacity: tokens (or units) of a pack.
+        costs: further costs by name, each one number a sample and non-negative; names without a limit do not count.
+        limits: for each limited cost the most that a pack may hold.
+
+    Raises:
+        PackingError: an empty window, or an oldest sample that fits no pack alone (whoever fills the window rejects
+            such samples by `Constraints.oversize` or by an oversize policy).
+    """
+    if not lengths:
+        raise PackingError("an empty window has no next pack")
+    if not 0 < lengths[0] <= capacity:
+        raise PackingError(f"the oldest sample of the window has {lengths[0]} tokens, a pack holds 1 to {capacity}")
+    if limits:
+        limited = {name: (costs or {})[name] for name in limits}
+        for name, limit in limits.items():
+            if limited[name][0] > limit:
+                raise PackingError(f"the oldest sample of the window costs {limited[name][0]} {name}, limit {limit}")
+        chosen = fill_limited(lengths, capacity, limited, limits)
+    else:
+        chosen = [0, *fill_exactly(lengths, capacity - lengths[0], range(1, len(lengths)))]
+    chosen.sort()
+    return chosen
+
+
+def drain_window(
+    lengths: Sequence[int],
+    capacity: int,
+    costs: Mapping[str, Sequence[Number]] | None = None,
+    limits: Mapping[str, Number] | None = None,
+) -> list[int]:
+    """The next pack once the stream has ended: as `select_from_window`, but nothing comes after to fill gaps with.
+
+    Without limits it is the pack that holds the oldest sample in a best-fit decreasing packing of all that is held.
+    Best-fit decreasing places a sample by the packs that are open and nothing else, so that taking a whole pack away
+    leaves all others as they were: calling this once a pack gives the packs of one best-fit decreasing run.
+    With limits it is `select_from_window`, which is fuller there.
+    """
+    if limits:
+        return select_from_window(lengths, capacity, costs, limits)
+    for group in best_fit_decreasing(np.asarray(lengths, dtype=np.int64), capacity):
+        if group[0] == 0:
+            return [int(position) for position in group]
+    raise PackingError("an empty window has no next pack")
+
+
+def pack_window(
+    lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
+) -> list[np.ndarray]:
+    """The policy: `lengths` int64 ``[N]`` in stream order; see `energon_packing.packing.pack_lengths`."""
+    del seed  # deterministic
+    packer: WindowPacker[int] = WindowPacker(capacity, window, constraints.limits)
+    tokens = lengths.tolist()
+    columns = {name: cost.tolist() for name, cost in constraints.costs.items()}
+    groups: list[np.ndarray] = []
+    for start in range(len(tokens)):
+        packer.add(start, tokens[start], {name: column[start] for name, column in columns.items()})
+        if len(packer) == window:
+            groups.append(np.array(packer.next_pack(), dtype=np.int64))
+    groups.extend(np.array(group, dtype=np.int64) for group in packer.drain())
+    return groups
+
+
+class WindowPacker[Key: Hashable]:
+    """A window with its own storage: add samples, take packs, drain at the end.
+
+    Call `next_pack` when `full`; calling it earlier is allowed and gives a pack from what is there.
+
+    Args:
+        capacity: tokens of a pack.
+        window: most samples held.
+        limits: further limits of a pack by name.
+    """
+
+    def __init__(self, capacity: int, window: int = 256, limits: Mapping[str, Number] | None = None) -> None:
+        if capacity < 1:
+            raise ConfigError(f"capacity must be at least 1 token, not {capacity}")
+        if window < 1:
+            raise ConfigError(f"window must hold at least 1 sample, not {window}")
+        self.capacity = capacity
+        self.window = window
+        self.limits = dict(limits or {})
+        self._keys: list[Key] = []
+        self._lengths: list[int] = []
+        self._costs: dict[str, list[Number]] = {name: [] for name in self.limits}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def full(self) -> bool:
+        """True when the window holds ``window`` samples: take a pack before adding more."""
+        return len(self._keys) >= self.window
+
+    def add(self, key: Key, length: int, costs: Mapping[str, Number] | None = None) -> None:
+        """Holds one more sample.
+
+        Raises:
+            PackingError: the window is full, or the sample fits no pack alone.
+        """
+        if len(self._keys) >= self.window:
+            raise PackingError(f"the window already holds {self.window} samples; take a pack first")
+        if not 0 < length <= self.capacity:
+            raise PackingError(f"sample {key!r} has {length} tokens, a pack holds 1 to {self.capacity}")
+        for name, limit in self.limits.items():
+            if not 0 <= (costs or {})[name] <= limit:
+                raise PackingError(f"sample {key!r} costs {(costs or {})[name]} {name}, a pack holds 0 to {limit}")
+        self._keys.append(key)
+        self._lengths.append(length)
+        for name, column in self._costs.items():
+            column.append((costs or {})[name])
+
+    def next_pack(self) -> list[Key]:
+        """Takes the next pack out of the window: keys, oldest first."""
+        return self._take(select_from_window(self._lengths, self.capacity, self._costs, self.limits))
+
+    def drain(self) -> list[list[Key]]:
+        """Takes everything out, for the end of a stream: packs of keys, by their oldest member."""
+        if self.limits:
+            packs = []
+            while self._keys:
+                packs.append(self.next_pack())
+            return packs
+        groups = best_fit_decreasing(np.asarray(self._lengths, dtype=np.int64), self.capacity)
+        packs = [[self._keys[position] for position in group] for group in groups]
+        self._keys.clear()
+        self._lengths.clear()
+        return packs
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` needs: keys, lengths and costs, oldest first; plain lists."""
+        return {
+            "keys": list(self._keys),
+            "lengths": list(self._lengths),
+            "costs": {name: list(column) for name, column in self._costs.items()},
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Replaces what is held by what `state` returned.
+
+        Raises:
+            PackingError: the state was made under other limits, or a sample in it does not fit.
+        """
+        if set(state["costs"]) != set(self.limits):
+            raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
+        self._keys.clear()
+        self._lengths.clear()
+        for column in self._costs.values():
+            column.clear()
+        for position, key in enumerate(state["keys"]):
+            costs = {name: column[position] for name, column in state["costs"].items()}
+            self.add(key, state["lengths"][position], costs)
+
+    def _take(self, positions: list[int]) -> list[Key]:
+        taken = [self._keys[position] for position in positions]
+        for position in reversed(positions):
+            del self._keys[position]
+            del self._lengths[position]
+            for column in self._costs.values():
+                del column[position]
+        return taken

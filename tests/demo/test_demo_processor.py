@@ -1,0 +1,266 @@
+"""The shipped processor directories: what makes them, what Hugging Face makes of them, and the chat template."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import unicodedata
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.demo import PROCESSORS, processor_path
+from energon_packing.demo.drafts import KINDS, write_draft
+from energon_packing.demo.layouts import openai_record
+from energon_packing.errors import UserError
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_demo_tokenizer.py"
+VISION = ("qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _offline() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def made_again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("processors")
+    runpy.run_path(str(SCRIPT))["write"](out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(processor_path("text"))
+
+
+@pytest.fixture(scope="module")
+def processors() -> dict[str, Any]:
+    from transformers import AutoProcessor
+
+    return {name: AutoProcessor.from_pretrained(processor_path(name)) for name in VISION}
+
+
+def _files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_the_shipped_settings_and_templates_are_what_the_script_writes(made_again: Path) -> None:
+    made, shipped = _files(made_again), _files(processor_path("text").parent)
+    assert sorted(made) == sorted(shipped)
+    differing = [name for name in made if not name.endswith("/tokenizer.json") and made[name] != shipped[name]]
+    assert not differing, f"run scripts/train_demo_tokenizer.py again: {differing}"
+
+
+def test_training_again_gives_the_shipped_tokenizer_byte_for_byte(made_again: Path) -> None:
+    for name in PROCESSORS:
+        made = json.loads((made_again / name / "tokenizer.json").read_text(encoding="utf-8"))
+        shipped = json.loads((processor_path(name) / "tokenizer.json").read_text(encoding="utf-8"))
+        assert made["model"] == shipped["model"]
+        assert made["added_tokens"] == shipped["added_tokens"]
+    contents = {(processor_path(name) / "tokenizer.json").read_bytes() for name in PROCESSORS}
+    assert contents == {(made_again / "text" / "tokenizer.json").read_bytes()}
+
+
+def test_the_shipped_directories_stay_below_a_megabyte_and_a_half() -> None:
+    assert sum(map(len, _files(processor_path("text").parent).values())) < 1_500_000
+
+
+def test_an_unknown_processor_is_refused_with_the_known_names() -> None:
+    with pytest.raises(UserError, match="qwen2_5_vl, qwen3_vl, text"):
+        processor_path("qwen9")
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_autoprocessor_gives_the_class_that_the_family_has(processors: dict[str, Any], name: str) -> None:
+    processor = processors[name]
+    assert type(processor).__name__ == PROCESSORS[name]
+    assert processor.tokenizer.is_fast
+    assert type(processor.image_processor).__name__ == "Qwen2VLImageProcessor"
+    video_class = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[name]
+    assert type(processor.video_processor).__name__ == video_class
+    assert processor.video_processor.do_sample_frames
+    assert processor.video_processor.fps == 2.0
+    assert processor.tokenizer.convert_ids_to_tokens(processor.image_token_id) == "<|image_pad|>"
+    assert processor.tokenizer.convert_ids_to_tokens(processor.video_token_id) == "<|video_pad|>"
+
+
+def test_the_tokenizer_has_4096_tokens_and_splits_words_as_qwen2_does(tokenizer: Any) -> None:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    assert type(tokenizer).__name__ == PROCESSORS["text"]
+    assert len(tokenizer) == 4096
+    saved = json.loads((processor_path("text") / "tokenizer.json").read_text(encoding="utf-8"))
+    assert saved["pre_tokenizer"]["pretokenizers"][0]["pattern"] == {"Regex": PRETOKENIZE_REGEX}
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_every_special_token_is_one_token(tokenizer: Any) -> None:
+    tokens = [token for token, _ in runpy.run_path(str(SCRIPT))["SPECIAL_TOKENS"]]
+    assert len(tokens) == 26
+    ids = [tokenizer.encode(token) for token in tokens]
+    assert ids == [[4070 + place] for place in range(26)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=200))
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = _raw_tokenizer(Tokenizer)
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
+
+
+_loaded: list[Any] = []
+
+
+def _raw_tokenizer(cls: Any) -> Any:
+    if not _loaded:
+        _loaded.append(cls.from_file(str(processor_path("text") / "tokenizer.json")))
+    return _loaded[0]
+
+
+def _expected_mask(tokenizer: Any, ids: list[int]) -> list[int]:
+    """By walking over the tokens: from behind ``<|im_start|>assistant\\n`` to ``<|im_end|>``, that one included."""
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    header = tokenizer.encode("assistant\n")
+    mask, inside, place = [0] * len(ids), False, 0
+    while place < len(ids):
+        if ids[place] == start and ids[place + 1 : place + 1 + len(header)] == header:
+            inside, place = True, place + 1 + len(header)
+            continue
+        mask[place] = int(inside)
+        inside = inside and ids[place] != end
+        place += 1
+    return mask
+
+
+def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [message for message in record["messages"] if message]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_assistant_mask_is_exactly_what_the_assistant_says_with_its_end_token(tokenizer: Any, kind: str) -> None:
+    for index in range(12):
+        record = openai_record(write_draft(5, index, kind), Random(index))
+        result = tokenizer.apply_chat_template(
+            _messages(record), tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = list(result["input_ids"]), list(result["assistant_masks"])
+        assert mask == _expected_mask(tokenizer, ids)
+        spoken = [message for message in record["messages"] if message["role"] == "assistant"]
+        ends = [place for place, token in enumerate(ids) if token == tokenizer.eos_token_id and mask[place]]
+        assert len(ends) == len(spoken)
+        trained = tokenizer.decode([token for token, on in zip(ids, mask, strict=True) if on])
+        said = [message["content"] for message in spoken if message["content"]]
+        assert all(text in trained for text in said)
+        assert "<|image_pad|>" not in trained
+        assert "<|im_start|>" not in trained
+
+
+def test_the_template_writes_chatml_with_system_prompt_media_and_both_speakers(tokenizer: Any) -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image"},
+                {"type": "text", "text": "Compare with "},
+                {"type": "image_url", "image_url": {"url": "a.jpg"}},
+                {"type": "video"},
+            ],
+        },
+        {"role": "assistant", "content": "Equal."},
+    ]
+    image, video = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video"))
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n{image}Compare with {image}{video}<|im_end|>\n"
+        "<|im_start|>assistant\nEqual.<|im_end|>\n"
+    )
+    assert tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True).endswith(
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_content_as_text_and_as_a_list_of_parts_renders_alike(tokenizer: Any) -> None:
+    texts = [("user", "What is it?"), ("assistant", "A circle."), ("tool", "{}"), ("assistant", "")]
+    plain = [{"role": role, "content": text} for role, text in texts]
+    parts = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts]
+    assert tokenizer.apply_chat_template(plain, tokenize=False) == tokenizer.apply_chat_template(parts, tokenize=False)
+
+
+def test_tool_calls_and_results_are_written_in_the_hermes_form(tokenizer: Any) -> None:
+    calls = [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}},
+        {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    text = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "Add."},
+            {"role": "assistant", "content": "Gladly.", "tool_calls": calls},
+            {"role": "tool", "content": "3"},
+            {"role": "tool", "content": "4"},
+        ],
+        tools=[tool],
+        tokenize=False,
+    )
+    assert f"<tools>\n{json.dumps(tool)}\n</tools>" in text
+    assert (
+        "<|im_start|>assistant\nGladly.\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
+    ) in text
+
+
+@pytest.mark.parametrize("message", [{"role": "narrator", "content": "x"}, {"role": "user", "content": [{"type": "x"}]}])
+def test_the_template_refuses_what_it_does_not_know(tokenizer: Any, message: dict[str, Any]) -> None:
+    from jinja2.exceptions import TemplateError
+
+    with pytest.raises(TemplateError, match=r"Unknown role|content part"):
+        tokenizer.apply_chat_template([message], tokenize=False)
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("size", [(56, 56), (64, 96), (224, 224), (640, 480), (1920, 1080), (1080, 1920)])
+def test_an_image_costs_16_to_320_tokens(processors: dict[str, Any], name: str, size: tuple[int, int]) -> None:
+    from PIL import Image
+
+    processor = processors[name]
+    result = processor(text=["<|image_pad|>"], images=[Image.new("RGB", size)], return_tensors="pt")
+    grid = result["image_grid_thw"][0].tolist()
+    tokens = int((result["input_ids"] == processor.image_token_id).sum())
+    assert tokens == grid[1] * grid[2] // 4
+    assert 16 <= tokens <= 320
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize(("frames", "fps"), [(8, 30), (30, 30), (75, 25), (32, 8)])
+def test_a_video_is_sampled_at_two_frames_a_second_and_costs_at_most_600_tokens(
+    processors: dict[str, Any], name: str, frames: int, fps: int
+) -> None:
+    from transformers.video_utils import VideoMetadata
+
+    processor = processors[name]
+    result = processor(
+        text=["<|video_pad|>"],
+        videos=[np.zeros((frames, 180, 240, 3), np.uint8)],
+        video_metadata=[VideoMetadata(total_num_frames=frames, fps=float(fps), duration=frames / fps)],
+        return_tensors="pt",
+    )
+    steps = result["video_grid_thw"][0][0].item()
+    assert steps == max(4, round(frames / fps * 2)) // 2
+    assert 16 <= int((result["input_ids"] == processor.video_token_id).sum()) <= 600

@@ -1,0 +1,94 @@
+"""Cookers: from the raw members of a converted data set to a conversation with a late handle on its media.
+
+Nothing here raises for bad data: a sample that cannot be cooked becomes its problem, which the packing window writes
+into the ledger. An exception inside Energon's map would be printed, counted against a tolerance, and forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron.energon import Cooker, CrudeSample, basic_sample_keys, cooker, stateless
+from megatron.energon.cache import FileStore
+from megatron.energon.media import AVMetadata, ImageMetadata
+
+from energon_packing.conversation import Conversation, Media
+from energon_packing.energon.samples import ConversationSample, Problem
+from energon_packing.errors import SampleRejected
+
+
+@stateless
+@cooker(need_primary=True)
+def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> ConversationSample:
+    """Reads ``<key>.json`` as `Conversation.to_record` wrote it.
+
+    Args:
+        sample: raw members; only ``json`` is read.
+        primary: store of the data set itself, which holds the media of a monolithic data set.
+        media: store of the auxiliary data set ``media`` of a polylithic one.
+    """
+    store = primary if media is None else media
+    keys = basic_sample_keys(sample)
+    try:
+        record = json.loads(sample["json"])
+        conversation = complete(Conversation.from_record(sample["__key__"], record), store)
+    except SampleRejected as error:
+        return ConversationSample(**keys, conversation=None, problem=Problem(reason=error.reason, detail=error.detail))
+    except (KeyError, ValueError, TypeError) as error:
+        return ConversationSample(**keys, conversation=None, problem=Problem(reason="bad_record", detail=repr(error)))
+    return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
+
+
+def complete(conversation: Conversation, store: FileStore) -> Conversation:
+    """Fills in sizes that the record does not hold from the media metadata of the data set.
+
+    Raises:
+        SampleRejected: ``media_outside_root`` for a name that leaves the store, ``unmeasured_media`` where the data set
+            has no media metadata, ``missing_media`` where it has none for this name.
+    """
+    for media in conversation.media:
+        path = PurePosixPath(media.name)
+        if path.is_absolute() or ".." in path.parts:
+            raise SampleRejected("media_outside_root", f"{media.kind} {media.name!r} leaves the data set")
+    if all(media.width is not None for media in conversation.media):
+        return conversation
+    return Conversation(
+        key=conversation.key,
+        turns=conversation.turns,
+        media=tuple(measured(media, store) for media in conversation.media),
+        tools=conversation.tools,
+    )
+
+
+def measured(media: Media, store: FileStore) -> Media:
+    """A medium with the sizes that ``energon prepare --media-metadata-by-extension`` stored."""
+    if media.width is not None:
+        return media
+    try:
+        found = store.get_media_metadata(media.name)
+    except KeyError as error:
+        raise SampleRejected("missing_media", f"{media.kind} {media.name!r} is not in the data set") from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise SampleRejected(
+            "unmeasured_media",
+            f"no size is known of {media.name!r}; run: energon prepare-media --media-metadata-by-extension DIR",
+        ) from error
+    if isinstance(found, ImageMetadata):
+        return Media(kind=media.kind, name=media.name, width=found.width, height=found.height)
+    if isinstance(found, AVMetadata):
+        return Media(
+            kind=media.kind,
+            name=media.name,
+            width=found.video_width,
+            height=found.video_height,
+            frames=found.video_num_frames,
+            fps=found.video_fps,
+            duration=found.video_duration,
+        )
+    raise SampleRejected("unmeasured_media", f"metadata of {media.name!r} is a {type(found).__name__}")
+
+
+RECORD_COOKER: Cooker[Any] = Cooker(cook_record, has_subflavors={"energon_packing": "v1"})
+"""Reads data sets that ``energon-packing convert`` wrote."""

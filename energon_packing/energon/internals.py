@@ -1,0 +1,18 @@
+"""Every name of Megatron-Energon that is not part of its documented surface, in one place.
+
+They exist from 7.3.2 on. When Energon moves one, this is the only file to change.
+"""
+
+from __future__ import annotations
+
+from megatron.energon.errors import FatalSampleError as FatalSampleError
+from megatron.energon.flavors.base_dataset import SavableDataset as SavableDataset
+from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
+from megatron.energon.state import FlexState as FlexState
+from megatron.energon.task_encoder.base import get_failure_tolerance as get_failure_tolerance
+from megatron.energon.task_encoder.base import get_stateless as get_stateless
+from megatron.energon.wrappers import BatchDataset as BatchDataset
+from megatron.energon.wrappers import MapDataset as MapDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset as BaseWrapperDataset
+from megatron.energon.wrappers.base import SampleIndex as SampleIndex
+from megatron.energon.wrappers.buffer import SavableSampleBuffer as SavableSampleBuffer

@@ -1,0 +1,169 @@
+"""The loader: from a configuration to an iterator of packs with a state that can be saved after every one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
+
+from energon_packing.config import RunConfig
+from energon_packing.convert.layout import dataset_entry
+from energon_packing.energon.samples import Pack
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import ConfigError, PackingError, UserError
+
+FIRST_PACK_SECONDS = 900
+"""Energon's watchdog counts the first fill of the window, and a restore, as one sample: give it time."""
+NEXT_PACK_SECONDS = 300
+
+
+class PackLoader:
+    """Iterates packs of one data-parallel rank.
+
+    Args:
+        dataset: what `build_dataset` returned.
+        prefetch: packs that each worker makes ahead.
+    """
+
+    def __init__(self, dataset: Any, *, prefetch: int = 2) -> None:
+        # A checkpoint after every pack costs a quarter of a millisecond with our shallow saves, and a restored loader
+        # then renders no pack twice (Energon's default of 60 s replays up to a minute of decoding).
+        self._loader = get_savable_loader(
+            dataset,
+            checkpoint_every_sec=0,
+            checkpoint_every_min_n_samples=1,
+            prefetch_factor=prefetch,
+            watchdog_timeout_seconds=NEXT_PACK_SECONDS,
+            watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
+        )
+        self._started = False
+
+    def __iter__(self) -> Iterator[Pack]:
+        """Yields packs, for ever or for one epoch.
+
+        Raises:
+            UserError: a mistake that only a worker could notice; its message is the worker's sentence.
+        """
+        iterator = iter(self._loader)
+        while True:
+            try:
+                pack = next(iterator)
+            except StopIteration:
+                return
+            except (UserError, PackingError) as error:
+                raise _without_worker_traceback(error) from None
+            self._started = True
+            yield pack
+
+    def save_state(self) -> Any:
+        """State after the last pack that was yielded; holds builtins and Energon's own state classes only.
+
+        Raises:
+            PackingError: before the first pack (Energon would wait for its workers for ever).
+        """
+        if not self._started:
+            raise PackingError("the loader has no state before its first pack; save after one was read")
+        return self._loader.save_state_rank()
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the pack at which ``state`` was saved; call before iterating."""
+        self._loader.restore_state_rank(state)
+
+
+def build_dataset(
+    config: RunConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    split: str | None = None,
+    workers: int | None = None,
+    task_encoder: PackingTaskEncoder | None = None,
+    data_parallel_group: Any = None,
+    batch_size: int | None = None,
+) -> Any:
+    """The Energon data set of packs for one data-parallel rank.
+
+    Args:
+        rank: data-parallel rank; ranks of one replica use the same.
+        split: part of the data set; None takes ``data.split``.
+        workers: loader processes; None takes ``data.workers``.
+        task_encoder: None builds one from the configuration.
+        batch_size: None or 1, as Energon's.
+
+    Raises:
+        UserError: there is no data set at ``data.path``, or it lacks the split.
+        ConfigError: the processor or a size cannot be used.
+    """
+    if not config.data.path:
+        raise ConfigError("data.path is empty; name the data set that `energon-packing convert` wrote.")
+    entry = dataset_entry(config.data.path)
+    worker_config = WorkerConfig(
+        rank=rank,
+        world_size=world_size,
+        num_workers=config.data.workers if workers is None else workers,
+        data_parallel_group=data_parallel_group,
+        seed_offset=config.data.seed,
+    )
+    if task_encoder is None:
+        task_encoder = PackingTaskEncoder(
+            config.encoder, config.packing, config.parallel, fingerprint=data_fingerprint(config)
+        )
+    chosen = split or config.data.split
+    try:
+        return get_train_dataset(
+            entry,
+            split_part=chosen,
+            worker_config=worker_config,
+            batch_size=batch_size,
+            shuffle_buffer_size=config.data.shuffle_buffer if config.data.shuffle_buffer > 1 else None,
+            max_samples_per_sequence=None,
+            shuffle_over_epochs_multiplier=config.data.shuffle_over_epochs or 1,
+            task_encoder=task_encoder,
+            repeat=config.data.repeat,
+        )
+    except (KeyError, AssertionError, ValueError) as error:
+        raise UserError(
+            f"The data set {config.data.path} cannot be opened with split {chosen!r}: "
+            f"{type(error).__name__}: {error}. Check data.path and data.split."
+        ) from error
+
+
+def build_loader(config: RunConfig, *, prefetch: int = 2, **arguments: Any) -> PackLoader:
+    """A loader of packs for one data-parallel rank; takes the arguments of `build_dataset`."""
+    return PackLoader(build_dataset(config, **arguments), prefetch=prefetch)
+
+
+def data_fingerprint(config: RunConfig) -> dict[str, Any]:
+    """What identifies the data and their order: shard counts of the data set, split, shuffle buffer, seed."""
+    digest = hashlib.sha256()
+    root = Path(config.data.path)
+    for file in sorted(
+        [*root.glob(".nv-meta/.info.json"), *root.glob("*/.nv-meta/.info.json"), *root.glob("dataset.yaml")]
+    ):
+        digest.update(file.read_bytes())
+    if root.is_file():
+        digest.update(root.read_bytes())
+    return {
+        "data": digest.hexdigest()[:16],
+        "split": config.data.split,
+        "shuffle_buffer": config.data.shuffle_buffer,
+        "seed": config.data.seed,
+        "repeat": config.data.repeat,
+    }
+
+
+_WORKER_TRACEBACK = re.compile(
+    r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL
+)
+
+
+def _without_worker_traceback(error: Exception) -> Exception:
+    """torch re-raises a worker's exception with the traceback as its message: gives the sentence back."""
+    message = str(error)
+    if not _WORKER_TRACEBACK.match(message):
+        return error
+    return type(error)(_WORKER_TRACEBACK.sub("", message).strip())

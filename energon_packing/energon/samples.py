@@ -1,0 +1,75 @@
+"""What flows between the stages of the loader. All are Energon samples, so that keys and restore keys follow along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.energon import Sample, edataclass
+from megatron.energon.cache import FileStore
+
+from energon_packing.conversation import Conversation
+from energon_packing.encoders.measured import Measured
+from energon_packing.ledger import DroppedSample
+from energon_packing.thd import PackedBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Why a sample goes no further. It travels in the sample's place, so that one place can account for it.
+
+    Attributes:
+        reason, detail: for the ledger.
+        fatal: an error that must stop the run instead (a configuration that cannot work); None for bad data.
+    """
+
+    reason: str
+    detail: str
+    fatal: Exception | None = None
+
+
+@edataclass
+class ConversationSample(Sample):
+    """A conversation and the store that holds its media.
+
+    Attributes:
+        conversation: None where cooking failed; then ``problem`` says why.
+        store: gives ``(bytes, source)`` for the name of a medium; None for text.
+    """
+
+    conversation: Conversation | None
+    store: FileStore | None = None
+    problem: Problem | None = None
+
+
+@edataclass
+class MeasuredSample(Sample):
+    """A sample of known length, in the packing window."""
+
+    measured: Measured | None
+    store: FileStore | None = None
+    problem: Problem | None = None
+
+
+@edataclass
+class RenderedSample(Sample):
+    """A sample with its tensors: the row that `energon_packing.thd.assemble` takes."""
+
+    row: dict[str, Any]
+
+
+@edataclass
+class Pack(Sample):
+    """What the loader yields: one packed row, and what was dropped since the pack before it.
+
+    Attributes:
+        batch: the row.
+        dropped: ledger entries of this worker since its last pack.
+        index: running number of the pack in its worker, from 0.
+        flush: the pack was selected after the source had ended, when no further sample could fill it.
+    """
+
+    batch: PackedBatch
+    dropped: tuple[DroppedSample, ...] = ()
+    index: int = 0
+    flush: bool = False

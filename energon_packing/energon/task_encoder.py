@@ -1,0 +1,259 @@
+"""The packing task encoder: Energon's stages from a cooked conversation to a packed row.
+
+1. ``preencode_sample`` measures: tokens, targets and the exact length, without pixels.
+2. `WindowPackingDataset`, put in by ``build_batch``, selects.
+3. ``postencode_sample`` renders the samples of one pack.
+4. ``pack_selected_samples`` assembles the row.
+
+Energon's own ``packing_buffer_size`` stays usable: then steps 2 to 4 run in its `PackingDataset` of disjoint buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
+from megatron.energon.cache import FileStore
+
+from energon_packing import thd
+from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.measured import Measured
+from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.energon.internals import (
+    BatchDataset,
+    MapDataset,
+    SavableDataset,
+    get_failure_tolerance,
+    get_stateless,
+)
+from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, Problem, RenderedSample
+from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+from energon_packing.ledger import Ledger
+from energon_packing.packing import pack_lengths
+from energon_packing.packing.window import drain_window, select_from_window
+
+LINEAR_COST = 24576.0
+"""Tokens of context at which attention costs as much as the linear layers, in a model of 7 billion parameters."""
+
+
+class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
+
+    Args:
+        encoder: processor, prompt and limits.
+        packing: row length, window and what to do with samples that do not fit.
+        parallel: sizes that the alignment multiple follows from.
+        processor: an already loaded processor; None loads ``encoder.processor``.
+        cookers: for data sets that ``convert`` did not write; they are asked before our own. A cooker returns a
+            `ConversationSample`.
+        fingerprint: further names and values that a saved state must agree with.
+
+    Raises:
+        ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
+    """
+
+    decoder = None  # Energon's would decode every image in the first pass, before anything is known about fit.
+
+    def __init__(
+        self,
+        encoder: EncoderConfig,
+        packing: PackingConfig,
+        parallel: ParallelConfig | None = None,
+        *,
+        processor: Any = None,
+        cookers: Sequence[Cooker[Any]] = (),
+        fingerprint: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.packing = packing
+        self.multiple = (parallel or ParallelConfig()).multiple
+        if packing.seq_length % self.multiple:
+            down = packing.seq_length // self.multiple * self.multiple
+            raise ConfigError(
+                f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
+                f"sizes need; use {down or self.multiple} or {down + self.multiple}."
+            )
+        self.encoder = ConversationEncoder(encoder, processor=processor)
+        self.cookers = (*cookers, RECORD_COOKER)
+        self._extra_fingerprint = dict(fingerprint or {})
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and values that a saved loader state must agree with."""
+        return {
+            **self.encoder.fingerprint(),
+            "seq_length": self.packing.seq_length,
+            "multiple": self.multiple,
+            "window": self.packing.window,
+            "balance_window": self.packing.balance_window,
+            "oversize": self.packing.oversize,
+            "position_ids": self.encoder.config.position_ids,
+            **self._extra_fingerprint,
+        }
+
+    def aligned(self, measured: Measured) -> int:
+        """Tokens that a sample occupies in a row."""
+        return -(-measured.length // self.multiple) * self.multiple
+
+    @stateless
+    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
+        """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
+        problem = sample.problem
+        measured: Measured | None = None
+        if problem is None:
+            try:
+                if sample.conversation is None:
+                    raise SampleRejected("bad_record", "the cooker gave no conversation")
+                measured = self.encoder.measure(sample.conversation)
+                self._check_size(measured)
+            except SampleRejected as error:
+                problem = Problem(reason=error.reason, detail=error.detail)
+            except UserError as error:
+                problem = Problem(reason="config", detail=str(error), fatal=error)
+            except Exception as error:
+                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+        return MeasuredSample.derive_from(
+            sample, measured=None if problem else measured, store=sample.store, problem=problem
+        )
+
+    def _check_size(self, measured: Measured) -> None:
+        if self.aligned(measured) <= self.packing.seq_length:
+            return
+        length = f"{measured.length} tokens" + (f", {self.aligned(measured)} aligned" if self.multiple > 1 else "")
+        detail = f"{length}; a row holds packing.seq_length={self.packing.seq_length}"
+        if self.packing.oversize == "raise":
+            raise ConfigError(
+                f"Sample {measured.key} has {detail}. Raise it, or drop such samples with packing.oversize=drop."
+            )
+        raise SampleRejected("oversize", detail)
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
+        """Decodes the media of one sample and makes its row.
+
+        Raises:
+            SampleRejected: see `ConversationEncoder.render`.
+        """
+        if sample.measured is None:
+            raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
+        row = self.encoder.render(sample.measured, functools.partial(_read, sample.store))
+        return RenderedSample.derive_from(sample, row=row)
+
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
+        """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
+        good = [sample for sample in samples if sample.measured is not None]
+        groups = pack_lengths(self._lengths(good), self.packing.seq_length, policy="best_fit")
+        return [[good[int(position)] for position in group] for group in groups]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        """Assembles the row of one pack."""
+        batch = thd.assemble(
+            [sample.row for sample in samples],
+            multiple=self.multiple,
+            width=self.packing.seq_length if self.packing.pad_to_max_length else None,
+            pad_token_id=self.encoder.pad_token_id,
+        )
+        if batch.total_tokens > self.packing.seq_length:
+            raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
+        return Pack(
+            __key__=samples[0].__key__,
+            __restore_key__=(),
+            __subflavors__=samples[0].__subflavors__,
+            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            batch=batch,
+        )
+
+    @stateless
+    def batch(self, samples: list[Pack]) -> Pack:
+        """A packed row is a whole micro-batch; there is nothing to stack."""
+        return samples[0]
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[MeasuredSample],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Energon's hook in which the packing window takes the place of the batcher.
+
+        Raises:
+            ConfigError: a batch size above 1; THD rows reach context-parallel slicing one at a time.
+        """
+        if batch_size not in (None, 1):
+            raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+        if packing_buffer_size is not None:
+            return super().build_batch(
+                dataset,
+                batch_size=batch_size,
+                batch_drop_last=batch_drop_last,
+                packing_buffer_size=packing_buffer_size,
+                worker_config=worker_config,
+            )
+        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
+        packed: SavableDataset[Any] = WindowPackingDataset(
+            dataset,
+            window=self.packing.window,
+            balance_window=self.packing.balance_window,
+            select=self._select,
+            order=self._order,
+            render=self.postencode_sample,
+            assemble=self.pack_selected_samples,
+            ledger=functools.partial(self._ledger, worker_config),
+            fingerprint={**self.fingerprint(), "loader": loader},
+            worker_config=worker_config,
+        )
+        if batch_size is None:
+            return packed
+        packed = BatchDataset(
+            packed,
+            batch_size=1,
+            batcher=self.batch,
+            batcher_stateless=get_stateless(self.batch),
+            drop_last=batch_drop_last,
+            worker_config=worker_config,
+            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+        )
+        if self._is_overridden(self.encode_batch):
+            packed = MapDataset(
+                packed,
+                self.encode_batch,
+                worker_config=worker_config,
+                stateless_map_fn=get_stateless(self.encode_batch),
+                failure_tolerance=get_failure_tolerance(self.encode_batch, self.__default_failure_tolerance__),
+            )
+        return packed
+
+    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
+        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
+        return Ledger(self.packing.ledger, budget=self.packing.drop_budget, name=name)
+
+    def _lengths(self, samples: Sequence[MeasuredSample]) -> list[int]:
+        return [self.aligned(sample.measured) for sample in samples if sample.measured is not None]
+
+    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        choose = drain_window if ended else select_from_window
+        return choose(self._lengths(samples), self.packing.seq_length)
+
+    def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
+        """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
+        costs = [sum(_cost(sample.measured) for sample in plan if sample.measured) for plan in plans]
+        return sorted(range(len(plans)), key=costs.__getitem__, reverse=bool(block % 2))
+
+
+def _cost(measured: Measured) -> float:
+    """Relative step time of one segment: linear layers, attention inside the segment, and the vision encoder."""
+    return LINEAR_COST * (measured.length + measured.patches / 4) + float(measured.length) ** 2
+
+
+def _read(store: FileStore | None, name: str) -> bytes:
+    if store is None:
+        raise KeyError(f"no store for {name!r}")
+    data, _ = store[name]
+    return bytes(data)

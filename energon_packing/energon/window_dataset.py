@@ -1,0 +1,277 @@
+"""The packing window: a savable data set wrapper that selects, renders and assembles packs with carry-over.
+
+Energon's own `PackingDataset` packs disjoint buffers: what does not fit at the end of a buffer becomes a short pack.
+Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next one, so that a small
+window reaches the fill of a whole list. What a failing sample costs is that sample alone.
+
+The two buffers hold measured samples only; nothing is decoded before its pack is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from megatron.energon import WorkerConfig
+
+from energon_packing.energon.internals import (
+    BaseWrapperDataset,
+    FatalSampleError,
+    FlexState,
+    SampleIndex,
+    SavableDataset,
+    set_sample_restore_key,
+)
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.window_buffer import WindowBuffer
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+from energon_packing.ledger import Ledger
+
+Select = Callable[[Sequence[MeasuredSample], bool], Sequence[int]]
+Order = Callable[[Sequence[Sequence[MeasuredSample]], int], Sequence[int]]
+
+
+class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
+    """Packs from a sliding window. Its name is written into states and restore keys, so it stays.
+
+    Args:
+        dataset: yields `MeasuredSample`, bad ones as their problem.
+        window: measured samples held for selection.
+        balance_window: finished plans that are reordered before emission; 1 keeps the order.
+        select: positions in the window of the next pack, ascending, the oldest sample (position 0) among them; its
+            second argument says that the source has ended and the window is used up.
+        order: the order in which a block of plans is emitted, given the plans and the block's number.
+        render: decodes one sample.
+        assemble: makes the pack of the rendered ones.
+        ledger: builds the ledger of this worker, on first use inside it.
+        fingerprint: names and values that a saved state must agree with.
+    """
+
+    _savable_fields = (
+        "_window",
+        "_planned",
+        "_plan_lengths",
+        "_ready",
+        "_block",
+        "_draining",
+        "_render_index",
+        "_pack_index",
+    )
+
+    def __init__(
+        self,
+        dataset: SavableDataset[MeasuredSample],
+        *,
+        window: int,
+        balance_window: int,
+        select: Select,
+        order: Order,
+        render: Callable[[MeasuredSample], RenderedSample],
+        assemble: Callable[[list[RenderedSample]], Pack],
+        ledger: Callable[[], Ledger],
+        fingerprint: dict[str, Any],
+        worker_config: WorkerConfig,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.window = window
+        self.balance_window = balance_window
+        self._select, self._order = select, order
+        self._render, self._assemble = render, assemble
+        self._make_ledger = ledger
+        self._ledger: Ledger | None = None
+        self.fingerprint = fingerprint
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
+        self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
+        self._plan_lengths: list[int] = []  # samples of each plan, in the order of _planned
+        self._ready = 0  # plans at the front of _planned whose order is final
+        self._block = 0  # number of the block that comes after them
+        self._draining = False  # the source is exhausted for this epoch
+        self._render_index = SampleIndex(self.worker_config, src=self)
+        self._pack_index = SampleIndex(self.worker_config, src=self)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of this worker."""
+        if self._ledger is None:
+            self._ledger = self._make_ledger()
+        return self._ledger
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        # Unknown before packing; the number of samples is the bound that Energon's own wrapper reports.
+        return self.dataset.len_worker(worker_idx)
+
+    def __iter__(self) -> Iterator[Pack]:
+        self._wake()
+        source = None if self._draining else iter(self.dataset)
+        while True:
+            if source is not None and not self._fill(source):
+                source, self._draining = None, True
+            self._plan()
+            if not self._ready and not self._settle():
+                if self._draining and not self._window.buffer:
+                    break
+                continue
+            pack = self._emit()
+            if pack is not None:
+                yield pack
+        self._draining = False
+
+    def _wake(self) -> None:
+        """Reads the samples of a restored state again, and accounts for those that are no longer readable."""
+        for buffer in (self._window, self._planned):
+            buffer.worker_start()
+        lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
+        self._drop_all(self._window.take(lost)[0])
+        at = 0
+        for plan, length in enumerate(self._plan_lengths):
+            lost = [at + i for i in range(length) if self._problem(self._planned.buffer[at + i])]
+            self._drop_all(self._planned.take(lost)[0])
+            self._plan_lengths[plan] -= len(lost)
+            at += self._plan_lengths[plan]
+
+    @staticmethod
+    def _problem(sample: MeasuredSample | None) -> bool:
+        return sample is None or sample.measured is None
+
+    def _drop_all(self, samples: Sequence[MeasuredSample | None]) -> None:
+        for sample in samples:
+            if sample is None:
+                self.ledger.drop("<unknown>", "restore_failed", "a sample of the saved window can no longer be read")
+            else:
+                self._account_for(sample)
+
+    def _account_for(self, sample: MeasuredSample) -> None:
+        problem = sample.problem
+        if problem is None:
+            raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
+        if problem.fatal is not None:
+            raise problem.fatal
+        self.ledger.drop(sample.__key__, problem.reason, problem.detail)
+
+    def _fill(self, source: Iterator[MeasuredSample]) -> bool:
+        """Fills the window; False where the source ended."""
+        while len(self._window.buffer) < self.window:
+            try:
+                sample = next(source)
+            except StopIteration:
+                return False
+            if sample.measured is None:
+                self._account_for(sample)
+            else:
+                self._window.append(sample)
+        return True
+
+    def _plan(self) -> None:
+        """Moves one pack from the window to the plans."""
+        held = self._window.buffer
+        if not held:
+            return
+        group = list(self._select(held, self._draining))
+        if group[:1] != [0] or group != sorted(set(group)) or group[-1] >= len(held):
+            raise PackingError(
+                f"selection {group} of {len(held)} samples must ascend, hold none twice, and begin with the oldest, "
+                f"{held[0].__key__}"
+            )
+        self._planned.extend(*self._window.take(group))
+        self._plan_lengths.append(len(group))
+
+    def _settle(self) -> bool:
+        """Orders the next block of plans; False where there are too few to order."""
+        size = min(self.balance_window, len(self._plan_lengths))
+        ended = self._draining and not self._window.buffer
+        if size == 0 or (size < self.balance_window and not ended):
+            return False
+        if size > 1:
+            ends = [sum(self._plan_lengths[: plan + 1]) for plan in range(size)]
+            spans = [range(end - self._plan_lengths[plan], end) for plan, end in enumerate(ends)]
+            order = self._order([[self._planned.buffer[at] for at in span] for span in spans], self._block)
+            samples, keys = self._planned.take(range(len(self._planned.buffer)))
+            arranged = [at for plan in order for at in spans[plan]] + list(range(ends[-1], len(samples)))
+            self._planned.extend([samples[at] for at in arranged], [keys[at] for at in arranged])
+            self._plan_lengths[:size] = [self._plan_lengths[plan] for plan in order]
+        self._ready = size
+        self._block += 1
+        return True
+
+    def _emit(self) -> Pack | None:
+        """Renders and assembles the first plan; None where none of its samples could be rendered."""
+        samples, keys = self._planned.take(range(self._plan_lengths.pop(0)))
+        self._ready -= 1
+        rendered: list[RenderedSample] = []
+        restore_keys: list[Any] = []
+        for sample, key in zip(samples, keys, strict=True):
+            with self._render_index.ctx() as index:
+                try:
+                    rendered.append(self._render(sample))
+                except SampleRejected as error:
+                    self.ledger.drop(sample.__key__, error.reason, error.detail)
+                    continue
+                except (UserError, PackingError, FatalSampleError, MemoryError):
+                    raise
+                except Exception as error:  # a member costs itself alone, whatever went wrong with it
+                    self.ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
+                    continue
+            restore_keys.append((type(self).__name__, index, *key))
+        if not rendered:
+            return None
+        with self._pack_index.ctx() as index:
+            pack = self._assemble(rendered)
+        pack.index = index
+        pack.flush = self._draining
+        pack.dropped = self.ledger.take_dropped()
+        self.ledger.emit(index, [sample.__key__ for sample in rendered])
+        return set_sample_restore_key(pack, index, *restore_keys, src=self)
+
+    def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
+        """Makes a pack again from its restore key."""
+        name, index, *members = restore_key
+        self._check_name(name)
+        rendered = []
+        for member in members:
+            name, render_index, *inner = member
+            self._check_name(name)
+            sample = self.dataset.restore_sample(tuple(inner))
+            with self._render_index.ctx(render_index):
+                rendered.append(self._render(sample))
+        with self._pack_index.ctx(index):
+            pack = self._assemble(rendered)
+        pack.index = index
+        return set_sample_restore_key(pack, index, *members, src=self)
+
+    def _check_name(self, name: str) -> None:
+        if name != type(self).__name__:
+            raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
+
+    def save_state(self) -> FlexState:
+        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint))
+
+    def restore_state(self, state: FlexState) -> None:
+        """Takes over a saved state.
+
+        Raises:
+            ConfigError: the state was made under other settings; the first that differs is named with both values.
+        """
+        saved = state.get("fingerprint", {})
+        for name in sorted(saved.keys() | self.fingerprint.keys()):
+            if saved.get(name) != self.fingerprint.get(name):
+                raise ConfigError(
+                    f"The saved loader state was made with {name}={saved.get(name)!r}, this run has "
+                    f"{self.fingerprint.get(name)!r}; restore the setting, or start the data anew."
+                )
+        super().restore_state(state)
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "type": type(self).__qualname__,
+            "window": self.window,
+            "balance_window": self.balance_window,
+            "fingerprint": self.fingerprint,
+            "worker_config": self.worker_config.config(),
+            "dataset": self.dataset.config(),
+        }
+
+    def __str__(self) -> str:
+        return f"WindowPackingDataset(window={self.window}, dataset={self.dataset})"

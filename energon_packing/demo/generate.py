@@ -63,14 +63,15 @@ def make_data(
         return folder
     kinds = kinds_of(conversations, Random(f"kinds {seed}"))
     records: dict[str, list[Record | str]] = {name: [] for name in SOURCES}
-    first_openai = ""
+    twin = ""
     for index, kind in enumerate(kinds):
         draft = write_draft(seed, index, kind)
+        if index <= 1:  # the first one of openai.jsonl, where there is one
+            twin = draft.key
         _save_media(draft, folder)
         rng = Random(f"layout {seed} {index}")
         # Alternating, so that every kind is written in both layouts where it occurs often enough.
         if index % 2:
-            first_openai = first_openai or draft.key
             records["openai.jsonl"].append(openai_record(draft, rng))
         else:
             records["sharegpt.json"].append(sharegpt_record(draft, rng))
@@ -79,7 +80,7 @@ def make_data(
     wrong: list[Defect] = []
     if defects:
         rng = Random(f"defects {seed}")
-        wrong = make_defects(folder, rng, twin=first_openai or "bad-twin")
+        wrong = make_defects(folder, rng, twin=twin)
         _scatter(wrong, records, rng)
     _write_sources(folder, records)
     _write_json(out / "expected_defects.json", [defect.expectation() for defect in wrong])

@@ -226,7 +226,9 @@ def test_tool_calls_and_results_are_written_in_the_hermes_form(tokenizer: Any) -
     ) in text
 
 
-@pytest.mark.parametrize("message", [{"role": "narrator", "content": "x"}, {"role": "user", "content": [{"type": "x"}]}])
+@pytest.mark.parametrize(
+    "message", [{"role": "narrator", "content": "x"}, {"role": "user", "content": [{"type": "x"}]}]
+)
 def test_the_template_refuses_what_it_does_not_know(tokenizer: Any, message: dict[str, Any]) -> None:
     from jinja2.exceptions import TemplateError
 

@@ -13,7 +13,7 @@ Monolithic (one WebDataset)::
     DIR/<split>-000000.tar      members ``<key>.json``, ``<key>.<i>.<extension>``
     DIR/.nv-meta/
 
-Both also hold `conversion.json` and `rejects.jsonl`.
+Both also hold `conversion.json`, `rejects.jsonl` and `warnings.jsonl`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from energon_packing.convert.layout import (
 )
 from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
 from energon_packing.convert.records import ParsedRecord, parse_record
-from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, ConversionReport
+from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, WARNINGS_FILE, ConversionReport
 from energon_packing.convert.shards import ShardWriter
 from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
 from energon_packing.convert.splits import assign_splits, position_of
@@ -124,6 +124,15 @@ class _Pending:
     error: SampleRejected | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Logs:
+    """The files that the first pass writes."""
+
+    spool: TextIO
+    rejects: TextIO
+    warnings: TextIO
+
+
 def _read(config: ConvertConfig, sources: list[SourceFile], build: Path, journal: Path, tell: Progress) -> _Reading:
     reading = _Reading(spool=build / "spool.jsonl")
     total = sum(source.path.stat().st_size for source in sources)
@@ -134,18 +143,22 @@ def _read(config: ConvertConfig, sources: list[SourceFile], build: Path, journal
         checker = MediaChecker(config, journal)
         stack.callback(checker.close)
         spool = stack.enter_context(reading.spool.open("w", encoding="utf-8"))
-        rejects = stack.enter_context((build / REJECTS_FILE).open("w", encoding="utf-8"))
+        logs = _Logs(
+            spool=spool,
+            rejects=stack.enter_context((build / REJECTS_FILE).open("w", encoding="utf-8")),
+            warnings=stack.enter_context((build / WARNINGS_FILE).open("w", encoding="utf-8")),
+        )
         done = 0
         for source in sources:
             root = (config.media_root or source.path.parent).resolve()
             for raw in read_records(source, max_record_bytes=config.max_record_bytes):
                 waiting.append(_audit(raw, keys, config, root, checker))
                 if len(waiting) > _AHEAD:
-                    _settle(waiting.popleft(), config, checker, reading, spool, rejects)
+                    _settle(waiting.popleft(), config, checker, reading, logs)
                 tell("read", done + raw.position, total)
             done += source.path.stat().st_size
         while waiting:
-            _settle(waiting.popleft(), config, checker, reading, spool, rejects)
+            _settle(waiting.popleft(), config, checker, reading, logs)
         tell("read", total, total)
     return reading
 
@@ -168,10 +181,9 @@ def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path,
     return pending
 
 
-def _settle(
-    pending: _Pending, config: ConvertConfig, checker: MediaChecker, reading: _Reading, spool: TextIO, rejects: TextIO
-) -> None:
+def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, reading: _Reading, logs: _Logs) -> None:
     reading.read += 1
+    place = {"source": pending.raw.source.name, "record": pending.raw.number, "key": pending.key}
     try:
         if pending.error is not None:
             raise pending.error
@@ -182,16 +194,12 @@ def _settle(
         reading.rejected[error.reason] += 1
         origin = pending.raw.source.origin
         reading.first_reject.setdefault(origin, f"{pending.raw.where}: {error.reason}: {_short(error.detail)}")
-        entry = {
-            "source": pending.raw.source.name,
-            "record": pending.raw.number,
-            "key": pending.key,
-            "reason": error.reason,
-            "detail": _short(error.detail),
-        }
-        rejects.write(json.dumps(entry) + "\n")
+        entry = {**place, "reason": error.reason, "detail": _short(error.detail)}
+        logs.rejects.write(json.dumps(entry) + "\n")
         return
-    spool.write(line + "\n")
+    logs.spool.write(line + "\n")
+    if pending.warnings:
+        logs.warnings.write(json.dumps({**place, "warnings": pending.warnings}) + "\n")
     reading.positions.append(position_of(pending.key))
     reading.warnings.update(pending.warnings)
     reading.written_of_origin[pending.raw.source.origin] += 1

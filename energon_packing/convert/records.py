@@ -142,7 +142,7 @@ def _find_turns(value: Any, layout: RecordFormat) -> tuple[list[Any], str, str]:
             return turns, "from", "value"
         if "role" in first and layout != "sharegpt":
             return turns, "role", "content"
-    keys = ", ".join(sorted(map(str, value))[:20]) or "none"
+    keys = ", ".join(sorted(key[:40] for key in value)[:20]) or "none"
     wanted = {
         "auto": "'conversations' of from/value or 'messages' of role/content",
         "sharegpt": "'conversations' of from/value",
@@ -288,4 +288,4 @@ def _oddities(turns: list[Turn]) -> list[str]:
 
 def _kind(value: Any) -> str:
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
-    return names.get(type(value).__name__, f"a {type(value).__name__}")
+    return names.get(type(value).__name__, "a number")

@@ -1,4 +1,4 @@
-"""What a conversion did: `conversion.json` and the lines of `rejects.jsonl`."""
+"""What a conversion did: `conversion.json`, beside `rejects.jsonl` and `warnings.jsonl`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ CONVERSION_VERSION = 1
 
 CONVERSION_FILE = "conversion.json"
 REJECTS_FILE = "rejects.jsonl"
+WARNINGS_FILE = "warnings.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ DEFAULT_MAX_PIXELS = 89_478_485
 """Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Pillow's names of what is opened; JPEG includes the multi-picture files of cameras. Left out on purpose: EPS (runs Ghostscript) and formats that no data set has."""
+"""Pillow's names of what is opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""
 
 VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
 """FFmpeg's names of what is opened. Left out on purpose: playlists (hls, concat), which open other files."""
@@ -80,7 +80,7 @@ class VideoInfo(NamedTuple):
 
 @cache
 def _known_formats() -> tuple[str, ...]:
-    """What this build of Pillow can open of `IMAGE_FORMATS`; naming another one is a KeyError in the middle of a file."""
+    """What this build of Pillow can open of `IMAGE_FORMATS`; naming another one is a KeyError while it looks."""
     Image.init()
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
 

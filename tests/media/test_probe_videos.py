@@ -1,0 +1,210 @@
+"""Frame counts equal to what decoding yields, upright sizes, true average rates."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from energon_packing.errors import SampleRejected
+from energon_packing.media.probe import probe_video
+
+SHARED = Path(__file__).parents[3] / "shared/data/llamafactory_demo/mllm_demo_data"
+
+
+def make_video(
+    path: Path,
+    times: list[int],
+    *,
+    base: Fraction = Fraction(1, 100),
+    codec: str = "libx264",
+    size: tuple[int, int] = (64, 48),
+    options: dict[str, str] | None = None,
+) -> Path:
+    """A video whose frames are shown at `times` (in units of `base` seconds)."""
+    rng = np.random.default_rng(0)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(25), options=options or {})
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p" if codec != "mjpeg" else "yuvj420p"
+        stream.time_base = base
+        stream.codec_context.time_base = base
+        for time in times:
+            pixels = rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+            frame = av.VideoFrame.from_ndarray(pixels, "rgb24")
+            frame.pts, frame.time_base = time, base
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def decoded_frames(data: bytes) -> int:
+    with av.open(io.BytesIO(data)) as container:
+        return sum(1 for _ in container.decode(video=0))
+
+
+CODECS = [
+    ("mp4", "libx264"),
+    ("mkv", "libx264"),
+    ("webm", "libvpx"),
+    ("webm", "libvpx-vp9"),
+    ("avi", "mpeg4"),
+    ("mov", "mjpeg"),
+    ("mpg", "mpeg2video"),
+    ("ts", "libx264"),
+]
+
+
+@pytest.mark.parametrize(("container", "codec"), CODECS)
+@pytest.mark.parametrize("decode", [False, True])
+def test_frame_count_is_what_decoding_yields(tmp_path: Path, container: str, codec: str, decode: bool) -> None:
+    options = {"auto-alt-ref": "1", "lag-in-frames": "16"} if codec.startswith("libvpx") else {"bf": "2"}
+    if codec == "mjpeg":
+        options = {}
+    path = make_video(tmp_path / f"v.{container}", list(range(0, 120, 4)), codec=codec, options=options)
+    info = probe_video(path, decode=decode)
+    assert info.frames == decoded_frames(path.read_bytes()) == 30
+    assert (info.width, info.height) == (64, 48)
+    assert info.fps == pytest.approx(info.frames / info.duration)
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_a_variable_rate_gives_the_average_over_the_whole_video(tmp_path: Path, decode: bool) -> None:
+    # Ten frames in one second, then one a second for ten seconds.
+    times = [*range(0, 100, 10), *range(100, 1100, 100)]
+    info = probe_video(make_video(tmp_path / "vfr.mkv", times), decode=decode)
+    assert info.frames == 20
+    assert info.duration == pytest.approx(11.0, rel=0.1)
+    assert info.fps == pytest.approx(20 / info.duration)
+
+
+def test_a_constant_rate_comes_out_as_that_rate(tmp_path: Path) -> None:
+    info = probe_video(make_video(tmp_path / "cfr.mp4", list(range(0, 200, 4))))
+    assert info.frames == 50
+    assert info.fps == pytest.approx(25.0, rel=1e-3)
+    assert info.duration == pytest.approx(2.0, rel=1e-3)
+
+
+def test_a_video_of_one_frame_has_a_rate_and_a_duration(tmp_path: Path) -> None:
+    info = probe_video(make_video(tmp_path / "one.mp4", [0]))
+    assert info.frames == 1
+    assert info.duration > 0
+    assert info.fps == pytest.approx(1 / info.duration)
+
+
+def test_a_file_without_a_duration_field_is_measured_by_its_frames(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "live.mkv", list(range(0, 80, 4)), options={"bf": "0"})
+    live = tmp_path / "cut.mkv"
+    # A recording that broke off: the header's duration was never written. Matroska: Duration is element 0x4489.
+    data = bytearray(path.read_bytes())
+    place = data.find(b"\x44\x89\x88")
+    assert place > 0
+    data[place : place + 3] = b"\xec\x40\x08"  # a Void element of the same length
+    live.write_bytes(data)
+    with av.open(str(live)) as container:
+        assert container.duration is None or container.streams.video[0].duration is None
+    info = probe_video(live)
+    assert info.frames == 20
+    assert info.duration == pytest.approx(0.8, rel=0.1)
+
+
+def rotated(path: Path, degrees: int) -> bytes:
+    """An MP4 with a display matrix, written into the track header, where a phone puts it."""
+    turn = {0: (1, 0, 0, 1), 90: (0, 1, -1, 0), 180: (-1, 0, 0, -1), 270: (0, -1, 1, 0)}[degrees]
+    data = bytearray(path.read_bytes())
+    header = data.index(b"tkhd") + 4
+    matrix = header + 40  # version 0: flags, times, id, duration, layer, volume come first
+    values = [turn[0] << 16, turn[1] << 16, 0, turn[2] << 16, turn[3] << 16, 0, 0, 0, 1 << 30]
+    for index, value in enumerate(values):
+        data[matrix + 4 * index : matrix + 4 * index + 4] = (value & 0xFFFFFFFF).to_bytes(4, "big")
+    return bytes(data)
+
+
+@pytest.mark.parametrize(("degrees", "size"), [(0, (64, 48)), (90, (48, 64)), (180, (64, 48)), (270, (48, 64))])
+def test_size_is_that_of_the_upright_video(tmp_path: Path, degrees: int, size: tuple[int, int]) -> None:
+    info = probe_video(rotated(make_video(tmp_path / "v.mp4", [0, 4, 8]), degrees))
+    assert (info.width, info.height) == size
+    assert (info.stored_width, info.stored_height) == (64, 48)
+
+
+def sound(path: Path, picture: bool = False) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        for start in range(0, 16000, 1024):
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+            frame.rate, frame.pts = 16000, start
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def test_sound_alone_is_no_video(tmp_path: Path) -> None:
+    with pytest.raises(SampleRejected, match="no video stream") as caught:
+        probe_video(sound(tmp_path / "a.mp4"))
+    assert caught.value.reason == "corrupt_media"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("container", ["mp4", "mkv"])
+def test_a_truncated_video_is_refused(tmp_path: Path, container: str, decode: bool) -> None:
+    options = {"movflags": "faststart"} if container == "mp4" else {}
+    path = tmp_path / f"v.{container}"
+    with av.open(str(path), "w", options=options) as output:
+        stream = output.add_stream("libx264", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        rng = np.random.default_rng(0)
+        for _ in range(40):
+            frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8), "rgb24")
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+    data = path.read_bytes()
+    assert probe_video(data).frames == 40
+    cut = data[: len(data) * 6 // 10]
+    if container == "mp4":
+        with pytest.raises(SampleRejected) as caught:
+            probe_video(cut, decode=decode)
+        assert caught.value.reason == "corrupt_media"
+    else:
+        # Matroska says nowhere how many frames there are; what is left is a whole, shorter video, or damaged.
+        try:
+            assert probe_video(cut, decode=decode).frames == decoded_frames(cut) < 40
+        except SampleRejected as error:
+            assert error.reason == "corrupt_media"
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 64, b"not a video", b"\0\0\0\x18ftypmp42" + b"\0" * 64])
+def test_bytes_that_are_no_video_are_corrupt(data: bytes) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        probe_video(data)
+    assert caught.value.reason == "corrupt_media"
+
+
+def test_a_playlist_opens_no_other_file(tmp_path: Path) -> None:
+    secret = make_video(tmp_path / "secret.ts", [0, 4, 8])
+    playlist = tmp_path / "list.m3u8"
+    playlist.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{secret}\n#EXT-X-ENDLIST\n")
+    concat = tmp_path / "list.mp4"
+    concat.write_text(f"ffconcat version 1.0\nfile '{secret}'\n")
+    for path in (playlist, concat):
+        with pytest.raises(SampleRejected):
+            probe_video(path)
+
+
+def test_frames_larger_than_the_limit_are_refused(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "v.mp4", [0, 4])
+    assert probe_video(path, max_pixels=64 * 48).frames == 2
+    with pytest.raises(SampleRejected) as caught:
+        probe_video(path, max_pixels=64 * 48 - 1)
+    assert caught.value.reason == "media_too_large"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="shared data are not there")
+@pytest.mark.parametrize("name", ["1.mp4", "2.avi", "3.mp4"])
+@pytest.mark.parametrize("decode", [False, True])
+def test_real_videos_count_as_they_decode(name: str, decode: bool) -> None:
+    data = (SHARED / name).read_bytes()
+    assert probe_video(data, decode=decode).frames == decoded_frames(data)

@@ -35,10 +35,9 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
     shape = arrays["input_ids"].shape
     if len(shape) != 1 or shape[0] == 0:
         raise PackingError(f"sample {key}: input_ids has shape {list(shape)}, expected [length] with length above 0")
-    if not np.issubdtype(arrays["input_ids"].dtype, np.integer) or not np.issubdtype(
-        arrays["labels"].dtype, np.integer
-    ):
-        raise PackingError(f"sample {key}: input_ids and labels must be whole numbers")
+    for name in ("input_ids", "labels", "position_ids"):
+        if arrays[name].dtype.kind not in "iu":
+            raise PackingError(f"sample {key}: {name} must be whole numbers, not {arrays[name].dtype}")
     arrays.update({name: torch.as_tensor(row[name]) for name in extra_fields})
     for name, value in arrays.items():
         own = tuple(value.shape)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_packing.alignment import alignment_multiple
 from energon_packing.context_parallel import (
     context_parallel_indices,
     context_parallel_indices_numpy,
@@ -31,7 +32,7 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
 from energon_packing.packed_boundaries import packed_seq_params, pad_cu_seqlens
 from energon_packing.packed_rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, unpack, verify_targets
-from energon_packing.thd_checks import INVARIANTS, check_thd
+from energon_packing.thd_checks import INVARIANTS, check_media, check_thd
 
 __all__ = [
     "IGNORE_INDEX",
@@ -39,6 +40,7 @@ __all__ = [
     "PackedBatch",
     "alignment_multiple",
     "assemble",
+    "check_media",
     "check_thd",
     "context_parallel_indices",
     "context_parallel_indices_numpy",
@@ -54,32 +56,6 @@ def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
     return int(value)
-
-
-def alignment_multiple(
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-    sequence_parallel: bool = False,
-    eval_context_parallel: int | None = None,
-) -> int:
-    """The number of tokens that each segment's physical length must be a multiple of.
-
-    Zigzag context parallelism cuts a segment into ``2 * CP`` equal pieces; sequence parallelism splits what a rank
-    holds over the tensor-parallel ranks. The least common multiple over the training and the evaluation context
-    parallelism is taken, as ``ConfigContainer.validate`` of Megatron-Bridge 0.6.2 does.
-
-    Raises:
-        ConfigError: where a size is not a whole number of at least 1, or ``sequence_parallel`` is not a boolean.
-    """
-    tensor_parallel = _positive("tensor_parallel", tensor_parallel)
-    sizes = {_positive("context_parallel", context_parallel)}
-    if eval_context_parallel is not None:
-        sizes.add(_positive("eval_context_parallel", eval_context_parallel))
-    if not isinstance(sequence_parallel, bool):
-        raise ConfigError(f"sequence_parallel must be true or false, not {sequence_parallel!r}")
-    zigzag = [2 * size if size > 1 else 1 for size in sizes]
-    split = [size * tensor_parallel if sequence_parallel and tensor_parallel > 1 else 1 for size in sizes]
-    return math.lcm(*zigzag, *split)
 
 
 def assemble(

@@ -64,6 +64,50 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     return found
 
 
+def check_media(
+    batch: PackedBatch, *, merge_size: int, image_token_id: int | None = None, video_token_id: int | None = None
+) -> list[str]:
+    """The samples whose placeholders and media do not match, for families with grids (Qwen2-VL and its descendants).
+
+    A sample must hold as many placeholder tokens as its own grids have merged patches, and as many patches as its grids
+    name: too few or too many and the model would read a neighbour's image without an error, as only sums over the row
+    are compared there.
+
+    Args:
+        batch: a whole batch, not a context-parallel slice.
+        merge_size: patches along one side of the square that becomes one token.
+        image_token_id: placeholder of images; None where the family has none.
+        video_token_id: placeholder of videos; None where the family has none.
+
+    Returns:
+        one sentence a mismatch, beginning with ``"media: "``, empty when all match.
+    """
+    found: list[str] = []
+    starts = batch.boundaries.tolist()
+    tokens = batch.tokens[0].cpu().numpy()
+    visual = batch.visual_inputs or {}
+    for kind, token_id, pixels_name in (
+        ("image", image_token_id, "pixel_values"),
+        ("video", video_token_id, "pixel_values_videos"),
+    ):
+        if token_id is None:
+            continue
+        name = f"{kind}_grid_thw"
+        none = (0,) * batch.num_samples
+        grids = visual[name].cpu().numpy().prod(axis=1) if name in visual else np.zeros(0, dtype=np.int64)
+        grid_ends = np.cumsum((0, *batch.visual_counts.get(name, none)))
+        patch_counts = batch.visual_counts.get(pixels_name, none)
+        for index, (key, length) in enumerate(zip(batch.sample_keys, batch.sample_lengths, strict=True)):
+            placeholders = int((tokens[starts[index] : starts[index] + length] == token_id).sum())
+            patches = int(grids[grid_ends[index] : grid_ends[index + 1]].sum())
+            if placeholders * merge_size**2 != patches or patch_counts[index] != patches:
+                found.append(
+                    f"media: sample {key} has {placeholders} {kind} placeholders and {patch_counts[index]} rows of "
+                    f"{pixels_name}, its grids name {patches} patches, {merge_size**2} to a token"
+                )
+    return found
+
+
 def _shapes(batch: PackedBatch) -> Iterator[str]:
     if not 0 <= batch.cp_rank < batch.cp_size or batch.total_tokens % batch.cp_size:
         yield (

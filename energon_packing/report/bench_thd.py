@@ -1,0 +1,102 @@
+"""Times of packing one row: assembly, checks, context-parallel indices, unpacking, and its way between processes.
+
+Each line of the output is one JSON object: ``benchmark``, ``milliseconds`` (median) and ``worst`` (95th percentile),
+the limit that the project holds itself to where it has one, and the size of the row.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing import thd
+
+TOKENS, SEGMENTS, CP_SIZE = 32_768, 40, 8
+LIMITS = {"assemble": 2.0, "check_thd": 0.5, "context_parallel_indices": 0.2}
+"""Milliseconds on one core for a row of `TOKENS` tokens in `SEGMENTS` segments; indices for `CP_SIZE` ranks."""
+
+
+def make_rows(multiple: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Samples of uneven length whose aligned lengths nearly fill the row; one extra field, mRoPE-free."""
+    rng = np.random.default_rng(seed)
+    shares = rng.dirichlet(np.full(SEGMENTS, 2.0)) * (TOKENS - SEGMENTS * multiple)
+    rows = []
+    for index, length in enumerate(np.maximum(shares.astype(np.int64), 1).tolist()):
+        ids = torch.from_numpy(rng.integers(0, 150_000, length))
+        labels = torch.cat([ids[1:], torch.tensor([thd.IGNORE_INDEX])])
+        rows.append(
+            {
+                "key": f"sample{index}",
+                "input_ids": ids,
+                "labels": labels,
+                "loss_mask": (labels >= 0).float(),
+                "position_ids": torch.arange(length),
+                "turn_weight": torch.ones(length),
+                "expected_length": length,
+            }
+        )
+    return rows
+
+
+def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Median and 95th percentile of the milliseconds that ``call`` takes, the first three calls left out."""
+    times = []
+    for _ in range(repeats + 3):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    kept = sorted(times[3:])
+    return statistics.median(kept), kept[int(0.95 * (len(kept) - 1))]
+
+
+def run(repeats: int = 200) -> Iterator[dict[str, Any]]:
+    """One result for each operation, with and without alignment."""
+    torch.set_num_threads(1)
+    for multiple in (1, 2 * CP_SIZE):
+        rows = make_rows(multiple)
+        fields: dict[str, Any] = {"turn_weight": 0}
+
+        def assemble(rows: Any = rows, multiple: int = multiple, fields: Any = fields) -> thd.PackedBatch:
+            return thd.assemble(rows, multiple=multiple, width=TOKENS, extra_fields=fields)
+
+        batch = assemble()
+        payload = pickle.dumps(batch)
+        calls: dict[str, Callable[[], Any]] = {
+            "assemble": assemble,
+            "check_thd": lambda batch=batch, multiple=multiple: thd.check_thd(batch, multiple=multiple),
+            "unpack": lambda batch=batch: thd.unpack(batch),
+            "pickle": lambda batch=batch: pickle.dumps(batch),
+            "unpickle": lambda payload=payload: pickle.loads(payload),
+        }
+        if multiple > 1:
+            calls["context_parallel_indices"] = lambda b=batch: thd.context_parallel_indices(b.boundaries, CP_SIZE, 3)
+            calls["slice_for_context_parallel"] = lambda b=batch: thd.slice_for_context_parallel(b, CP_SIZE, 3)
+        for name, call in calls.items():
+            median, worst = measure(call, repeats)
+            yield {
+                "benchmark": f"thd.{name}",
+                "milliseconds": round(median, 4),
+                "worst": round(worst, 4),
+                "limit": LIMITS.get(name),
+                "tokens": TOKENS,
+                "samples": batch.num_samples,
+                "multiple": multiple,
+                "cp_size": CP_SIZE if "context_parallel" in name else 1,
+            }
+
+
+def main() -> None:
+    """Prints the results as JSON lines."""
+    for result in run():
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,10 @@ import functools
 import importlib
 import importlib.abc
 import importlib.machinery
+import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -259,11 +261,25 @@ def _import_bridge() -> None:
     if not mcore_te.HAVE_TE:
         sys.meta_path.insert(0, finder)
     try:
-        for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
-            importlib.import_module(f"megatron.bridge.{name}")
+        with _quiet_imports():
+            for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
+                importlib.import_module(f"megatron.bridge.{name}")
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+
+
+@contextlib.contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """The imports say some twenty times that Transformer Engine and Apex are absent, which is why we are here."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,11 @@ below is listed in `energon_packing.bridge.cpu_stand_ins.REPLACED`.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,6 +87,27 @@ def process_groups() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+def build_model(provider: Any, *, seed: int = 1234) -> Any:
+    """The provider's model with random weights and without a data-parallel wrapper, inside `process_groups`.
+
+    Sets up Megatron's model-parallel groups by the provider's sizes where there are none yet.
+    """
+    cpu_stand_ins.install()
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=provider.tensor_model_parallel_size,
+            pipeline_model_parallel_size=provider.pipeline_model_parallel_size,
+            context_parallel_size=provider.context_parallel_size,
+            create_gloo_process_groups=False,
+        )
+    torch.manual_seed(seed)
+    provider.finalize()
+    (model,) = provider.provide_distributed_model(wrap_with_ddp=False)
+    return model
+
+
 def make_config(
     model: Any,
     dataset: Any,
@@ -154,15 +179,17 @@ def run(
     *,
     forward_step: StepName,
     on_step: Callable[[StepReport], None] | None = None,
+    quiet: bool = True,
 ) -> RunResult:
     """Trains ``config.train.train_iters`` optimiser steps on the CPU.
 
-    Must be called inside `process_groups`.
+    Must be called inside `process_groups`, once in each block: Bridge sets up global state that a second run refuses.
 
     Args:
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
         forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``.
         on_step: called after each step.
+        quiet: keep what Bridge prints and logs about itself off the terminal; errors and warnings stay.
 
     Raises:
         ConfigError: for an unknown forward step.
@@ -170,6 +197,33 @@ def run(
     if forward_step not in ("vlm", "gpt"):
         raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm" or "gpt".')
     cpu_stand_ins.install()
+    if not quiet:
+        return _run(config, forward_step, on_step)
+    terminal = sys.stdout
+
+    def report_on_terminal(report: StepReport) -> None:
+        if on_step is not None:
+            with contextlib.redirect_stdout(terminal):
+                on_step(report)
+
+    with _quiet():
+        return _run(config, forward_step, report_on_terminal)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Standard output and log records below a warning go nowhere; deprecation warnings of Bridge's own too."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.INFO))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], None] | None) -> RunResult:
     from megatron.bridge.data.utils import get_dataset_provider
     from megatron.bridge.training import gpt_step, vlm_step
     from megatron.bridge.training.callbacks import CallbackManager

@@ -6,7 +6,7 @@ The demo's tokenizer is trained on text made of these lists. Whoever changes the
 
 from __future__ import annotations
 
-# Relative luminance differs enough that a small picture still shows which colour is meant.
+# Far enough apart to be told from each other after JPEG compression.
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "green": (46, 139, 62),

@@ -20,7 +20,9 @@ ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_
 
 
 def _array(value: Any) -> np.ndarray:
-    return value.numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # NumPy has no bfloat16
 
 
 def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -156,9 +156,10 @@ def test_an_impossible_weight_is_refused_by_key(weight):
         thd.assemble(rows, multiple=4)
 
 
-def test_fractional_weights_survive_assembly():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_fractional_weights_survive_assembly(dtype):
     row = make_row(4)
-    row["loss_mask"] = torch.tensor([0.0, 0.25, 2.0, 0.0])
+    row["loss_mask"] = torch.tensor([0.0, 0.25, 2.0, 0.0], dtype=dtype)
     assert thd.assemble([row], multiple=4).loss_mask.tolist() == [[0.0, 0.25, 2.0, 0.0]]
 
 
@@ -243,6 +244,14 @@ def test_an_empty_pack_is_refused():
 def test_an_impossible_alignment_is_a_configuration_error(options):
     with pytest.raises(ConfigError):
         thd.assemble(rows_of(5), **options)
+
+
+def test_rows_may_be_arrays():
+    rows = rows_of(5, 3)
+    arrays = [{name: value if name == "key" else value.numpy() for name, value in row.items()} for row in rows]
+    ours, theirs = thd.assemble(rows, multiple=4), thd.assemble(arrays, multiple=4)
+    for name, tensor in ours.token_tensors.items():
+        assert torch.equal(tensor, theirs.token_tensors[name])
 
 
 # Extra fields and media

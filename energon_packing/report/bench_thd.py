@@ -11,6 +11,7 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,23 +62,18 @@ def run(repeats: int = 200) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     for multiple in (1, 2 * CP_SIZE):
         rows = make_rows(multiple)
-        fields: dict[str, Any] = {"turn_weight": 0}
-
-        def assemble(rows: Any = rows, multiple: int = multiple, fields: Any = fields) -> thd.PackedBatch:
-            return thd.assemble(rows, multiple=multiple, width=TOKENS, extra_fields=fields)
-
+        assemble = partial(thd.assemble, rows, multiple=multiple, width=TOKENS, extra_fields={"turn_weight": 0})
         batch = assemble()
-        payload = pickle.dumps(batch)
         calls: dict[str, Callable[[], Any]] = {
             "assemble": assemble,
-            "check_thd": lambda batch=batch, multiple=multiple: thd.check_thd(batch, multiple=multiple),
-            "unpack": lambda batch=batch: thd.unpack(batch),
-            "pickle": lambda batch=batch: pickle.dumps(batch),
-            "unpickle": lambda payload=payload: pickle.loads(payload),
+            "check_thd": partial(thd.check_thd, batch, multiple=multiple),
+            "unpack": partial(thd.unpack, batch),
+            "pickle": partial(pickle.dumps, batch),
+            "unpickle": partial(pickle.loads, pickle.dumps(batch)),
         }
         if multiple > 1:
-            calls["context_parallel_indices"] = lambda b=batch: thd.context_parallel_indices(b.boundaries, CP_SIZE, 3)
-            calls["slice_for_context_parallel"] = lambda b=batch: thd.slice_for_context_parallel(b, CP_SIZE, 3)
+            calls["context_parallel_indices"] = partial(thd.context_parallel_indices, batch.boundaries, CP_SIZE, 3)
+            calls["slice_for_context_parallel"] = partial(thd.slice_for_context_parallel, batch, CP_SIZE, 3)
         for name, call in calls.items():
             median, worst = measure(call, repeats)
             yield {

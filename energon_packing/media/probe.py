@@ -17,6 +17,7 @@ import av
 from PIL import ExifTags, Image
 
 from energon_packing.errors import SampleRejected
+from energon_packing.media.container_size import named_size
 
 DEFAULT_MAX_PIXELS = 89_478_485
 """Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
@@ -252,6 +253,11 @@ def _open_video(file: BinaryIO) -> Any:
 
 
 def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
+    wanted = named_size(file)
+    size_in_bytes = file.seek(0, io.SEEK_END)
+    if wanted is not None and size_in_bytes < wanted:
+        raise SampleRejected("corrupt_media", f"truncated: the header names {wanted} bytes, {size_in_bytes} are there")
+    file.seek(0)
     with _open_video(file) as container:
         if not container.streams.video:
             raise SampleRejected("corrupt_media", "the file has no video stream")

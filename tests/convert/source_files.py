@@ -1,0 +1,68 @@
+"""Small sources for the conversion tests: records, images and videos."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from energon_packing.convert import ConversionReport, ConvertConfig, convert
+
+
+def sharegpt(key: str | None = None, question: str = "Hi?", answer: str = "Yes.", **columns: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {} if key is None else {"id": key}
+    record["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return {**record, **columns}
+
+
+def openai(key: str | None = None, question: Any = "Hi?", answer: Any = "Yes.", **columns: Any) -> dict[str, Any]:
+    record: dict[str, Any] = {} if key is None else {"id": key}
+    record["messages"] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {**record, **columns}
+
+
+def write_json(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    """Records as JSON Lines; a string is written as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def write_image(path: Path, width: int = 40, height: int = 30, seed: int = 0, **options: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+def write_video(path: Path, frames: int = 6, width: int = 64, height: int = 48) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(frames)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for _ in range(frames):
+            pixels = rng.integers(0, 255, (height, width, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, "rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+def run(source: Path | tuple[Path, ...], out: Path, **options: Any) -> ConversionReport:
+    sources = source if isinstance(source, tuple) else (source,)
+    return convert(ConvertConfig(sources=sources, out=out, **{"workers": 1, **options}))
+
+
+def rejects(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rejects.jsonl").read_text().splitlines()]

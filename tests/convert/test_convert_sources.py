@@ -1,0 +1,147 @@
+"""Reading records: arrays, lines, directories, and what happens at a broken place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from source_files import sharegpt, write_json, write_lines
+
+from energon_packing.convert.sources import RawRecord, find_sources, read_records
+from energon_packing.errors import UserError
+
+
+def read(path: Path, limit: int = 1 << 20) -> list[RawRecord]:
+    (source,) = find_sources((path,))
+    return list(read_records(source, max_record_bytes=limit))
+
+
+def good(path: Path) -> list[object]:
+    return [record.value for record in read(path) if record.error is None]
+
+
+def bad(path: Path, limit: int = 1 << 20) -> list[tuple[int, str, str]]:
+    return [(r.number, r.error.reason, r.error.detail) for r in read(path, limit) if r.error is not None]
+
+
+RECORDS = [sharegpt("a"), sharegpt("b", "Grüße, 世界 \u2028 <3"), sharegpt("c", number=1.5, whole=3)]
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("form", ["array", "indented array", "lines", "lines as .json", "array as .jsonl"])
+def test_every_file_form_gives_the_same_records_with_and_without_a_byte_order_mark(
+    tmp_path: Path, form: str, bom: bytes
+) -> None:
+    if "array" in form:
+        text = json.dumps(RECORDS, indent=2 if "indented" in form else None, ensure_ascii=False)
+    else:
+        text = "\n\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS) + "\n"
+    suffix = ".jsonl" if form in ("lines", "array as .jsonl") else ".json"
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(bom + b"\n " + text.encode())
+    assert good(path) == RECORDS
+    assert bad(path) == []
+
+
+def test_a_single_indented_object_is_one_record(tmp_path: Path) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(RECORDS[0], indent=2))
+    assert good(path) == [RECORDS[0]]
+
+
+def test_a_bad_line_in_the_middle_is_named_by_file_and_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [RECORDS[0], '{"id": "cut', RECORDS[1], "\t", RECORDS[2]])
+    assert good(path) == RECORDS
+    ((number, reason, detail),) = bad(path)
+    assert (number, reason) == (2, "bad_json")
+    assert detail.startswith("chats.jsonl:2: ")
+
+
+def test_a_bad_first_line_does_not_turn_lines_into_one_object(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "chats.json", ['{"id": "cut', RECORDS[0], RECORDS[1]])
+    assert good(path) == RECORDS[:2]
+    assert [number for number, _, _ in bad(path)] == [1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["NaN", '{"a": Infinity}', "[" * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": 1} trailing'],
+    ids=["nan", "infinity", "deep", "long number", "trailing"],
+)
+def test_what_json_does_not_allow_or_python_cannot_hold_is_one_bad_line(tmp_path: Path, line: str) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [RECORDS[0], line, RECORDS[1]])
+    assert good(path) == RECORDS[:2]
+    assert [(number, reason) for number, reason, _ in bad(path)] == [(2, "bad_json")]
+
+
+def test_a_line_that_is_not_utf8_is_rejected_alone(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(json.dumps(RECORDS[0]).encode() + b'\n{"id": "\xff\xfe"}\n' + json.dumps(RECORDS[1]).encode())
+    assert good(path) == RECORDS[:2]
+    assert [number for number, _, _ in bad(path)] == [2]
+
+
+def test_a_line_beyond_the_limit_is_skipped_without_being_held(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [{"id": 1}, '{"id": "' + "x" * 5000 + '"}', {"id": 3}])
+    assert [(number, reason) for number, reason, _ in bad(path, 1000)] == [(2, "record_too_large")]
+    assert [r.value for r in read(path, 1000) if r.error is None] == [{"id": 1}, {"id": 3}]
+
+
+def test_an_array_that_breaks_off_keeps_what_stands_before_and_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "cut.json"
+    path.write_text(json.dumps(RECORDS)[:-40])
+    assert good(path) == RECORDS[:2]
+    ((number, reason, detail),) = bad(path)
+    assert (number, reason) == (2, "bad_json")
+    assert "cut.json[2]" in detail
+
+
+def test_a_large_array_is_streamed_and_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    with path.open("w") as stream:
+        stream.write("[")
+        for index in range(4000):
+            stream.write(("," if index else "") + json.dumps(sharegpt(str(index), "x" * 2000)))
+        stream.write("]")
+    (source,) = find_sources((path,))
+    records = read_records(source, max_record_bytes=1 << 20)
+    first = next(records)
+    assert first.value["id"] == "0"
+    assert path.stat().st_size > 8_000_000
+    assert first.position < 300_000  # bytes read when the first record came out
+    assert sum(1 for _ in records) == 3999
+
+
+def test_utf16_is_named_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(json.dumps(RECORDS).encode("utf-16"))
+    assert "UTF-16" in bad(path)[0][2]
+
+
+def test_a_directory_is_read_in_a_fixed_order_without_hidden_and_foreign_files(tmp_path: Path) -> None:
+    for name in ("b.json", "a/z.jsonl", "a/.hidden.json", ".git/x.json", "notes.txt", "C.NDJSON"):
+        write_lines(tmp_path / "src" / name, [RECORDS[0]])
+    (tmp_path / "src/link.json").symlink_to(write_json(tmp_path / "elsewhere.json", RECORDS))
+    files = find_sources((tmp_path / "src",))
+    assert [file.name for file in files] == ["C.NDJSON", "a/z.jsonl", "b.json"]
+
+
+def test_the_output_inside_a_source_directory_is_never_a_source(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", RECORDS)
+    write_json(tmp_path / "out/conversion.json", RECORDS)
+    assert [file.name for file in find_sources((tmp_path,), exclude=(tmp_path / "out",))] == ["a.json"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path / "nowhere.json", "does not exist"),
+        (lambda path: (path / "empty.json").write_bytes(b"") or path / "empty.json", "is empty"),
+        (lambda path: (path / "dir").mkdir() or path / "dir", "holds no .json"),
+    ],
+)
+def test_an_unusable_source_is_told_in_one_sentence(tmp_path: Path, make, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        find_sources((make(tmp_path),))
+    assert str(tmp_path) in str(caught.value)

@@ -1,0 +1,260 @@
+"""Rules that ``ConfigContainer.validate()`` of Megatron-Bridge 0.6.2 does not have.
+
+Those that begin with ``core-`` are raised by Megatron-Core, but only when GPUs are taken. Those that begin with
+``ours-`` are raised by nobody: the run starts, and computes something else than it says. Imports neither torch nor
+Bridge.
+"""
+
+from __future__ import annotations
+
+import math
+
+from energon_packing.bridge.rule import Finding, Rule, always, collector, packed
+from energon_packing.bridge.run_view import RunView
+
+OWN_RULES: list[Rule] = []
+_rule = collector(OWN_RULES)
+
+# Families by the start of their normalised name, with what their recipes or models say about packing.
+_WITHOUT_PACKING = {
+    "qwen3next": "its linear attention layers carry state over sample boundaries",
+    "glm45": "its recipes opt out of packing",
+    "glm4moe": "its recipes opt out of packing",
+    "qwen35vl": "its recipes opt out of packing",
+}
+_WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl", "nemotronomni")
+_VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
+
+
+def _experts_are_spread(view: RunView) -> bool:
+    return view.expert_parallel > 1
+
+
+def _bridge_is_silent_on_loss(view: RunView) -> bool:
+    # At CP > 1 rules 9 and 10 speak; a pretraining data set and a foreign provider escape them.
+    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
+
+
+def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
+    return view.packed and _bridge_is_silent_on_loss(view)
+
+
+def _packed_known_family(view: RunView) -> bool:
+    return view.packed and view.model is not None
+
+
+def _packed_known_step(view: RunView) -> bool:
+    return view.packed and view.step is not None
+
+
+def _packed_with_cp_and_core(view: RunView) -> bool:
+    return view.packed and view.context_parallel > 1 and view.megatron_core_version is not None
+
+
+def _qwen25_vl_with_cp(view: RunView) -> bool:
+    return view.family.startswith("qwen25vl") and max(view.context_parallel, view.eval_context_parallel or 1) > 1
+
+
+def _packed_mixture(view: RunView) -> bool:
+    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+    return view.packed and mixture and (view.step is None or view.step.endswith(("vlm_step", "gpt_step")))
+
+
+def _packed_vision_ddp(view: RunView) -> bool:
+    return view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION)
+
+
+def _energon_virtual_pipeline(view: RunView) -> bool:
+    return view.dataset_kind in ("packed_energon", "energon") and view.virtual_pipeline_parallel is not None
+
+
+@_rule(
+    id="core-15-global-batch-size",
+    checks="the global batch divides over the replicas",
+    place="megatron.core.num_microbatches_calculator",
+    applies=always,
+)
+def _global_batch(view: RunView) -> Finding | None:
+    rows = view.micro_batch_size * view.data_parallel
+    if rows == 0 or view.global_batch_size % rows == 0:
+        return None
+    return Finding(
+        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
+        f"data parallel {view.data_parallel} = {rows}",
+        mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
+    )
+
+
+@_rule(
+    id="core-15-expert-world-size",
+    checks="the world size is a multiple of TP x EP x PP",
+    place="megatron.core.parallel_state.initialize_model_parallel",
+    applies=_experts_are_spread,
+)
+def _expert_world_size(view: RunView) -> Finding | None:
+    group = view.tensor_parallel * view.expert_parallel * view.pipeline_parallel
+    if view.world_size % group == 0:
+        return None
+    return Finding(
+        why=f"{view.world_size} GPUs are not divisible by TP x EP x PP = {group} (expert tensor parallel is TP)",
+        mend=f"use a multiple of {group} GPUs",
+    )
+
+
+@_rule(
+    id="core-17-no-average-with-token-loss",
+    checks="per-token loss is not averaged in the collective",
+    place="megatron.core.distributed.DistributedDataParallel",
+    applies=_bridge_is_silent_on_loss,
+)
+def _no_average_with_token_loss(view: RunView) -> Finding | None:
+    if not (view.calculate_per_token_loss and view.average_in_collective):
+        return None
+    return Finding(
+        why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
+        "refuses that",
+        mend="set training.average_in_collective to false",
+    )
+
+
+@_rule(
+    id="ours-17-token-weight",
+    checks="a token weighs the same in every pack",
+    place="Bridge's development branch asks it of its own online packing at any CP",
+    applies=_packed_and_bridge_is_silent_on_loss,
+    severity="warning",
+)
+def _tokens_weigh_the_same(view: RunView) -> Finding | None:
+    if view.calculate_per_token_loss:
+        return None
+    return Finding(
+        why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
+        "so a token in a pack of long prompts weighs more",
+        mend="set training.calculate_per_token_loss to true",
+    )
+
+
+@_rule(
+    id="ours-18-no-multi-token-prediction",
+    checks="no multi-token prediction over packed rows",
+    place="Bridge's packing documentation; its development branch: validate()",
+    applies=packed,
+)
+def _no_multi_token_prediction(view: RunView) -> Finding | None:
+    if view.mtp_num_layers == 0:
+        return None
+    return Finding(
+        why=f"mtp_num_layers is {view.mtp_num_layers}: its shifted labels cross from one sample into the next",
+        mend="set mtp_num_layers to 0",
+    )
+
+
+@_rule(
+    id="ours-19-family-takes-packs",
+    checks="the model family takes packed rows",
+    place="megatron.bridge.recipes and megatron.bridge.data.collators",
+    applies=_packed_known_family,
+)
+def _family_takes_packs(view: RunView) -> Finding | None:
+    for name, reason in _WITHOUT_PACKING.items():
+        if view.family.startswith(name):
+            return Finding(why=f"{view.model} takes no packed rows: {reason}", mend="train it unpacked")
+    if view.enable_in_batch_packing and view.family.startswith(_WITHOUT_IN_BATCH):
+        return Finding(
+            why=f"{view.model}'s collator refuses in-batch packing", mend="turn training.enable_in_batch_packing off"
+        )
+    return None
+
+
+@_rule(
+    id="ours-19-step-reads-packs",
+    checks="the forward step reads packed rows",
+    place="megatron.bridge.models.qwen_vl.qwen3_vl_step",
+    applies=_packed_known_step,
+)
+def _step_reads_packs(view: RunView) -> Finding | None:
+    if "qwen3_vl_step" not in (view.step or ""):
+        return None
+    return Finding(
+        why="qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and does not read packed ones",
+        mend="set training.step to vlm_step",
+    )
+
+
+@_rule(
+    id="core-21-context-parallel-packs",
+    checks="Megatron-Core slices packed rows over CP",
+    place="megatron.core.utils.get_batch_on_this_cp_rank",
+    applies=_packed_with_cp_and_core,
+)
+def _core_slices_packs(view: RunView) -> Finding | None:
+    numbers = (view.megatron_core_version or "").split(".")[:2]
+    if len(numbers) < 2 or not all(n.isdigit() for n in numbers) or tuple(map(int, numbers)) >= (0, 18):
+        return None
+    return Finding(
+        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
+        mend="install megatron-core 0.18 or later",
+    )
+
+
+@_rule(
+    id="ours-23-family-context-parallel",
+    checks="the model family has context-parallel code",
+    place="megatron.bridge.models.qwen_vl.modeling_qwen25_vl",
+    applies=_qwen25_vl_with_cp,
+)
+def _family_has_context_parallelism(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"{view.model} has no context-parallel code in Bridge 0.6.2, although validate() accepts CP "
+        f"{view.context_parallel}: every rank would compute on the whole row",
+        mend="set parallel.context_parallel to 1, or train Qwen3-VL",
+    )
+
+
+@_rule(
+    id="ours-24-experts-see-padding",
+    checks="experts do not count padding",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=_packed_mixture,
+    severity="warning",
+)
+def _experts_see_padding(view: RunView) -> Finding | None:
+    if view.multiple == 1 and not view.pad_to_max_length:
+        return None
+    return Finding(
+        why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "
+        "counts in their load balance",
+        mend="use a forward step that hands padding_mask to the model",
+    )
+
+
+@_rule(
+    id="ours-25-packs-without-media",
+    checks="a pack without media does not stall the gradient reduction",
+    place="megatron.core.distributed.param_and_grad_buffer",
+    applies=_packed_vision_ddp,
+)
+def _packs_without_media(view: RunView) -> Finding | None:
+    if not view.overlap_grad_reduce:
+        return None
+    return Finding(
+        why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
+        "gradient, and the reduction stops the run or hangs",
+        mend="set ddp.overlap_grad_reduce to false, or align modality over ranks",
+    )
+
+
+@_rule(
+    id="ours-27-no-virtual-pipeline",
+    checks="each rank has one loader to save",
+    place="megatron.bridge.training.checkpointing",
+    applies=_energon_virtual_pipeline,
+)
+def _no_virtual_pipeline(view: RunView) -> Finding | None:
+    if (view.virtual_pipeline_parallel or 1) == 1:
+        return None
+    return Finding(
+        why=f"virtual_pipeline_model_parallel_size is {view.virtual_pipeline_parallel}: Bridge saves the state of one "
+        "loader a rank, and each virtual stage has its own",
+        mend="leave virtual_pipeline_model_parallel_size unset",
+    )

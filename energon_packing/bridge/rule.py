@@ -1,0 +1,88 @@
+"""What a rule is: an identity, a question to a `RunView`, and an answer with the values and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from energon_packing.bridge.run_view import RunView
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Why a rule does not hold, with the values, and what to change."""
+
+    why: str
+    mend: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        id: stable name for people and machines. The number is that of the list in ``docs/validate.md``.
+        checks: what is true when the rule holds.
+        place: where the rule comes from.
+        applies: whether the rule says anything about such a run.
+        check: None where the rule holds.
+        severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
+        bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty where it has no such
+            rule.
+    """
+
+    id: str
+    checks: str
+    place: str
+    applies: Callable[[RunView], bool]
+    check: Callable[[RunView], Finding | None]
+    severity: Severity = "error"
+    bridge_says: tuple[str, ...] = ()
+
+
+def always(_view: RunView) -> bool:
+    """For rules that concern every run."""
+    return True
+
+
+def packed(view: RunView) -> bool:
+    """For rules about rows that hold several samples."""
+    return view.packed
+
+
+def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Callable[..., Rule]]:
+    """A decorator that makes a rule of a check function and appends it to `rules`.
+
+    Args:
+        rules: receives the rules in the order of their definition.
+        default_place: the place of rules that name none.
+    """
+
+    def rule(
+        *,
+        id: str,
+        checks: str,
+        applies: Callable[[RunView], bool],
+        place: str = default_place,
+        severity: Severity = "error",
+        bridge_says: tuple[str, ...] = (),
+    ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+        def make(check: Callable[[RunView], Finding | None]) -> Rule:
+            made = Rule(
+                id=id,
+                checks=checks,
+                place=place,
+                applies=applies,
+                check=check,
+                severity=severity,
+                bridge_says=bridge_says,
+            )
+            rules.append(made)
+            return made
+
+        return make
+
+    return rule

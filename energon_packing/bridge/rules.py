@@ -1,0 +1,60 @@
+"""All rules, and the judgement of a run by them. Needs neither torch nor Bridge, and takes microseconds.
+
+Bridge stops at its first complaint; `judge` lists every rule that does not hold, each with the values and the way out.
+A conformance test compares the verdicts with the installed Bridge, rule by rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from energon_packing.bridge.layout_rules import LAYOUT_RULES
+from energon_packing.bridge.own_rules import OWN_RULES
+from energon_packing.bridge.packing_mode_rules import PACKING_MODE_RULES
+from energon_packing.bridge.rule import Finding, Rule
+from energon_packing.bridge.run_view import RunView
+
+RULES: tuple[Rule, ...] = (*PACKING_MODE_RULES, *LAYOUT_RULES, *OWN_RULES)
+"""Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
+
+Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What one rule says about one run; `finding` is there where the rule does not hold."""
+
+    rule: Rule
+    outcome: Outcome
+    finding: Finding | None = None
+
+
+def judge(view: RunView) -> list[Judgement]:
+    """Applies every rule to a run.
+
+    Returns:
+        One judgement a rule, in the order of `RULES`. The first error among those with ``bridge_says`` is the one that
+        Bridge's ``validate()`` raises.
+    """
+    judgements = []
+    for rule in RULES:
+        if not rule.applies(view):
+            judgements.append(Judgement(rule=rule, outcome="not applicable"))
+            continue
+        finding = rule.check(view)
+        judgements.append(Judgement(rule=rule, outcome=rule.severity if finding else "ok", finding=finding))
+    return judgements
+
+
+def violations(view: RunView) -> list[Judgement]:
+    """The judgements of rules of severity ``error`` that do not hold."""
+    return [judgement for judgement in judge(view) if judgement.outcome == "error"]
+
+
+def rule_that_bridge_named(message: str) -> Rule | None:
+    """The rule behind a message of ``ConfigContainer.validate()``; None where it concerns something else."""
+    for rule in RULES:
+        if any(fragment in message for fragment in rule.bridge_says):
+            return rule
+    return None

@@ -1,0 +1,273 @@
+"""`RunView`: one flat record of everything that a rule reads about a training run, and the sources it is made from.
+
+A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`view_of_config`)
+and a Bridge ``ConfigContainer`` (`view_of`, by attribute names only). Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from energon_packing.alignment import alignment_multiple
+from energon_packing.config import RunConfig
+
+DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
+"""What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
+
+# By class name, most derived first: a view must not import Bridge.
+_KIND_OF_CLASS: tuple[tuple[str, DatasetKind], ...] = (
+    ("PackedEnergonDatasetConfig", "packed_energon"),
+    ("EnergonDatasetConfig", "energon"),
+    ("DirectHFSFTDatasetConfig", "hf_sft"),
+    ("MockVLMSFTDatasetConfig", "mock_vlm"),
+    ("GPTSFTDatasetConfig", "gpt_sft"),
+    ("GPTDatasetConfig", "gpt_pretraining"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs, where rows are packed).
+
+    None means that the source does not say; a rule that needs the value then does not apply.
+    """
+
+    dataset_kind: DatasetKind = "packed_energon"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    virtual_pipeline_parallel: int | None = None
+    sequence_parallel: bool = False
+    eval_context_parallel: int | None = None
+    world_size: int = 1
+    cp_comm_type: str | tuple[str, ...] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+    dataset_micro_batch_size: int | None = None
+    """The data set's own micro-batch size where it has one (Energon); None where it follows the trainer."""
+    do_validation: bool = True
+    dataset_seq_length: int = 4096
+    model_seq_length: int = 4096
+
+    enable_offline_packing: bool = False
+    """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
+    enable_in_batch_packing: bool = False
+    has_offline_packing_specs: bool = False
+    packed_sequence_size: int | None = None
+    pad_cu_seqlens: bool = False
+    pad_to_max_length: bool = False
+
+    calculate_per_token_loss: bool = True
+    average_in_collective: bool = False
+    overlap_grad_reduce: bool | None = None
+
+    cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[str, ...] = ()
+    """Module names under capture; ``full_iteration`` among them, as Bridge allows, means the whole iteration."""
+    mtp_num_layers: int = 0
+    num_moe_experts: int | None = None
+    num_layers: int | None = None
+    model: str | None = None
+    """Model family, as `family` normalises it."""
+    step: str | None = None
+    """Forward step by function or module name."""
+    megatron_core_version: str | None = None
+
+    @property
+    def multiple(self) -> int:
+        """Tokens that every segment is padded to a multiple of."""
+        return alignment_multiple(
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows that hold several samples reach the model."""
+        return self.enable_offline_packing or self.enable_in_batch_packing
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas in training, rounded down where the world size does not divide."""
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @property
+    def eval_data_parallel(self) -> int:
+        cp = self.eval_context_parallel or self.context_parallel
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * cp)
+
+    @property
+    def eval_micro(self) -> int:
+        """Bridge's default: the training micro-batch size."""
+        return self.micro_batch_size if self.eval_micro_batch_size is None else self.eval_micro_batch_size
+
+    @property
+    def eval_global(self) -> int:
+        return self.global_batch_size if self.eval_global_batch_size is None else self.eval_global_batch_size
+
+    @property
+    def full_iteration_graph(self) -> bool:
+        """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
+        if self.cuda_graph_impl == "full_iteration":
+            return True
+        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+
+    @property
+    def graphs_capture_attention(self) -> bool:
+        """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
+        return self.full_iteration_graph or scoped
+
+    @property
+    def family(self) -> str:
+        """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
+        return "".join(c for c in (self.model or "").lower() if c.isalnum())
+
+
+def smallest_world_size(
+    tensor_parallel: int, pipeline_parallel: int, context_parallel: int, eval_context_parallel: int | None = None
+) -> int:
+    """Fewest GPUs that hold one replica, in training and in evaluation."""
+    return tensor_parallel * pipeline_parallel * math.lcm(context_parallel, eval_context_parallel or context_parallel)
+
+
+@functools.cache
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, without importing it; None where it is absent."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def view_of_config(config: RunConfig, *, world_size: int | None = None) -> RunView:
+    """The view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
+
+    Args:
+        config: the configuration.
+        world_size: GPUs; None takes the smallest number that holds one replica.
+    """
+    parallel, packing, training = config.parallel, config.packing, config.training
+    packed = not training.enable_in_batch_packing
+    return RunView(
+        dataset_kind="packed_energon",
+        tensor_parallel=parallel.tensor_parallel,
+        context_parallel=parallel.context_parallel,
+        pipeline_parallel=parallel.pipeline_parallel,
+        expert_parallel=parallel.expert_parallel,
+        sequence_parallel=parallel.sequence_parallel,
+        eval_context_parallel=parallel.eval_context_parallel,
+        world_size=world_size
+        or smallest_world_size(
+            parallel.tensor_parallel,
+            parallel.pipeline_parallel,
+            parallel.context_parallel,
+            parallel.eval_context_parallel,
+        ),
+        cp_comm_type=parallel.cp_comm_type,
+        hierarchical_context_parallel_sizes=parallel.hierarchical_context_parallel_sizes,
+        micro_batch_size=training.micro_batch_size,
+        global_batch_size=training.global_batch_size,
+        eval_micro_batch_size=training.eval_micro_batch_size,
+        eval_global_batch_size=training.eval_global_batch_size,
+        dataset_micro_batch_size=training.micro_batch_size,
+        dataset_seq_length=packing.seq_length,
+        model_seq_length=training.model_seq_length or packing.seq_length,
+        # Our data set declares its rows as packed ones, so that every pipeline stage gets their boundaries.
+        enable_offline_packing=packed,
+        has_offline_packing_specs=packed,
+        packed_sequence_size=packing.seq_length if packed else None,
+        enable_in_batch_packing=training.enable_in_batch_packing,
+        pad_to_max_length=packing.pad_to_max_length,
+        calculate_per_token_loss=training.calculate_per_token_loss,
+        average_in_collective=training.average_in_collective,
+        model=training.model,
+        step=training.step,
+        megatron_core_version=installed_version("megatron-core"),
+    )
+
+
+def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunView:
+    """The view of a Bridge ``ConfigContainer``, read by attribute names as Bridge itself reads them.
+
+    Args:
+        container: the configuration, before or after ``validate()``.
+        world_size: GPUs.
+        step: name of the forward step, which a container does not hold.
+    """
+    model, train, data = container.model, container.train, container.dataset
+    specs = getattr(data, "offline_packing_specs", None)
+    keywords = getattr(data, "dataset_kwargs", None) or {}
+    sizes = getattr(model, "hierarchical_context_parallel_sizes", None)
+    comm = getattr(model, "cp_comm_type", None)
+    return RunView(
+        dataset_kind=_kind(data),
+        tensor_parallel=getattr(model, "tensor_model_parallel_size", 1),
+        context_parallel=getattr(model, "context_parallel_size", 1),
+        pipeline_parallel=getattr(model, "pipeline_model_parallel_size", 1),
+        expert_parallel=getattr(model, "expert_model_parallel_size", 1),
+        virtual_pipeline_parallel=getattr(model, "virtual_pipeline_model_parallel_size", None),
+        sequence_parallel=bool(getattr(model, "sequence_parallel", False)),
+        eval_context_parallel=container.dist.eval_context_parallel_size,
+        world_size=world_size,
+        cp_comm_type=tuple(comm) if isinstance(comm, list | tuple) else comm,
+        hierarchical_context_parallel_sizes=None if sizes is None else tuple(sizes),
+        micro_batch_size=train.micro_batch_size,
+        global_batch_size=train.global_batch_size,
+        eval_micro_batch_size=container.validation.eval_micro_batch_size,
+        eval_global_batch_size=container.validation.eval_global_batch_size,
+        dataset_micro_batch_size=getattr(data, "micro_batch_size", None),
+        do_validation=bool(getattr(data, "do_validation", True)),
+        dataset_seq_length=getattr(data, "seq_length", model.seq_length),
+        model_seq_length=model.seq_length,
+        enable_offline_packing=bool(getattr(data, "enable_offline_packing", False)),
+        enable_in_batch_packing=bool(getattr(data, "enable_in_batch_packing", False)),
+        has_offline_packing_specs=specs is not None,
+        packed_sequence_size=None if specs is None else specs.packed_sequence_size,
+        pad_cu_seqlens=bool(getattr(specs, "pad_cu_seqlens", False)),
+        pad_to_max_length=getattr(data, "pad_to_max_length", False) is True
+        or keywords.get("pad_to_max_length", False) is True,
+        calculate_per_token_loss=_per_token_loss(model),
+        average_in_collective=bool(container.ddp.average_in_collective),
+        overlap_grad_reduce=bool(container.ddp.overlap_grad_reduce),
+        cuda_graph_impl=getattr(model, "cuda_graph_impl", "none"),
+        cuda_graph_modules=_names(getattr(model, "cuda_graph_modules", None))
+        + _names(getattr(model, "cuda_graph_scope", None)),
+        mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
+        num_moe_experts=getattr(model, "num_moe_experts", None),
+        num_layers=getattr(model, "num_layers", None),
+        model=type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
+        step=step,
+        megatron_core_version=installed_version("megatron-core"),
+    )
+
+
+def _per_token_loss(model: Any) -> bool:
+    """The provider's value after its ``finalize()``: those of Qwen3-VL and Qwen3.5-VL turn it on at CP > 1."""
+    forced = type(model).__name__.startswith(("Qwen3VL", "Qwen35VL")) and (model.context_parallel_size or 1) > 1
+    return forced or bool(getattr(model, "calculate_per_token_loss", False))
+
+
+def _kind(dataset: Any) -> DatasetKind:
+    names = {cls.__name__ for cls in type(dataset).__mro__}
+    return next((kind for name, kind in _KIND_OF_CLASS if name in names), "provider")
+
+
+def _names(members: Any) -> tuple[str, ...]:
+    """CUDA graph modules come as strings, as enumeration members, alone, comma-separated or in a list."""
+    if members is None:
+        return ()
+    if isinstance(members, str):
+        return tuple(part.strip() for part in members.split(",") if part.strip())
+    if isinstance(members, list | tuple | set):
+        return tuple(name for member in members for name in _names(member))
+    return (str(getattr(members, "name", members)),)

@@ -1,0 +1,150 @@
+"""The rules that Bridge's ``validate()`` does not have, and what is true of every rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packing.bridge.rules import RULES, judge, rule_that_bridge_named, violations
+from energon_packing.bridge.run_view import RunView, view_of_config
+from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PACKED = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+
+
+def packed(**changes: Any) -> RunView:
+    layout = {"tensor_parallel", "context_parallel", "pipeline_parallel"}
+    world = 1
+    for name in layout:
+        world *= changes.get(name, 1)
+    return dataclasses.replace(PACKED, **({"world_size": world} | changes))
+
+
+def outcome(rule: str, view: RunView) -> str:
+    return next(judgement.outcome for judgement in judge(view) if judgement.rule.id == rule)
+
+
+# rule, a run that breaks it, a run like it that does not, severity
+OWN = [
+    (
+        "core-15-global-batch-size",
+        {"world_size": 4, "global_batch_size": 6, "eval_global_batch_size": 8},
+        {"global_batch_size": 8},
+        "error",
+    ),
+    (
+        "core-15-expert-world-size",
+        {"expert_parallel": 4, "world_size": 2, "global_batch_size": 8},
+        {"world_size": 8},
+        "error",
+    ),
+    ("core-17-no-average-with-token-loss", {"average_in_collective": True}, {"average_in_collective": False}, "error"),
+    ("ours-17-token-weight", {"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "warning"),
+    ("ours-18-no-multi-token-prediction", {"mtp_num_layers": 1}, {"mtp_num_layers": 0}, "error"),
+    ("ours-19-family-takes-packs", {"model": "Qwen3-Next-80B"}, {"model": "Qwen3-VL-8B"}, "error"),
+    ("ours-19-family-takes-packs", {"model": "glm_4_5"}, {"model": "gpt"}, "error"),
+    ("ours-19-step-reads-packs", {"step": "qwen3_vl_step"}, {"step": "vlm_step"}, "error"),
+    (
+        "core-21-context-parallel-packs",
+        {"context_parallel": 2, "megatron_core_version": "0.17.1"},
+        {"megatron_core_version": "0.18.0rc1"},
+        "error",
+    ),
+    (
+        "ours-23-family-context-parallel",
+        {"context_parallel": 2, "model": "Qwen2.5-VL-7B"},
+        {"model": "qwen3_vl"},
+        "error",
+    ),
+    (
+        "ours-24-experts-see-padding",
+        {"num_moe_experts": 8, "pad_to_max_length": True, "step": "vlm_step"},
+        {"pad_to_max_length": False},
+        "warning",
+    ),
+    (
+        "ours-25-packs-without-media",
+        {"model": "qwen2_5_vl", "overlap_grad_reduce": True},
+        {"overlap_grad_reduce": False},
+        "error",
+    ),
+    ("ours-27-no-virtual-pipeline", {"virtual_pipeline_parallel": 2}, {"virtual_pipeline_parallel": 1}, "error"),
+    ("bridge-16-fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken", "mended", "severity"), OWN)
+def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_mended(
+    rule: str, broken: dict[str, Any], mended: dict[str, Any], severity: str
+) -> None:
+    view = packed(**broken)
+    assert outcome(rule, view) == severity
+    assert outcome(rule, dataclasses.replace(view, **mended)) in ("ok", "not applicable")
+    expected = [rule] if severity == "error" else []
+    assert [found.rule.id for found in violations(view)] == expected
+
+
+def test_a_plain_packed_run_breaks_nothing() -> None:
+    assert {judgement.outcome for judgement in judge(packed())} <= {"ok", "not applicable"}
+
+
+def test_in_batch_packing_of_families_whose_collator_refuses_it_is_an_error() -> None:
+    view = dataclasses.replace(
+        RunView(), enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, model="Qwen3-Omni-30B-A3B"
+    )
+    assert outcome("ours-19-family-takes-packs", view) == "error"
+    assert outcome("ours-19-family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "ok"
+
+
+def test_every_rule_has_its_own_id_and_stands_in_the_documentation() -> None:
+    ids = [rule.id for rule in RULES]
+    assert len(ids) == len(set(ids))
+    page = (ROOT / "docs" / "validate.md").read_text()
+    missing = [rule.id for rule in RULES if f"`{rule.id}`" not in page]
+    assert not missing
+
+
+def test_no_message_of_bridge_is_claimed_by_two_rules() -> None:
+    fragments = [(fragment, rule.id) for rule in RULES for fragment in rule.bridge_says]
+    for fragment, owner in fragments:
+        named = rule_that_bridge_named(f"before {fragment} after")
+        assert named is not None
+        assert named.id == owner
+
+
+def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_in_the_batch() -> None:
+    online = view_of_config(RunConfig())
+    assert (online.enable_offline_packing, online.has_offline_packing_specs, online.packed_sequence_size) == (
+        True,
+        True,
+        online.dataset_seq_length,
+    )
+    in_batch = view_of_config(RunConfig(training=TrainingConfig(enable_in_batch_packing=True, micro_batch_size=2)))
+    assert not in_batch.enable_offline_packing
+    assert not violations(dataclasses.replace(in_batch, global_batch_size=2))
+
+
+def test_without_a_world_size_one_replica_of_training_and_evaluation_is_judged() -> None:
+    parallel = ParallelConfig(tensor_parallel=2, context_parallel=2, eval_context_parallel=4, pipeline_parallel=3)
+    assert view_of_config(RunConfig(parallel=parallel)).world_size == 2 * 3 * 4
+
+
+def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
+    program = (
+        "import sys\n"
+        "from energon_packing.bridge.run_view import view_of_config\n"
+        "from energon_packing.bridge.rules import judge\n"
+        "import energon_packing.cli.validate\n"
+        "from energon_packing.config import RunConfig\n"
+        "judge(view_of_config(RunConfig()))\n"
+        "print([m for m in ('torch', 'megatron', 'numpy', 'transformers') if m in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,189 @@
+"""`energon-packing validate` on a good configuration, on eight broken ones, and on files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from energon_packing.bridge import verdict
+from energon_packing.bridge.rules import RULES
+from energon_packing.bridge.run_view import installed_version
+from energon_packing.cli.main import cli
+
+GOOD = """
+packing: {seq_length: 4096}
+parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
+training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
+"""
+
+# Overrides of the good file, the rule that they break, and words that its message must hold: the values and the mend.
+BROKEN = {
+    "6, evaluation": (
+        ["training.eval_micro_batch_size=2"],
+        "bridge-06-eval-micro-batch-size",
+        ["micro-batches of 1", "is 2", "set training.eval_micro_batch_size to 1"],
+    ),
+    "7": (
+        ["packing.seq_length=4094", "training.model_seq_length=4094"],
+        "bridge-07-seq-length-multiple",
+        ["4094", "divisible by 4", "4092 or 4096"],
+    ),
+    "8": (
+        ["packing.seq_length=4098", "training.model_seq_length=4098"],
+        "bridge-08-model-seq-length",
+        ["4098", "2 * CP = 4", "4100"],
+    ),
+    "9": (["training.calculate_per_token_loss=false"], "bridge-09-per-token-loss", ["CP 2", "to true"]),
+    "10": (["training.average_in_collective=true"], "bridge-10-no-average-in-collective", ["CP 2", "to false"]),
+    "11": (
+        ["training.micro_batch_size=2"],
+        "bridge-11-one-pack-a-micro-batch",
+        ["micro_batch_size is 2", "global_batch_size to 4", "seq_length to 8192"],
+    ),
+    "12": (
+        ["training.enable_in_batch_packing=true"],
+        "bridge-12-in-batch-needs-several",
+        ["micro_batch_size is 1", "to 2 or more"],
+    ),
+    "13": (["training.model_seq_length=8192"], "bridge-13-same-seq-length", ["8192", "set both to 4096"]),
+}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["validate", *arguments])
+
+
+def run_json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    result = run(*arguments, "--json")
+    return result.exit_code, json.loads(result.stdout)
+
+
+def sets(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def test_a_good_configuration_is_valid(good: Path) -> None:
+    code, answer = run_json(str(good), "--no-bridge", "--world-size", "8")
+    assert code == 0
+    assert answer["valid"] is True
+    assert answer["bridge"] is None
+    assert {rule["verdict"] for rule in answer["rules"]} <= {"ok", "not applicable"}
+    assert [rule["rule"] for rule in answer["rules"]] == [rule.id for rule in RULES]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good: Path, name: str) -> None:
+    overrides, expected, words = BROKEN[name]
+    code, answer = run_json(str(good), "--no-bridge", *sets(overrides))
+    assert code == 1
+    assert answer["valid"] is False
+    broken = {rule["rule"]: rule for rule in answer["rules"] if rule["verdict"] == "error"}
+    assert expected in broken
+    message = f"{broken[expected]['why']}; {broken[expected]['mend']}"
+    for word in words:
+        assert word in message
+
+    text = run(str(good), "--no-bridge", *sets(overrides))
+    assert text.exit_code == 1
+    assert expected in text.stdout
+    assert "not valid" in text.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in BROKEN if name not in ("7", "8")])
+def test_a_configuration_that_breaks_one_rule_is_told_of_that_rule_only(good: Path, name: str) -> None:
+    overrides, expected, _ = BROKEN[name]
+    _, answer = run_json(str(good), "--no-bridge", *sets(overrides))
+    assert [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"] == [expected]
+
+
+@pytest.mark.skipif(installed_version("megatron-bridge") is None, reason="Megatron-Bridge is not installed")
+@pytest.mark.parametrize("name", ["good", *BROKEN])
+def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
+    overrides, expected, _ = BROKEN.get(name, ([], None, []))
+    code, answer = run_json(str(good), *sets(overrides))
+    assert code == (0 if expected is None else 1)
+    bridge = answer["bridge"]
+    assert bridge["version"] == installed_version("megatron-bridge")
+    assert bridge["verdict"] == ("accepts" if expected is None else "rejects")
+    # Rules 7 and 8 are broken by the same length; Bridge names the first.
+    assert bridge["rule"] == ("bridge-07-seq-length-multiple" if name == "8" else expected)
+
+
+def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = verdict.BridgeVerdict(version="9.9", accepted=False, message="a rule of a later Bridge")
+    monkeypatch.setattr("energon_packing.cli.validate.bridge_verdict", lambda view: answer)
+    result = run(str(good))
+    assert result.exit_code == 1
+    assert "a rule of a later Bridge" in result.stdout
+
+
+def test_without_bridge_the_static_rules_decide_and_a_note_says_so(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "installed_version", lambda name: None)
+    code, answer = run_json(str(good))
+    assert code == 0
+    assert answer["bridge"]["verdict"] == "skipped"
+    assert "not installed" in run(str(good)).stdout
+
+
+def test_the_resolved_picture_is_what_the_run_will_do(good: Path) -> None:
+    _, answer = run_json(str(good), "--no-bridge", "--world-size", "16")
+    picture = answer["resolved"]
+    assert picture["alignment_multiple"] == 4
+    assert picture["data_parallel"] == 4
+    assert picture["micro_batches_per_step"] == 2
+    assert picture["max_tokens_per_step"] == 8 * 4096
+    assert picture["world_size_assumed"] is False
+
+
+def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:
+    code, answer = run_json(str(good), "--no-bridge", "--world-size", "6")
+    assert code == 1
+    assert "bridge-15-world-size" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+
+
+def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
+    overrides = ["parallel.context_parallel=1", "parallel.expert_parallel=2", "training.calculate_per_token_loss=false"]
+    code, answer = run_json(str(good), "--no-bridge", "--world-size", "8", *sets(overrides))
+    outcomes = {rule["rule"]: rule["verdict"] for rule in answer["rules"]}
+    assert code == 0
+    assert outcomes["ours-17-token-weight"] == "warning"
+    assert outcomes["ours-24-experts-see-padding"] == "warning"
+    assert outcomes["bridge-16-fixed-width"] == "note"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["no configuration file"]),
+        ("packing: {seq_lenght: 4096}", ["seq_lenght", "seq_length"]),
+        ("packing: [1, 2", ["not valid YAML"]),
+        ("packing: {seq_length: long}", ["seq_length", "'long'"]),
+        ("parallel: {tensor_parallel: 0}", ["tensor_parallel", "0"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_exits_with_2_and_one_sentence(
+    tmp_path: Path, content: str | None, words: list[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_text(content)
+    result = run(str(path), "--no-bridge")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+    code, answer = run_json(str(path), "--no-bridge")
+    assert code == 2
+    assert words[0] in answer["error"]

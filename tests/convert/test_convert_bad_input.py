@@ -1,0 +1,237 @@
+"""Bad input ends as one line of rejects.jsonl with key and reason, or as one sentence; the rest goes through."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from energon_reading import read_dataset
+from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
+
+from energon_packing.convert import media_files
+from energon_packing.convert.media_files import resolve_media
+from energon_packing.errors import ConfigError, SampleRejected, UserError
+
+
+def with_image(key: str, path: Any) -> dict[str, Any]:
+    return sharegpt(key, "<image>What?", images=[path])
+
+
+def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_kept(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    good = write_image(root / "good.jpg", 200, 150).read_bytes()
+    write_image(tmp_path / "secret.jpg")
+    (root / "cut.jpg").write_bytes(good[: len(good) // 2])
+    (root / "empty.jpg").touch()
+    (root / "text.jpg").write_text("hello")
+    (root / "dir.jpg").mkdir()
+    os.mkfifo(root / "pipe.jpg")
+    (root / "link.jpg").symlink_to(tmp_path / "secret.jpg")
+    (root / "dirlink").symlink_to(tmp_path)
+    (root / "loop.jpg").symlink_to(root / "loop.jpg")
+    (root / "inside.jpg").symlink_to(root / "good.jpg")
+    video = write_video(root / "clip.mp4").read_bytes()
+    (root / "cut.mp4").write_bytes(video[: len(video) // 2])
+    expected = {
+        "../secret.jpg": "media_outside_root",
+        str(tmp_path / "secret.jpg"): "media_outside_root",
+        "/etc/passwd": "media_outside_root",
+        "link.jpg": "media_outside_root",
+        "dirlink/secret.jpg": "media_outside_root",
+        "dirlink/missing.jpg": "media_outside_root",
+        "missing.jpg": "missing_media",
+        "": "placeholder_mismatch",
+        "a\0b.jpg": "missing_media",
+        "x" * 5000: "missing_media",
+        "dir.jpg": "missing_media",
+        "pipe.jpg": "missing_media",
+        "loop.jpg": "missing_media",
+        "cut.jpg": "corrupt_media",
+        "empty.jpg": "corrupt_media",
+        "text.jpg": "corrupt_media",
+        "clip.mp4": "corrupt_media",  # named as an image
+        "http://example.org/a.jpg": "remote_media",
+        "https://example.org/a.jpg": "remote_media",
+        "s3://bucket/a.jpg": "remote_media",
+        "data:image/png;base64,AAAA": "remote_media",
+    }
+    records = [with_image(f"bad{number}", path) for number, path in enumerate(expected)]
+    records[list(expected).index("")]["images"] = []
+    good_ones = ["good.jpg", str(root / "good.jpg"), "inside.jpg", "./sub/../good.jpg"]
+    (root / "sub").mkdir()
+    records += [with_image(f"good{number}", path) for number, path in enumerate(good_ones)]
+    records.append(sharegpt("badvideo", "<video>?", videos=["cut.mp4"]))
+    records.append(sharegpt("stillvideo", "<video>?", videos=["good.jpg"]))
+    report = run(write_json(root / "a.json", records), tmp_path / "out", max_rejects=1.0)
+    found = {line["key"]: line["reason"] for line in rejects(tmp_path / "out")}
+    wanted = {f"bad{number}": reason for number, reason in enumerate(expected.values())}
+    assert found == {**wanted, "badvideo": "corrupt_media", "stillvideo": "corrupt_media"}
+    assert report.rejected == dict(Counter(found.values()))
+    assert report.read == report.written + sum(report.rejected.values())
+    samples = {**read_dataset(report.entry), **read_dataset(report.entry, "val")}
+    assert set(samples) == {f"good{number}" for number in range(4)}
+    assert all(sample.media == [good] for sample in samples.values())
+
+
+def test_a_reject_names_source_record_key_reason_and_detail(tmp_path: Path) -> None:
+    lines = [sharegpt("a"), '{"id": "cut', with_image("c", "nowhere.jpg"), openai("d", answer=3)]
+    run(write_lines(tmp_path / "chats.jsonl", lines), tmp_path / "out", max_rejects=1.0)
+    found = rejects(tmp_path / "out")
+    assert [(line["source"], line["record"], line["key"], line["reason"]) for line in found] == [
+        ("chats.jsonl", 2, "chats-2", "bad_json"),
+        ("chats.jsonl", 3, "c", "missing_media"),
+        ("chats.jsonl", 4, "d", "non_string_value"),
+    ]
+    assert "chats.jsonl:2" in found[0]["detail"]
+    assert "nowhere.jpg" in found[1]["detail"]
+
+
+def test_a_hostile_value_does_not_flood_the_rejects_file(tmp_path: Path) -> None:
+    record = {"conversations": [{"from": "x" * 1_000_000, "value": "y"}]}
+    run(write_json(tmp_path / "a.json", [sharegpt(), record]), tmp_path / "out")
+    assert (tmp_path / "out/rejects.jsonl").stat().st_size < 2000
+
+
+def test_text_that_utf8_cannot_hold_is_rejected(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        [
+            sharegpt("a"),
+            '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "x"}]}',
+        ],
+    )
+    run(path, tmp_path / "out")
+    assert [line["reason"] for line in rejects(tmp_path / "out")] == ["bad_text"]
+
+
+def test_odd_but_accepted_records_are_counted_and_listed(tmp_path: Path) -> None:
+    twice = sharegpt("same")
+    twice["conversations"].insert(0, {"from": "human", "value": "Hello?"})
+    report = run(write_json(tmp_path / "a.json", [sharegpt("same"), twice, sharegpt("a.b/c")]), tmp_path / "out")
+    assert report.warnings == {"consecutive_user_turns": 1, "duplicate_id": 1, "sanitised_id": 1}
+    listed = [json.loads(line) for line in (tmp_path / "out/warnings.jsonl").read_text().splitlines()]
+    assert [(line["key"], line["warnings"]) for line in listed] == [
+        ("same-2", ["duplicate_id", "consecutive_user_turns"]),
+        ("a_b_c", ["sanitised_id"]),
+    ]
+
+
+def test_each_distinct_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    original = media_files.check_media
+
+    def counting(path: Path, kind: Any, config: Any) -> Any:
+        checked.append(path.name)
+        return original(path, kind, config)
+
+    monkeypatch.setattr(media_files, "check_media", counting)
+    write_image(tmp_path / "a.jpg")
+    write_image(tmp_path / "b.jpg", seed=1)
+    (tmp_path / "bad.jpg").touch()
+    (tmp_path / "link.jpg").symlink_to(tmp_path / "a.jpg")
+    names = ["a.jpg", "bad.jpg", "b.jpg", "./a.jpg", "link.jpg", "bad.jpg", "a.jpg"] * 3
+    records = [with_image(f"k{number}", name) for number, name in enumerate(names)]
+    run(write_json(tmp_path / "a.json", records), tmp_path / "out", workers=3)
+    assert sorted(checked) == ["a.jpg", "b.jpg", "bad.jpg"]
+
+
+def test_limits_of_bytes_and_pixels_reject_before_decoding(tmp_path: Path) -> None:
+    write_image(tmp_path / "wide.png", 300, 20)
+    write_image(tmp_path / "small.png", 10, 10)
+    records = [with_image("wide", "wide.png"), with_image("small", "small.png")]
+    path = write_json(tmp_path / "a.json", records)
+    for options in ({"max_pixels": 5999}, {"max_media_bytes": 1000}):
+        run(path, tmp_path / "out", overwrite=True, **options)
+        assert [(line["key"], line["reason"]) for line in rejects(tmp_path / "out")] == [("wide", "media_too_large")]
+
+
+def test_an_image_above_pillows_own_limit_passes_where_ours_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from PIL import Image
+
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    write_image(tmp_path / "a.png", 30, 30)
+    report = run(write_json(tmp_path / "a.json", [with_image("a", "a.png")]), tmp_path / "out", max_pixels=900)
+    assert report.written == 1
+    assert Image.MAX_IMAGE_PIXELS == 100
+
+
+def test_header_checks_accept_what_only_decoding_finds(tmp_path: Path) -> None:
+    data = write_image(tmp_path / "a.jpg", 200, 200).read_bytes()
+    (tmp_path / "a.jpg").write_bytes(data[: len(data) // 2])
+    path = write_json(tmp_path / "a.json", [with_image("a", "a.jpg"), sharegpt("b")])
+    assert run(path, tmp_path / "out1", check_media="header").rejected == {}
+    assert run(path, tmp_path / "out2", check_media="full").rejected == {"corrupt_media": 1}
+
+
+def test_the_media_root_is_the_directory_of_each_file_unless_named(tmp_path: Path) -> None:
+    write_image(tmp_path / "src/one/i.png")
+    write_image(tmp_path / "src/two/i.png", seed=5)
+    write_json(tmp_path / "src/one/a.json", [with_image("a", "i.png")])
+    write_json(tmp_path / "src/two/b.json", [with_image("b", "i.png"), with_image("c", "two/i.png")])
+    report = run(tmp_path / "src", tmp_path / "out1")
+    assert (report.written, report.media_files, report.rejected) == (2, 2, {"missing_media": 1})
+    report = run(tmp_path / "src", tmp_path / "out2", media_root=tmp_path / "src", max_rejects=1.0)
+    assert (report.written, report.rejected) == (1, {"missing_media": 2})
+
+
+def test_a_colon_in_a_file_name_is_no_address(tmp_path: Path) -> None:
+    write_image(tmp_path / "a:b.png")
+    assert resolve_media("a:b.png", tmp_path.resolve()).name == "a:b.png"
+    with pytest.raises(SampleRejected, match="remote_media"):
+        resolve_media("file:///etc/passwd", tmp_path.resolve())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"text": "a"}, {"text": "b"}]', r"unknown_layout.*keys are: text"),
+        ("this is no JSON", "bad_json"),
+        ("[]", "empty list"),
+        ("[1, 2", "unknown_layout"),
+        ("\ufeff  \n", "empty_file"),
+    ],
+)
+def test_a_source_without_a_usable_record_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, content: str, words: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=words) as caught:
+        run(path, tmp_path / "out")
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_one_unusable_file_beside_a_good_one_is_an_error_only_where_it_was_named(tmp_path: Path) -> None:
+    write_json(tmp_path / "src/good.json", [sharegpt("a")])
+    write_json(tmp_path / "src/info.json", [{"dataset": "x"}])
+    (tmp_path / "src/empty.json").touch()
+    report = run(tmp_path / "src", tmp_path / "out", max_rejects=1.0)
+    assert report.rejected == {"empty_file": 1, "unknown_layout": 1}
+    with pytest.raises(UserError, match=r"info\.json"):
+        run((tmp_path / "src/good.json", tmp_path / "src/info.json"), tmp_path / "out2")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "alpaca"},
+        {"layout": "flat"},
+        {"check_media": "no"},
+        {"workers": -1},
+        {"samples_per_shard": 0},
+        {"max_rejects": 1.5},
+        {"split": {"a b": 1.0}},
+        {"max_media_bytes": 9 << 30},
+    ],
+)
+def test_an_impossible_option_is_named(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        run(write_json(tmp_path / "a.json", [sharegpt()]), tmp_path / "out", **options)

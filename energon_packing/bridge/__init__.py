@@ -1,0 +1,21 @@
+"""Megatron-Bridge: the data set configuration, the rules, and what makes Bridge run on a CPU.
+
+``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge; the rules do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig as PackedEnergonDatasetConfig
+
+__all__ = ["PackedEnergonDatasetConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PackedEnergonDatasetConfig":
+        from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+
+        return PackedEnergonDatasetConfig
+    raise AttributeError(f"module 'energon_packing.bridge' has no attribute {name!r}")

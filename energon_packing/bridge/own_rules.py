@@ -8,6 +8,7 @@ Bridge.
 from __future__ import annotations
 
 import math
+import re
 
 from energon_packing.bridge.rule import Finding, Rule, always, collector, packed
 from energon_packing.bridge.run_view import RunView
@@ -17,10 +18,9 @@ _rule = collector(OWN_RULES)
 
 # Families by the start of their normalised name, with what their recipes or models say about packing.
 _WITHOUT_PACKING = {
-    "qwen3next": "its linear attention layers carry state over sample boundaries",
-    "glm45": "its recipes opt out of packing",
-    "glm4moe": "its recipes opt out of packing",
-    "qwen35vl": "its recipes opt out of packing",
+    "qwen3next": "its recipes say that packed sequences are not supported",
+    "glm45": "its recipes say that packed sequences are not supported",
+    "qwen35vl": "its recipes turn collate-time packing off",
 }
 _WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl", "nemotronomni")
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
@@ -40,11 +40,11 @@ def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
 
 
 def _packed_known_family(view: RunView) -> bool:
-    return view.packed and view.model is not None
+    return view.reaches_the_step_packed and view.model is not None
 
 
 def _packed_known_step(view: RunView) -> bool:
-    return view.packed and view.step is not None
+    return view.reaches_the_step_packed and view.step is not None
 
 
 def _packed_with_cp_and_core(view: RunView) -> bool:
@@ -176,7 +176,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     if "qwen3_vl_step" not in (view.step or ""):
         return None
     return Finding(
-        why="qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and does not read packed ones",
+        why="qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones",
         mend="set training.step to vlm_step",
     )
 
@@ -184,12 +184,16 @@ def _step_reads_packs(view: RunView) -> Finding | None:
 @_rule(
     id="core-21-context-parallel-packs",
     checks="Megatron-Core slices packed rows over CP",
-    place="megatron.core.utils.get_batch_on_this_cp_rank",
+    place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=_packed_with_cp_and_core,
 )
 def _core_slices_packs(view: RunView) -> Finding | None:
-    numbers = (view.megatron_core_version or "").split(".")[:2]
-    if len(numbers) < 2 or not all(n.isdigit() for n in numbers) or tuple(map(int, numbers)) >= (0, 18):
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
+    if found is None:
+        return None
+    release = tuple(int(number or 0) for number in found.groups()[:3])
+    # As versions are ordered, a pre-release of 0.18.0 comes before it.
+    if release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None):
         return None
     return Finding(
         why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",

@@ -61,6 +61,8 @@ class RunView:
     enable_offline_packing: bool = False
     """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
     enable_in_batch_packing: bool = False
+    defer_in_batch_packing_to_step: bool = False
+    """Bridge's flag for steps that do the in-batch packing themselves."""
     has_offline_packing_specs: bool = False
     packed_sequence_size: int | None = None
     pad_cu_seqlens: bool = False
@@ -93,6 +95,12 @@ class RunView:
     def packed(self) -> bool:
         """Whether rows that hold several samples reach the model."""
         return self.enable_offline_packing or self.enable_in_batch_packing
+
+    @property
+    def reaches_the_step_packed(self) -> bool:
+        """As `packed`, less the rows that the forward step packs itself."""
+        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
+        return self.packed and not deferred
 
     @property
     def data_parallel(self) -> int:
@@ -231,6 +239,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         model_seq_length=model.seq_length,
         enable_offline_packing=bool(getattr(data, "enable_offline_packing", False)),
         enable_in_batch_packing=bool(getattr(data, "enable_in_batch_packing", False)),
+        defer_in_batch_packing_to_step=bool(getattr(data, "defer_in_batch_packing_to_step", False)),
         has_offline_packing_specs=specs is not None,
         packed_sequence_size=None if specs is None else specs.packed_sequence_size,
         pad_cu_seqlens=bool(getattr(specs, "pad_cu_seqlens", False)),

@@ -54,7 +54,7 @@ OWN = [
     (
         "core-21-context-parallel-packs",
         {"context_parallel": 2, "megatron_core_version": "0.17.1"},
-        {"megatron_core_version": "0.18.0rc1"},
+        {"megatron_core_version": "0.18.0"},
         "error",
     ),
     (
@@ -148,3 +148,22 @@ def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_step_that_packs_by_itself_may_do_so() -> None:
+    view = RunView(
+        enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, step="qwen3_vl_step", model="Qwen35VL"
+    )
+    assert {found.rule.id for found in violations(view)} == {"ours-19-step-reads-packs", "ours-19-family-takes-packs"}
+    assert not violations(dataclasses.replace(view, defer_in_batch_packing_to_step=True))
+
+
+VERSIONS = ["0.9.0", "0.17.0", "0.18.0rc1", "0.18.0.dev1", "0.18", "0.18.0", "0.18.1rc0", "0.19.2", "1.0.0"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_versions_of_megatron_core_are_ordered_as_packages_are(version: str) -> None:
+    packaging = pytest.importorskip("packaging.version")
+    old = packaging.Version(version) < packaging.Version("0.18.0")
+    view = packed(context_parallel=2, megatron_core_version=version)
+    assert (outcome("core-21-context-parallel-packs", view) == "error") == old

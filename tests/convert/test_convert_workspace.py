@@ -1,0 +1,217 @@
+"""A data set is whole or absent; a finished conversion is recognised, an interrupted one goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from source_files import run, sharegpt, write_image, write_json
+
+from energon_packing.convert import ConvertConfig, convert, media_files
+from energon_packing.convert.report import read_report
+from energon_packing.errors import UserError
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for seed in range(6):
+        write_image(tmp_path / f"src/{seed}.png", seed=seed)
+    records = [sharegpt(f"k{seed}", "<image>", image=f"{seed}.png") for seed in range(6)]
+    return write_json(tmp_path / "src/a.json", records)
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    checked: list[str] = []
+    original = media_files.check_media
+
+    def counting(path: Path, kind: Any, config: Any) -> Any:
+        checked.append(path.name)
+        return original(path, kind, config)
+
+    monkeypatch.setattr(media_files, "check_media", counting)
+    return checked
+
+
+def stamps(out: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in sorted(out.rglob("*"))}
+
+
+def test_resume_skips_a_finished_conversion_of_the_same_sources_and_options(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(source, tmp_path / "out")
+    before = stamps(tmp_path / "out")
+    checked = count_checks(monkeypatch)
+    again = run(source, tmp_path / "out", resume=True, workers=3, max_rejects=0.1)
+    assert (again.skipped, again.written, again.fingerprint) == (True, first.written, first.fingerprint)
+    assert checked == []
+    assert stamps(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layout": "monolithic"}, "layout was 'polylithic' and is 'monolithic'"),
+        ({"split": {"train": 1.0}}, "split was"),
+        ({"check_media": "header"}, "check_media"),
+        ({}, "a.json has changed"),
+    ],
+)
+def test_resume_under_other_conditions_is_refused_by_name(
+    source: Path, tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    run(source, tmp_path / "out")
+    if not change:
+        write_json(source, [sharegpt("other")])
+    with pytest.raises(UserError, match=words):
+        run(source, tmp_path / "out", resume=True, **change)
+    assert not run(source, tmp_path / "out", resume=True, overwrite=True, **change).skipped
+
+
+def test_a_filled_directory_is_refused_without_overwrite_and_replaced_with_it(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out")
+    (tmp_path / "out/old-file").touch()
+    with pytest.raises(UserError, match="--overwrite"):
+        run(source, tmp_path / "out")
+    run(source, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out/old-file").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+def test_overwrite_never_removes_what_convert_did_not_make(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.tex").write_text("years of work")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(UserError, match="holds no data set that convert wrote"):
+            run(source, tmp_path / "out", **options)
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial/thesis.tex").write_text("years of work")
+    with pytest.raises(UserError, match="is in the way"):
+        run(source, tmp_path / "new")
+    assert (tmp_path / "out/thesis.tex").exists()
+    assert (tmp_path / "new.partial/thesis.tex").exists()
+
+
+def test_overwrite_never_removes_its_own_sources(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out")
+    inside = write_json(tmp_path / "out/more.json", [sharegpt("a")])
+    with pytest.raises(UserError, match="lies inside --out"):
+        run(inside, tmp_path / "out", overwrite=True)
+    assert inside.exists()
+
+
+def test_an_empty_directory_and_missing_parents_are_fine(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run(source, tmp_path / "empty")
+    run(source, tmp_path / "a/b/c")
+    assert read_report(tmp_path / "a/b/c") is not None
+    with pytest.raises(UserError, match="is a file"):
+        run(source, source)
+
+
+@pytest.mark.parametrize("stage", ["read", "write", "index"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_interruption_at_any_stage_leaves_no_data_set_or_the_old_one(
+    source: Path, tmp_path: Path, stage: str, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    if overwrite:
+        run(source, out)
+    before = stamps(out)
+
+    def interrupt(now: str, done: int, total: int) -> None:
+        if now == stage and done:
+            raise KeyboardInterrupt
+
+    config = ConvertConfig(sources=(source,), out=out, workers=2, overwrite=overwrite, resume=True)
+    if overwrite:
+        write_json(source, [sharegpt(f"k{n}", "<image>", image=f"{n}.png") for n in (5, 4, 3, 2, 1, 0)])
+    with pytest.raises(KeyboardInterrupt):
+        convert(config, interrupt)
+    assert stamps(out) == before
+    # The second run goes on: what was checked is not checked again.
+    checked = count_checks(monkeypatch)
+    report = convert(config)
+    assert (report.written, report.skipped) == (6, False)
+    if stage != "read":
+        assert checked == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "src"]
+
+
+def interrupted(config: ConvertConfig) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "write":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(config, interrupt)
+
+
+def test_a_file_that_changed_since_the_interruption_is_checked_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1))
+    write_image(source.parent / "3.png", 55, 44)
+    checked = count_checks(monkeypatch)
+    report = run(source, tmp_path / "out", resume=True)
+    assert checked == ["3.png"]
+    assert report.written == 6
+
+
+@pytest.mark.parametrize("options", [{"resume": False}, {"resume": True, "max_pixels": 5000}])
+def test_old_checks_are_forgotten_without_resume_or_under_other_options(
+    source: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1))
+    checked = count_checks(monkeypatch)
+    run(source, tmp_path / "out", **options)
+    assert len(checked) == 6
+
+
+def test_a_file_that_changes_during_the_conversion_stops_it(source: Path, tmp_path: Path) -> None:
+    def meddle(stage: str, done: int, total: int) -> None:
+        if stage == "write" and done == 1:
+            write_image(source.parent / "5.png", seed=99)
+
+    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1)
+    with pytest.raises(UserError, match=r"5\.png changed"):
+        convert(config, meddle)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_conversions_to_one_place_do_not_mix(source: Path, tmp_path: Path) -> None:
+    interrupted(ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1))
+    with (tmp_path / "out.partial/in-progress.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another conversion"):
+            run(source, tmp_path / "out", resume=True)
+    assert run(source, tmp_path / "out").written == 6
+
+
+def test_a_killed_process_leaves_nothing_that_looks_whole_and_resume_finishes_it(source: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from energon_packing.convert import *\n"
+        "def slow(stage, done, total):\n"
+        "    if stage == 'write': print('writing', flush=True); time.sleep(60)\n"
+        "convert(ConvertConfig(sources=(Path(sys.argv[1]),), out=Path(sys.argv[2]), workers=1), slow)\n"
+    )
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(source), str(out)], stdout=subprocess.PIPE, env=dict(os.environ)
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    journal = (tmp_path / "out.partial/media-checks.jsonl").read_text().splitlines()
+    assert len(journal) == 6
+    assert run(source, out, resume=True).written == 6
+    assert json.loads((out / "conversion.json").read_text())["written"] == 6

@@ -68,20 +68,25 @@ def drain_window(
     capacity: int,
     costs: Mapping[str, Sequence[Number]] | None = None,
     limits: Mapping[str, Number] | None = None,
-) -> list[int]:
-    """The next pack once the stream has ended: as `select_from_window`, but nothing comes after to fill gaps with.
+) -> list[list[int]]:
+    """All packs of what is left once the stream has ended; each ascending, ordered by their oldest sample.
 
-    Without limits it is the pack that holds the oldest sample in a best-fit decreasing packing of all that is held.
-    Best-fit decreasing places a sample by the packs that are open and nothing else, so that taking a whole pack away
-    leaves all others as they were: calling this once a pack gives the packs of one best-fit decreasing run.
-    With limits it is `select_from_window`, which is fuller there.
+    Nothing comes after to fill gaps with, so without limits this is best-fit decreasing over all that is held. With
+    limits it is `select_from_window` until nothing is left, which is fuller there. Either way, taking the first pack
+    away and calling this for the rest gives the other packs: it can be called once, or once a pack.
+
+    Args: as `select_from_window`.
     """
-    if limits:
-        return select_from_window(lengths, capacity, costs, limits)
-    for group in best_fit_decreasing(np.asarray(lengths, dtype=np.int64), capacity):
-        if group[0] == 0:
-            return [int(position) for position in group]
-    raise PackingError("an empty window has no next pack")
+    if not limits:
+        return [group.tolist() for group in best_fit_decreasing(np.asarray(lengths, dtype=np.int64), capacity)]
+    packs: list[list[int]] = []
+    left = list(range(len(lengths)))
+    while left:
+        columns = {name: [(costs or {})[name][position] for position in left] for name in limits}
+        chosen = set(select_from_window([lengths[position] for position in left], capacity, columns, limits))
+        packs.append([left[at] for at in sorted(chosen)])
+        left = [position for at, position in enumerate(left) if at not in chosen]
+    return packs
 
 
 def pack_window(
@@ -156,15 +161,9 @@ class WindowPacker[Key: Hashable]:
 
     def drain(self) -> list[list[Key]]:
         """Takes everything out, for the end of a stream: packs of keys, by their oldest member."""
-        if self.limits:
-            packs = []
-            while self._keys:
-                packs.append(self.next_pack())
-            return packs
-        groups = best_fit_decreasing(np.asarray(self._lengths, dtype=np.int64), self.capacity)
+        groups = drain_window(self._lengths, self.capacity, self._costs, self.limits)
         packs = [[self._keys[position] for position in group] for group in groups]
-        self._keys.clear()
-        self._lengths.clear()
+        self._clear()
         return packs
 
     def state(self) -> dict[str, Any]:
@@ -183,10 +182,7 @@ class WindowPacker[Key: Hashable]:
         """
         if set(state["costs"]) != set(self.limits):
             raise PackingError(f"the state has the costs {sorted(state['costs'])}, the packer {sorted(self.limits)}")
-        self._keys.clear()
-        self._lengths.clear()
-        for column in self._costs.values():
-            column.clear()
+        self._clear()
         for position, key in enumerate(state["keys"]):
             costs = {name: column[position] for name, column in state["costs"].items()}
             self.add(key, state["lengths"][position], costs)
@@ -199,3 +195,9 @@ class WindowPacker[Key: Hashable]:
             for column in self._costs.values():
                 del column[position]
         return taken
+
+    def _clear(self) -> None:
+        self._keys.clear()
+        self._lengths.clear()
+        for column in self._costs.values():
+            column.clear()

@@ -1,0 +1,170 @@
+"""Steps of equal cost on all ranks, without communication.
+
+A step lasts as long as its slowest rank, and packs of equal length differ in attention cost. Each rank sorts blocks of
+W finished packs by cost and emits them *serpentine*: ascending, and the next block descending. At every step the ranks
+then carry packs of similar place in the cost order, also when a rank is a few packs ahead, because the order has no
+jump where one block ends and the next begins.
+
+Costs are in token units of one transformer: a segment of L tokens costs ``LINEAR * L + L**2``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from energon_packing.errors import ConfigError
+
+# A layer of hidden size h spends 24 h^2 FLOPs a token on matrices and 4 h L on attention: 6 h tokens of attention cost
+# as much as the matrices. 6 * 4096, the size of a 7B model.
+LINEAR = 24576
+# A patch in a vision tower of hidden size 1280 and 32 layers beside 32 layers of 4096: 24 * 1280^2 / (24 * 4096^2) of a
+# token's matrices. Its own attention is windowed in recent towers and left out.
+PATCH = 2400
+
+Order = Literal["none", "ascending", "serpentine"]
+ORDERS: tuple[Order, ...] = ("none", "ascending", "serpentine")
+
+
+def pack_cost(
+    lengths: Sequence[int] | np.ndarray, *, patches: int = 0, linear: int = LINEAR, patch: int = PATCH
+) -> int:
+    """Cost of one pack.
+
+    Args:
+        lengths: tokens of its segments.
+        patches: vision patches of all its media, before merging.
+        linear: cost of a token apart from attention, in tokens of attention.
+        patch: cost of a patch, in the same unit.
+    """
+    return sum(linear * int(length) + int(length) ** 2 for length in lengths) + patch * patches
+
+
+def serpentine_order(costs: Sequence[int | float] | np.ndarray, block: int) -> list[int]:
+    """The order in which block number `block` of finished packs is emitted: positions, each once.
+
+    Ascending in cost for even blocks, descending for odd ones; packs of equal cost keep their order (reversed in odd
+    blocks). All ranks have to use equal W and count blocks from the same start.
+    """
+    order = np.argsort(np.asarray(costs), kind="stable")
+    return [int(position) for position in (order if block % 2 == 0 else order[::-1])]
+
+
+def emission_order(costs: np.ndarray, window: int, order: Order = "serpentine") -> np.ndarray:
+    """The order in which one rank emits all its packs: positions ``[N]`` int64, one block of `window` after another."""
+    if window < 1:
+        raise ConfigError(f"balance window must hold at least 1 pack, not {window}")
+    if order not in ORDERS:
+        raise ConfigError(f"unknown emission order {order!r}, known: {', '.join(ORDERS)}")
+    if order == "none":
+        return np.arange(len(costs))
+    parts = []
+    for block, start in enumerate(range(0, len(costs), window)):
+        number = block if order == "serpentine" else 0
+        parts.append(np.array(serpentine_order(costs[start : start + window], number), dtype=np.int64) + start)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def step_efficiency(costs: np.ndarray) -> float:
+    """Share of the time that ranks do not wait: mean cost over the slowest rank's, from costs ``[ranks, steps]``."""
+    return float(costs.mean(axis=0).sum() / costs.max(axis=0).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What `simulate_steps` found.
+
+    Attributes:
+        ranks: data-parallel size.
+        window: packs of a block; 1 means no reordering.
+        order: of emission.
+        max_shift: ranks were 0 to this many packs ahead.
+        efficiency: share of time in which ranks compute.
+        drift: (p95 - p5) / mean of the cost of a step; the price of sorting: cost rises and falls over 2 W steps.
+    """
+
+    ranks: int
+    window: int
+    order: str
+    max_shift: int
+    efficiency: float
+    drift: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return asdict(self)
+
+
+def simulate_steps(
+    pool: Sequence[int | float] | np.ndarray,
+    *,
+    ranks: int,
+    window: int,
+    order: Order = "serpentine",
+    max_shift: int = 0,
+    blocks: int = 20,
+    seed: int = 0,
+) -> StepReport:
+    """Step efficiency when each rank draws its packs from one distribution of pack costs.
+
+    Args:
+        pool: costs of packs of the data set, for example by `pack_cost`; each rank draws from it with replacement.
+        ranks: data-parallel size.
+        window: packs that a rank sorts at a time.
+        order: ``"serpentine"``, ``"ascending"`` (sorted, with a jump from block to block) or ``"none"``.
+        max_shift: each rank is ahead by a number of packs drawn from 0 to this; a rank gets ahead when one of its packs
+            is lost to a failing sample.
+        blocks: length of the simulation in blocks of `window` (of 64 where the window is smaller).
+        seed: of all draws.
+    """
+    costs = np.asarray(pool, dtype=np.float64)
+    if costs.size == 0:
+        raise ConfigError("the pool of pack costs is empty")
+    if ranks < 1 or blocks < 1 or max_shift < 0:
+        raise ConfigError(
+            f"ranks and blocks must be at least 1 and max_shift at least 0: {ranks}, {blocks}, {max_shift}"
+        )
+    random = np.random.default_rng(seed)
+    steps = blocks * max(window, 64)
+    carried = np.empty((ranks, steps))
+    for rank in range(ranks):
+        drawn = random.choice(costs, size=steps + max_shift)
+        shift = int(random.integers(0, max_shift + 1))
+        carried[rank] = drawn[emission_order(drawn, window, order)][shift : shift + steps]
+    low, high = np.percentile(carried.mean(axis=0), [5, 95])
+    return StepReport(
+        ranks=ranks,
+        window=window,
+        order=order,
+        max_shift=max_shift,
+        efficiency=step_efficiency(carried),
+        drift=float((high - low) / carried.mean()),
+    )
+
+
+def sweep_steps(
+    pool: Sequence[int | float] | np.ndarray,
+    *,
+    ranks: Sequence[int] = (2, 8, 64),
+    windows: Sequence[int] = (1, 64, 128),
+    shifts: Sequence[int] = (0, 2),
+    seed: int = 0,
+    report: Callable[[StepReport], None] | None = None,
+) -> list[StepReport]:
+    """`simulate_steps` over data-parallel sizes, windows and shifts; window 1 is the unsorted stream.
+
+    `report` is called with each result as it is found.
+    """
+    found = []
+    for size in ranks:
+        for window in windows:
+            for shift in shifts:
+                order: Order = "none" if window == 1 else "serpentine"
+                result = simulate_steps(pool, ranks=size, window=window, order=order, max_shift=shift, seed=seed)
+                found.append(result)
+                if report is not None:
+                    report(result)
+    return found

@@ -1,0 +1,103 @@
+"""What a packing is worth: fill, padding by cause, delay, samples held, spread of cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from energon_packing.packing.balance import LINEAR
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackStatistics:
+    """Figures of one packing. Shares are of all tokens of all packs, 0 to 1.
+
+    Attributes:
+        packs: number of packs.
+        samples: number of packed samples.
+        fill: share of real tokens.
+        alignment_padding: share spent on padding segments to the alignment multiple.
+        tail_padding: share left free at the ends of packs.
+        delay_p50: samples that came after a sample before it was emitted, median.
+        delay_p99: the same, 99th percentile.
+        delay_max: the same, the worst.
+        held: most samples that were held at once.
+        samples_per_pack: mean.
+        cost_mean: mean cost of a pack, ``LINEAR * L + L**2`` summed over its segments.
+        cost_spread: standard deviation of the cost over its mean.
+        cost_max_over_mean: what a step with one most expensive pack takes, in mean packs.
+    """
+
+    packs: int
+    samples: int
+    fill: float
+    alignment_padding: float
+    tail_padding: float
+    delay_p50: float
+    delay_p99: float
+    delay_max: int
+    held: int
+    samples_per_pack: float
+    cost_mean: float
+    cost_spread: float
+    cost_max_over_mean: float
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[np.ndarray | Sequence[int]],
+        lengths: Sequence[int] | np.ndarray,
+        capacity: int,
+        *,
+        real_lengths: Sequence[int] | np.ndarray | None = None,
+    ) -> PackStatistics:
+        """Measures `groups`, in the order of emission, over samples in the order of the stream.
+
+        Args:
+            groups: index groups, for example of `pack_lengths`.
+            lengths: tokens that each sample occupies, alignment included, ``[N]``.
+            capacity: tokens of a pack.
+            real_lengths: tokens without alignment, ``[N]``; None where there is no alignment.
+
+        A pack is taken to be emitted as soon as its newest sample, and those of all packs before it, have come; a
+        policy that looks further ahead than that holds more.
+        """
+        tokens = np.asarray(lengths, dtype=np.int64)
+        real = tokens if real_lengths is None else np.asarray(real_lengths, dtype=np.int64)
+        if len(groups) == 0:
+            zeros: dict[str, Any] = dict.fromkeys(cls.__dataclass_fields__, 0)
+            return cls(**zeros)
+        flat = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
+        sizes = np.array([len(group) for group in groups])
+        starts = np.cumsum(sizes) - sizes
+        arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1
+        delay = np.repeat(arrived, sizes) - 1 - flat
+        # Held just before a pack leaves: all that came, less what left with the packs before it.
+        present = np.zeros(int(flat.max()) + 1, dtype=np.int64)
+        present[flat] = 1
+        came = np.cumsum(present)
+        segments = real[flat].astype(np.float64)
+        cost = np.add.reduceat(LINEAR * segments + segments**2, starts)
+        room = len(groups) * capacity
+        return cls(
+            packs=len(groups),
+            samples=int(flat.size),
+            fill=float(real[flat].sum() / room),
+            alignment_padding=float((tokens[flat] - real[flat]).sum() / room),
+            tail_padding=float(1 - tokens[flat].sum() / room),
+            delay_p50=float(np.percentile(delay, 50)),
+            delay_p99=float(np.percentile(delay, 99)),
+            delay_max=int(delay.max()),
+            held=int((came[arrived - 1] - starts).max()),
+            samples_per_pack=float(flat.size / len(groups)),
+            cost_mean=float(cost.mean()),
+            cost_spread=float(cost.std() / cost.mean()),
+            cost_max_over_mean=float(cost.max() / cost.mean()),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers by name."""
+        return asdict(self)

@@ -1,25 +1,29 @@
 """Tiny, randomly initialised Megatron-Bridge models: the real classes, two layers, a few hundred thousand weights.
 
-Each function writes a tiny Hugging Face configuration and hands it to Bridge's own `AutoBridge`, which makes the model
+`provider` writes a tiny Hugging Face configuration and hands it to Bridge's own `AutoBridge`, which makes the model
 provider just as it does for a real checkpoint. Vocabulary and special token ids are arguments, because they come from
 the processor that made the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from energon_packing.bridge import cpu_stand_ins
+from energon_packing.errors import ConfigError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
+"""Families that have a tiny model; ``text`` is a Qwen2 language model, for ``gpt_step``."""
 
 _HIDDEN = 64
 _HEADS = 4
 _GROUPS = 2
 _HEAD_WIDTH = _HIDDEN // _HEADS
 _LAYERS = 2
+_QWEN25_SECTIONS = [2, 3, 3]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,17 +69,71 @@ def _text_config(vocab_size: int, seq_length: int) -> dict[str, Any]:
     }
 
 
-def _mrope(sections: list[int], theta: float = 10000.0) -> dict[str, Any]:
-    rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": theta}
-    return {"rope_parameters": rope}
+def _mrope(sections: list[int]) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}}
 
 
-def _provider(config: Any, *, seq_length: int, **overrides: Any) -> Any:
-    """Bridge's provider for a Hugging Face configuration, set to fp32 and to what a CPU can run."""
+def hugging_face_config(
+    family: str, *, vocab_size: int, tokens: SpecialTokens | None = None, seq_length: int = 4096
+) -> Any:
+    """The tiny model as a Hugging Face configuration.
+
+    Patches hold ``3 * 2 * 14**2`` values for ``qwen2_5_vl`` and ``3 * 2 * 16**2`` for ``qwen3_vl``; 2 x 2 patches make
+    one token, as in the released models.
+
+    Args:
+        family: one of `FAMILIES`.
+        vocab_size: rows of the embedding; larger than every token id.
+        tokens: needed by the vision families.
+        seq_length: longest row in tokens.
+
+    Raises:
+        ConfigError: for an unknown family, and for missing or too large token ids.
+    """
+    import transformers
+
+    if family not in FAMILIES:
+        raise ConfigError(f"There is no tiny model for the family {family!r}; there is {', '.join(FAMILIES)}.")
+    text = _text_config(vocab_size, seq_length)
+    if family == "text":
+        return transformers.Qwen2Config(**text, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=False)
+    if tokens is None:
+        raise ConfigError(f"The tiny model of {family} needs the processor's special token ids.")
+    ids = tokens.to_config()
+    if max(ids.values()) >= vocab_size:
+        raise ConfigError(f"vocab_size is {vocab_size}, but the special token ids go up to {max(ids.values())}.")
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": _HIDDEN,
+        "torch_dtype": "float32",
+    }
+    if family == "qwen2_5_vl":
+        return transformers.Qwen2_5_VLConfig(
+            text_config=text | _mrope(_QWEN25_SECTIONS),
+            vision_config=vision | {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+            architectures=["Qwen2_5_VLForConditionalGeneration"],
+            tie_word_embeddings=False,
+            **ids,
+        )
+    return transformers.Qwen3VLConfig(
+        text_config=text | {"head_dim": _HEAD_WIDTH} | _mrope([4, 2, 2]),
+        vision_config=vision | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        architectures=["Qwen3VLForConditionalGeneration"],
+        tie_word_embeddings=False,
+        **ids,
+    )
+
+
+def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = None, seq_length: int = 4096) -> Any:
+    """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
     cpu_stand_ins.install()
     from megatron.bridge import AutoBridge
 
-    provider = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    config = hugging_face_config(family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length)
+    made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     fields: dict[str, Any] = {
         "seq_length": seq_length,
         "fp16": False,
@@ -96,72 +154,13 @@ def _provider(config: Any, *, seq_length: int, **overrides: Any) -> Any:
         # Loss and gradient are sums over tokens divided by the number of trained tokens of the whole step.
         "calculate_per_token_loss": True,
         "make_vocab_size_divisible_by": 1,
-        **overrides,
     }
+    if family == "qwen2_5_vl":  # Bridge 0.6.2 leaves the sections of the released sizes in place
+        fields["mrope_section"] = _QWEN25_SECTIONS
+    if family == "qwen3_vl":
+        fields["language_max_sequence_length"] = seq_length
     for name, value in fields.items():
-        if not hasattr(provider, name):
-            raise AttributeError(f"{type(provider).__name__} has no field {name!r}")
-        setattr(provider, name, value)
-    return provider
-
-
-def qwen25_vl(*, vocab_size: int, tokens: SpecialTokens, seq_length: int = 4096, patch_size: int = 14) -> Any:
-    """A `Qwen25VLModelProvider`: patches of ``3 * 2 * patch_size**2`` values, merged 2 x 2."""
-    from transformers import Qwen2_5_VLConfig
-
-    config = Qwen2_5_VLConfig(
-        text_config=_text_config(vocab_size, seq_length) | _mrope([2, 3, 3]),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": _HIDDEN,
-            "patch_size": patch_size,
-            "spatial_patch_size": patch_size,
-            "window_size": 4 * patch_size,
-            "fullatt_block_indexes": [1],
-        },
-        architectures=["Qwen2_5_VLForConditionalGeneration"],
-        tie_word_embeddings=False,
-        **tokens.to_config(),
-    )
-    return _provider(config, seq_length=seq_length, mrope_section=[2, 3, 3])
-
-
-def qwen3_vl(*, vocab_size: int, tokens: SpecialTokens, seq_length: int = 4096, patch_size: int = 16) -> Any:
-    """A `Qwen3VLModelProvider`: patches of ``3 * 2 * patch_size**2`` values, merged 2 x 2, deep-stack in layer 0."""
-    from transformers import Qwen3VLConfig
-
-    config = Qwen3VLConfig(
-        text_config=_text_config(vocab_size, seq_length) | {"head_dim": _HEAD_WIDTH} | _mrope([4, 2, 2]),
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "out_hidden_size": _HIDDEN,
-            "patch_size": patch_size,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
-        },
-        architectures=["Qwen3VLForConditionalGeneration"],
-        tie_word_embeddings=False,
-        **tokens.to_config(),
-    )
-    return _provider(config, seq_length=seq_length, language_max_sequence_length=seq_length)
-
-
-def gpt(*, vocab_size: int, seq_length: int = 4096) -> Any:
-    """A text-only Qwen2 provider, for ``gpt_step``."""
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(
-        **_text_config(vocab_size, seq_length),
-        architectures=["Qwen2ForCausalLM"],
-        tie_word_embeddings=False,
-    )
-    return _provider(config, seq_length=seq_length)
-
-
-FAMILIES: dict[str, Callable[..., Any]] = {"qwen2_5_vl": qwen25_vl, "qwen3_vl": qwen3_vl}
+        if not hasattr(made, name):
+            raise AttributeError(f"{type(made).__name__} has no field {name!r}")
+        setattr(made, name, value)
+    return made

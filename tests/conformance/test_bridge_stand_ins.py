@@ -1,0 +1,209 @@
+"""The CPU stand-ins: complete, reversible, and equal to what they stand in for."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge import cpu_stand_ins, training_run
+from energon_packing.errors import UserError
+
+if not cpu_stand_ins.needed():
+    pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
+
+
+def object_at(target: str):
+    module, _, path = target.partition(":")
+    return functools.reduce(getattr, path.split("."), importlib.import_module(module))
+
+
+@pytest.fixture
+def installed():
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back():
+    cpu_stand_ins.install()
+    cpu_stand_ins.uninstall()
+    before = {entry.target: object_at(entry.target) for entry in cpu_stand_ins.REPLACED}
+    said = cpu_stand_ins.install()
+    assert f"{len(cpu_stand_ins.REPLACED)} names are replaced" in said
+    unchanged = [target for target, original in before.items() if object_at(target) is original]
+    assert unchanged == []
+    assert "already" in cpu_stand_ins.install()
+    cpu_stand_ins.uninstall()
+    assert {target: object_at(target) for target in before} == before
+
+
+def test_every_replacement_says_why_and_no_name_is_listed_twice():
+    targets = [entry.target for entry in cpu_stand_ins.REPLACED]
+    assert len(targets) == len(set(targets))
+    assert all(len(entry.reason) > 10 for entry in cpu_stand_ins.REPLACED)
+
+
+def test_where_a_gpu_and_transformer_engine_are_present_nothing_is_replaced(monkeypatch):
+    cpu_stand_ins.uninstall()
+    monkeypatch.setattr(cpu_stand_ins.mcore_te, "HAVE_TE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = torch.Tensor.cuda
+    assert "nothing is replaced" in cpu_stand_ins.install()
+    assert torch.Tensor.cuda is before
+
+
+def test_no_transformer_engine_placeholder_stays_importable(installed):
+    assert not [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]
+    with pytest.raises(ImportError):
+        importlib.import_module("transformer_engine.pytorch")
+
+
+def test_tensors_asked_for_on_cuda_are_made_on_the_cpu_and_others_are_untouched(installed):
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.tensor([1.0], device=torch.device("cuda", 0)).device.type == "cpu"
+    assert torch.zeros(2, device="meta").device.type == "meta"
+    assert torch.arange(3).tolist() == [0, 1, 2]
+
+
+class Config:
+    """The fields of a `TransformerConfig` that the stand-ins read."""
+
+    context_parallel_size = 1
+    attention_dropout = 0.0
+    apply_query_key_layer_scaling = False
+
+
+def attention(causal: bool) -> cpu_stand_ins.SegmentAttention:
+    from megatron.core.transformer.enums import AttnMaskType
+
+    kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
+    return cpu_stand_ins.SegmentAttention(Config(), 1, kind, "self")
+
+
+def by_hand(query, key, value, spans, causal):
+    """Softmax attention over a full mask, written out."""
+    total, heads, width = query.shape
+    repeat = heads // key.shape[1]
+    key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    allowed = torch.zeros(total, total, dtype=torch.bool)
+    for start, stop in spans:
+        allowed[start:stop, start:stop] = True
+    if causal:
+        allowed &= torch.ones(total, total, dtype=torch.bool).tril()
+    scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(width)
+    weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    multiple=st.sampled_from([1, 4]),
+    tail=st.integers(0, 5),
+    causal=st.booleans(),
+    groups=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 99),
+)
+def test_segment_attention_equals_softmax_over_a_block_mask(lengths, multiple, tail, causal, groups, seed):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    real = torch.tensor([0, *lengths]).cumsum(0).int()
+    physical = torch.tensor([0, *(-(-length // multiple) * multiple for length in lengths)]).cumsum(0).int()
+    total = int(physical[-1]) + tail
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=real,
+        cu_seqlens_kv=real,
+        cu_seqlens_q_padded=physical if multiple > 1 else None,
+        cu_seqlens_kv_padded=physical if multiple > 1 else None,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(total, 4, 8, generator=generator)
+    key, value = (torch.randn(total, groups, 8, generator=generator) for _ in range(2))
+    spans = [(start, start + length) for start, length in zip(physical.tolist(), lengths, strict=False)]
+    found = attention(causal)(query, key, value, None, packed_seq_params=packed)
+    assert torch.allclose(found, by_hand(query, key, value, spans, causal), atol=1e-5)
+
+
+def test_attention_without_boundaries_runs_over_each_row_of_the_batch():
+    query, key, value = (torch.randn(7, 2, heads, 8) for heads in (4, 2, 2))
+    found = attention(True)(query, key, value, None)
+    for row in range(2):
+        expected = by_hand(query[:, row], key[:, row], value[:, row], [(0, 7)], True)
+        assert torch.allclose(found[:, row], expected, atol=1e-5)
+
+
+def test_the_control_ignores_borders_of_causal_attention_only_and_only_while_open():
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+    query, key, value = (torch.randn(8, 2, 4) for _ in range(3))
+    for causal in (True, False):
+        apart = attention(causal)(query, key, value, None, packed_seq_params=packed)
+        with cpu_stand_ins.ignore_boundaries():
+            across = attention(causal)(query, key, value, None, packed_seq_params=packed)
+        assert torch.equal(apart, across) != causal
+        assert torch.equal(attention(causal)(query, key, value, None, packed_seq_params=packed), apart)
+
+
+def test_context_parallelism_is_refused_with_a_sentence():
+    class Two(Config):
+        context_parallel_size = 2
+
+    with pytest.raises(UserError, match="no context parallelism"):
+        cpu_stand_ins.SegmentAttention(Two(), 1, None, "self")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "text"])
+def test_a_bridge_model_on_stand_ins_gives_the_logits_of_hugging_face_with_the_same_weights(
+    family, installed, tiny_provider, make_samples, tmp_path
+):
+    import transformers
+    from megatron.bridge import AutoBridge
+
+    from energon_packing.bridge import parity, tiny_models
+
+    provider = tiny_provider(family, seq_length=512)
+    kinds = {
+        "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
+        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
+        "text": transformers.Qwen2ForCausalLM,
+    }
+    config = tiny_models.hugging_face_config(**tiny_provider.keywords, family=family, seq_length=512)
+    torch.manual_seed(5)
+    reference = kinds[family](config).eval()
+    with torch.no_grad():  # zero biases and unit norms would hide a parameter that is not used
+        for parameter in reference.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    reference.save_pretrained(tmp_path)
+    with training_run.process_groups():
+        model = training_run.build_model(provider)
+        AutoBridge.from_hf_pretrained(str(tmp_path)).load_hf_weights([model])
+        if family == "qwen3_vl":
+            # Bridge 0.6.2 gives the patch merger the blocks' tanh GELU, Hugging Face the exact one (1e-4 in logits).
+            for merger in (model.vision_model.merger, *model.vision_model.decoder.deepstack_merger_list):
+                merger.activation_func = torch.nn.functional.gelu
+        samples = make_samples(family, seed=7)
+        rows = [samples.draw("text", 19)] if family == "text" else samples.variety()
+        for row in rows:
+            visual = dict(row.get("visual_inputs", {}))
+            tokens = row["input_ids"][None]
+            if family != "text":
+                visual["mm_token_type_ids"] = (tokens == samples.image).int() + 2 * (tokens == samples.video).int()
+            with torch.no_grad():
+                expected = reference(input_ids=tokens, use_cache=False, **visual).logits
+                found = parity.forward(model, parity.row_batches([row])[0], with_labels=False)
+            assert (found - expected).abs().max() < 1e-5, f"{len(row['input_ids'])} tokens"
+            assert expected.abs().max() > 0.1

@@ -15,37 +15,62 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from energon_packing.packing.balance import pack_cost, serpentine_order, simulate_steps
+    from energon_packing.packing.bound import lower_bound
     from energon_packing.packing.constraints import Constraints
     from energon_packing.packing.partition import check_limits, check_partition
     from energon_packing.packing.policy import Policy, get_policy, pack_lengths, policies, register_policy
+    from energon_packing.packing.statistics import PackStatistics
+    from energon_packing.packing.stream import pack_stream
+    from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
     from energon_packing.packing.window import WindowPacker, drain_window, select_from_window
 
 _HOME = {
+    "Boundaries": "tokens",
     "Constraints": "constraints",
+    "PackStatistics": "statistics",
+    "PackedRows": "tokens",
     "Policy": "policy",
     "WindowPacker": "window",
     "check_limits": "partition",
     "check_partition": "partition",
+    "concatenate_and_pack": "tokens",
     "drain_window": "window",
     "get_policy": "policy",
+    "lower_bound": "bound",
+    "pack_cost": "balance",
     "pack_lengths": "policy",
+    "pack_sequences": "tokens",
+    "pack_stream": "stream",
     "policies": "policy",
     "register_policy": "policy",
     "select_from_window": "window",
+    "serpentine_order": "balance",
+    "simulate_steps": "balance",
 }
 
 __all__ = [
+    "Boundaries",
     "Constraints",
+    "PackStatistics",
+    "PackedRows",
     "Policy",
     "WindowPacker",
     "check_limits",
     "check_partition",
+    "concatenate_and_pack",
     "drain_window",
     "get_policy",
+    "lower_bound",
+    "pack_cost",
     "pack_lengths",
+    "pack_sequences",
+    "pack_stream",
     "policies",
     "register_policy",
     "select_from_window",
+    "serpentine_order",
+    "simulate_steps",
 ]
 
 

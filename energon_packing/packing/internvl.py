@@ -5,9 +5,9 @@ fit no pack alone never come here, and a pack never exceeds its tokens.
 Cost: up to ``max_buffer_size`` comparisons a sample. Measured: 64-94 % of the bound's fill with 48 images.
 
 Rules: open packs stand in descending image count. A sample joins the first open pack whose images and tokens still
-fit, or opens one; the pack is put back before the first one with strictly fewer images. After each sample, packs that are
-full in tokens are emitted, then packs at the front with exactly the image limit, then the front pack for as long as more
-than ``max_buffer_size`` are open. At the end the open packs are emitted in order.
+fit, or opens one; the pack is put back before the first one with strictly fewer images. After each sample, packs that
+are full in tokens are emitted, then packs at the front with exactly the image limit, then the front pack for as long as
+more than ``max_buffer_size`` are open. At the end the open packs are emitted in order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ the same thing with its own storage.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ def pack_window(
     return groups
 
 
-class WindowPacker[Key: Hashable]:
+class WindowPacker[Key]:
     """A window with its own storage: add samples, take packs, drain at the end.
 
     Call `next_pack` when `full`; calling it earlier is allowed and gives a pack from what is there.

@@ -1,0 +1,252 @@
+"""Packing lists of tokens into padded rows, for people without Megatron: torch tensors in the end.
+
+The two functions have the names, arguments and results that fast-axolotl documents, and add what keeps samples apart
+in attention: positions that restart and `cu_seqlens`. Samples longer than a row raise, unless told to be dropped,
+truncated or split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import numpy as np
+
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.packing.policy import Oversize, pack_lengths
+
+if TYPE_CHECKING:
+    import torch
+
+Tokens = Sequence[int]
+
+
+class Segment(NamedTuple):
+    """One piece of a sequence in a row: ``row[start:end]`` is ``sequences[sequence][offset:offset + end - start]``."""
+
+    start: int
+    end: int
+    sequence: int
+    offset: int
+
+
+class PackedRows(tuple[Any, ...]):
+    """The rows of `concatenate_and_pack`: unpacks as ``input_ids, labels, attention_mask``; more by attribute.
+
+    Attributes:
+        input_ids: ``[R, max_length]`` int64, padded at the end.
+        labels: ``[R, max_length]`` int64.
+        attention_mask: ``[R, max_length]`` int64; 0 on padding.
+        position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding.
+        cu_seqlens: for each row int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its own.
+        segments: for each row its `Segment` entries, padding not among them.
+        boundaries: for each row the ``(start, end)`` of each segment.
+        dropped: indices of the sequences that are in no row (empty, or too long under ``oversize="drop"``).
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: list[torch.Tensor]
+    segments: list[list[Segment]]
+    boundaries: Boundaries
+    dropped: list[int]
+
+
+class Boundaries(list[list[tuple[int, int]]]):
+    """For each row the ``(start, end)`` of each sequence in it; with what `PackedRows` has besides, by attribute.
+
+    Attributes:
+        position_ids, cu_seqlens, segments, dropped: as in `PackedRows`.
+    """
+
+    position_ids: torch.Tensor
+    cu_seqlens: list[torch.Tensor]
+    segments: list[list[Segment]]
+    dropped: list[int]
+
+
+@overload
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    return_boundaries: Literal[False] = False,
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+) -> torch.Tensor: ...
+
+
+@overload
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    return_boundaries: Literal[True],
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+) -> tuple[torch.Tensor, Boundaries]: ...
+
+
+def pack_sequences(
+    sequences: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    return_boundaries: bool = False,
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+) -> torch.Tensor | tuple[torch.Tensor, Boundaries]:
+    """Packs token sequences into rows of `max_length`.
+
+    Args:
+        sequences: lists, arrays or 1-D tensors of token ids. Empty ones take no room and are listed as dropped.
+        max_length: tokens of a row.
+        pad_token_id: fills the rest of a row.
+        return_boundaries: also return where each sequence lies.
+        policy: ``"next_fit"`` keeps the order; ``"best_fit"`` and ``"window"`` need up to a quarter fewer rows.
+        oversize: what becomes of a sequence longer than a row: ``"raise"``, ``"drop"``, ``"truncate"`` (its first
+            `max_length` tokens stay) or ``"split"`` (lossless, into segments of their own).
+
+    Returns:
+        ``[R, max_length]`` int64, or this and `Boundaries`.
+
+    Raises:
+        UserError: a sequence too long under ``"raise"``; names its index, length and the row's.
+        ConfigError: an unknown policy or oversize mode.
+
+    Source: fast-axolotl's documentation of the function of that name.
+    """
+    rows, dropped = _rows([len(sequence) for sequence in sequences], max_length, policy, oversize)
+    packed = _fill(rows, sequences, max_length, pad_token_id)
+    if not return_boundaries:
+        return packed
+    boundaries = _boundaries(rows)
+    boundaries.position_ids, boundaries.cu_seqlens = _positions(rows, max_length)
+    boundaries.segments, boundaries.dropped = rows, dropped
+    return packed, boundaries
+
+
+def concatenate_and_pack(
+    input_ids: Sequence[Tokens],
+    labels: Sequence[Tokens],
+    attention_masks: Sequence[Tokens],
+    max_length: int,
+    pad_token_id: int,
+    label_pad_id: int = -100,
+    *,
+    policy: str = "next_fit",
+    oversize: Oversize = "raise",
+    mask_first_label: bool = False,
+) -> PackedRows:
+    """Packs tokens, labels and attention masks together.
+
+    Args:
+        input_ids, labels, attention_masks: one list each a sequence; the three of a sequence have one length.
+        max_length: tokens of a row.
+        pad_token_id: fills the rest of a row of tokens.
+        label_pad_id: fills the rest of a row of labels.
+        policy, oversize: as in `pack_sequences`.
+        mask_first_label: give the first token of each segment `label_pad_id`. Set it where the model shifts the labels
+            itself (Hugging Face models do): the last token of a segment would else be trained on the first of the next.
+
+    Returns:
+        `PackedRows`: unpacks as input_ids, labels, attention_mask.
+
+    Raises:
+        UserError: unequal numbers or lengths; a sequence too long under ``"raise"``.
+
+    Source: fast-axolotl's documentation of the function of that name.
+    """
+    if not len(input_ids) == len(labels) == len(attention_masks):
+        raise UserError(
+            f"got {len(input_ids)} input_ids, {len(labels)} labels and {len(attention_masks)} attention_masks; "
+            "each sequence needs one of each"
+        )
+    for index, (tokens, targets, mask) in enumerate(zip(input_ids, labels, attention_masks, strict=True)):
+        if not len(tokens) == len(targets) == len(mask):
+            raise UserError(
+                f"sequence {index} has {len(tokens)} input_ids, {len(targets)} labels and {len(mask)} attention_mask; "
+                "they must be equally long"
+            )
+    rows, dropped = _rows([len(tokens) for tokens in input_ids], max_length, policy, oversize)
+    packed = PackedRows(
+        (
+            _fill(rows, input_ids, max_length, pad_token_id),
+            _fill(rows, labels, max_length, label_pad_id),
+            _fill(rows, attention_masks, max_length, 0),
+        )
+    )
+    packed.input_ids, packed.labels, packed.attention_mask = packed
+    if mask_first_label:
+        for number, row in enumerate(rows):
+            packed.labels[number, [segment.start for segment in row]] = label_pad_id
+    packed.position_ids, packed.cu_seqlens = _positions(rows, max_length)
+    packed.segments, packed.boundaries, packed.dropped = rows, _boundaries(rows), dropped
+    return packed
+
+
+def _rows(
+    lengths: list[int], max_length: int, policy: str, oversize: Oversize
+) -> tuple[list[list[Segment]], list[int]]:
+    """Where each piece goes, row by row, and the indices of the sequences that go nowhere."""
+    if max_length < 1:
+        raise ConfigError(f"max_length must be at least 1 token, not {max_length}")
+    if oversize not in ("raise", "drop", "truncate", "split"):
+        raise ConfigError(f"unknown oversize mode {oversize!r}, known: raise, drop, truncate, split")
+    pieces: list[tuple[int, int, int]] = []  # sequence, offset, tokens
+    dropped: list[int] = []
+    for index, length in enumerate(lengths):
+        if length == 0 or (length > max_length and oversize == "drop"):
+            dropped.append(index)
+        elif length <= max_length or oversize == "truncate":
+            pieces.append((index, 0, min(length, max_length)))
+        elif oversize == "split":
+            starts = range(0, length, max_length)
+            pieces.extend((index, start, min(max_length, length - start)) for start in starts)
+        else:
+            raise UserError(
+                f"sequence {index} has {length} tokens, a row holds {max_length}; pass oversize='drop', 'truncate' or "
+                "'split', or a longer max_length"
+            )
+    rows = []
+    for group in pack_lengths([tokens for _, _, tokens in pieces], max_length, policy):
+        at = 0
+        row = []
+        for piece in group.tolist():
+            sequence, offset, tokens = pieces[piece]
+            row.append(Segment(at, at + tokens, sequence, offset))
+            at += tokens
+        rows.append(row)
+    return rows, dropped
+
+
+def _fill(rows: list[list[Segment]], values: Sequence[Tokens], max_length: int, pad: int) -> torch.Tensor:
+    import torch
+
+    filled = np.full((len(rows), max_length), pad, dtype=np.int64)
+    for number, row in enumerate(rows):
+        for segment in row:
+            stop = segment.offset + segment.end - segment.start
+            filled[number, segment.start : segment.end] = np.asarray(values[segment.sequence])[segment.offset : stop]
+    return torch.from_numpy(filled)
+
+
+def _positions(rows: list[list[Segment]], max_length: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    import torch
+
+    positions = np.empty((len(rows), max_length), dtype=np.int64)
+    cu_seqlens = []
+    for number, row in enumerate(rows):
+        ends = [segment.end for segment in row]
+        if ends[-1] < max_length:
+            ends.append(max_length)
+        starts = [0, *ends[:-1]]
+        for start, end in zip(starts, ends, strict=True):
+            positions[number, start:end] = np.arange(end - start)
+        cu_seqlens.append(torch.tensor([0, *ends], dtype=torch.int32))
+    return torch.from_numpy(positions), cu_seqlens
+
+
+def _boundaries(rows: list[list[Segment]]) -> Boundaries:
+    return Boundaries([(segment.start, segment.end) for segment in row] for row in rows)

@@ -145,7 +145,7 @@ def make_config(
         train=bridge.TrainingConfig(
             micro_batch_size=1, global_batch_size=global_batch_size, train_iters=steps, manual_gc=False
         ),
-        validation=bridge.ValidationConfig(eval_iters=eval_iters, eval_interval=None),
+        validation=bridge.ValidationConfig(eval_iters=eval_iters, eval_interval=steps + 1 if eval_iters else None),
         optimizer=bridge.OptimizerConfig(
             optimizer="adam",
             lr=learning_rate,

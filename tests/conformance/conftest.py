@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -86,6 +87,42 @@ class Samples:
             self.mixed([("image", (1, 4, 4)), ("video", (2, 4, 6)), ("image", (1, 2, 4)), ("video", (2, 2, 2))]),
             self.draw("text", 11),
         ]
+
+
+class Endless:
+    """Batches over and over, with the iterator contract of an external data loader."""
+
+    def __init__(self, batches):
+        self.batches = batches
+        self.read = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.read += 1
+        return self.batches[(self.read - 1) % len(self.batches)]
+
+
+@pytest.fixture(scope="session")
+def ready_batches():
+    """Makes a Bridge `DatasetProvider` that hands out ready batches."""
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    from megatron.bridge.data.base import DatasetProvider
+
+    @dataclass
+    class ReadyBatches(DatasetProvider):
+        train: Any = field(default_factory=list)
+        held_out: Any = None
+        dataloader_type: str = "external"
+        num_workers: int = 0
+
+        def build_datasets(self, context):
+            return Endless(self.train), Endless(self.held_out) if self.held_out else None, None
+
+    return ReadyBatches
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -28,39 +26,6 @@ def stand_ins():
     cpu_stand_ins.uninstall()
 
 
-class Endless:
-    """Batches over and over, with the iterator contract of an external data loader."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.read = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.read += 1
-        return self.batches[(self.read - 1) % len(self.batches)]
-
-
-@pytest.fixture(scope="module")
-def dataset(stand_ins):
-    """Makes a Bridge `DatasetProvider` that hands out ready batches."""
-    from megatron.bridge.data.base import DatasetProvider
-
-    @dataclass
-    class Batches(DatasetProvider):
-        train: Any = field(default_factory=list)
-        held_out: Any = None
-        dataloader_type: str = "external"
-        num_workers: int = 0
-
-        def build_datasets(self, context):
-            return Endless(self.train), Endless(self.held_out) if self.held_out else None, None
-
-    return Batches
-
-
 def packs_of(make_samples, family, count, seed=0):
     """Rows of `count` packs, every pack with text, images and videos (text only for ``text``)."""
     packs = []
@@ -74,14 +39,14 @@ def packs_of(make_samples, family, count, seed=0):
 
 
 @pytest.fixture
-def train(tiny_provider, dataset):
+def train(tiny_provider, ready_batches):
     """Runs a family's tiny model over batches in a world of its own."""
 
     def run(family, batches, *, held_out=None, steps=STEPS, rows_a_step=1, learning_rate=2e-3, on_step=None):
         with training_run.process_groups():
             config = training_run.make_config(
                 tiny_provider(family, seq_length=512),
-                dataset(train=batches, held_out=held_out),
+                ready_batches(train=batches, held_out=held_out),
                 steps=steps,
                 global_batch_size=rows_a_step,
                 learning_rate=learning_rate,
@@ -168,12 +133,12 @@ def test_a_run_inside_another_process_group_is_refused_with_a_sentence():
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 2, "global_batch_size": 0}])
-def test_a_run_of_no_steps_or_no_rows_is_refused_with_a_sentence(wrong, tiny_provider, dataset):
+def test_a_run_of_no_steps_or_no_rows_is_refused_with_a_sentence(wrong, tiny_provider, ready_batches):
     with pytest.raises(ConfigError, match="must be at least 1"):
-        training_run.make_config(tiny_provider("text"), dataset(), **wrong)
+        training_run.make_config(tiny_provider("text"), ready_batches(), **wrong)
 
 
-def test_an_unknown_forward_step_is_refused_with_a_sentence(tiny_provider, dataset):
-    config = training_run.make_config(tiny_provider("text"), dataset(), steps=1)
+def test_an_unknown_forward_step_is_refused_with_a_sentence(tiny_provider, ready_batches):
+    config = training_run.make_config(tiny_provider("text"), ready_batches(), steps=1)
     with pytest.raises(ConfigError, match="forward_step is 'llava'"):
         training_run.run(config, forward_step="llava")

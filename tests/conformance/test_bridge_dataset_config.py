@@ -1,0 +1,112 @@
+"""`PackedEnergonDatasetConfig` in Megatron-Bridge: from conversation files to optimiser steps, with nothing faked."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from energon_packing import thd
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge import cpu_stand_ins, parity, tiny_models, training_run
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+SEQ_LENGTH = 1024
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Conversations with images and videos as an Energon data set."""
+    folder = tmp_path_factory.mktemp("bridge")
+    source = make_data(folder / "made", conversations=40, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "dataset", split={"train": 0.8, "val": 0.2}, workers=0))
+    return folder / "dataset"
+
+
+@pytest.fixture
+def dataset(data):
+    """Makes the configuration anew: the same packs in the same order each time."""
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    def make(family):
+        return PackedEnergonDatasetConfig(
+            path=str(data),
+            processor=str(processor_path(family)),
+            seq_length=SEQ_LENGTH,
+            num_workers=0,
+            min_pixels=32 * 32,
+            max_pixels=160 * 160,
+            video_min_pixels=32 * 32,
+            video_max_pixels=160 * 160,
+            window=32,
+            drop_budget=0.5,
+        )
+
+    return make
+
+
+@pytest.fixture
+def provider():
+    """The family's tiny model with the vocabulary of the shipped processor."""
+    from transformers import AutoTokenizer
+
+    def make(family):
+        vocabulary = AutoTokenizer.from_pretrained(processor_path(family)).get_vocab()
+        tokens = tiny_models.SpecialTokens(
+            vision_start=vocabulary["<|vision_start|>"],
+            vision_end=vocabulary["<|vision_end|>"],
+            image=vocabulary["<|image_pad|>"],
+            video=vocabulary["<|video_pad|>"],
+        )
+        return tiny_models.provider(family, vocab_size=len(vocabulary), tokens=tokens, seq_length=SEQ_LENGTH)
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_on_online_packs_lower_the_loss_on_held_out_conversations(family, dataset, provider):
+    with training_run.process_groups():
+        config = training_run.make_config(provider(family), dataset(family), steps=20, eval_iters=2, learning_rate=2e-3)
+        result = training_run.run(config, forward_step="vlm")
+    print(f"\n{family}: held out {result.held_out_before:.3f} -> {result.held_out_after:.3f}")
+    assert len(result.losses) == 20
+    assert result.losses[-1] < result.losses[0] - 0.5
+    assert result.held_out_after < result.held_out_before - 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_ten_losses_on_online_packs_equal_those_of_the_same_samples_one_a_row(
+    family, dataset, provider, ready_batches
+):
+    from energon_packing.config import ParallelConfig
+    from energon_packing.energon.loader import build_loader
+
+    packs = []
+    for pack in build_loader(dataset(family).run_config(ParallelConfig())):
+        packs.append(thd.unpack(pack.batch))
+        if len(packs) == 10:
+            break
+    assert sum(len(rows) for rows in packs) > 20
+    assert any("visual_inputs" in row for rows in packs for row in rows)
+    singles, size = parity.one_a_row(packs)
+    results = []
+    for batches, rows_a_step in ((dataset(family), 1), (ready_batches(train=singles), size)):
+        with training_run.process_groups():
+            config = training_run.make_config(provider(family), batches, steps=10, global_batch_size=rows_a_step)
+            results.append(training_run.run(config, forward_step="vlm"))
+    packed, alone = results
+    differences = [abs(left - right) for left, right in zip(packed.losses, alone.losses, strict=True)]
+    print(f"\n{family}: ten losses on online packs differ by at most {max(differences):.1e}")
+    assert max(differences) < 1e-4

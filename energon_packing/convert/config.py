@@ -44,7 +44,7 @@ class ConvertConfig:
             decodes the first frame of a video.
         max_pixels: largest image or frame, width times height.
         max_media_bytes: largest media file.
-        max_record_bytes: longest line of a JSON Lines file.
+        max_record_bytes: longest line of a JSON Lines file, and longest element of an array (in characters).
         max_rejects: share of rejected records above which the conversion counts as failed; in [0, 1].
         resume: skip a finished conversion of the same sources and options, go on with an interrupted one.
         overwrite: replace a data set that is there already.

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ijson
-
+from energon_packing.convert.json_array import iterate_array
 from energon_packing.errors import SampleRejected, UserError
 
 SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
@@ -132,7 +131,8 @@ def _read_stream(source: SourceFile, stream: BinaryIO, max_record_bytes: int) ->
     if first == b"":
         yield _broken(source, 0, source.name, "the file is empty", 0, reason="empty_file")
     elif first == b"[":
-        yield from _read_array(source, stream)
+        stream.seek(start)
+        yield from _read_array(source, stream, max_record_bytes)
     elif source.path.suffix.lower() == ".json" and not _has_whole_line(stream, max_record_bytes):
         stream.seek(start)
         yield from _read_object(source, stream, max_record_bytes)
@@ -166,17 +166,14 @@ def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
     return False
 
 
-def _read_array(source: SourceFile, stream: BinaryIO) -> Iterator[RawRecord]:
-    number = 0
-    try:
-        for number, value in enumerate(ijson.items(stream, "item", use_float=True)):
-            where = f"{source.name}[{number}]"
-            yield RawRecord(source=source, number=number, where=where, value=value, position=stream.tell())
-            number += 1
-    except (ijson.JSONError, UnicodeDecodeError, ValueError, RecursionError) as error:
+def _read_array(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
+    for number, element in enumerate(iterate_array(stream, max_element=max_record_bytes)):
         where = f"{source.name}[{number}]"
-        detail = f"the array breaks off here, nothing behind it was read: {_one_line(error)}"
-        yield _broken(source, number, where, detail, stream.tell())
+        if element.error is None:
+            yield RawRecord(source=source, number=number, where=where, value=element.value, position=stream.tell())
+        else:
+            lost = "; nothing behind it was read" if element.last else ""
+            yield _broken(source, number, where, element.error + lost, stream.tell())
 
 
 def _read_object(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:

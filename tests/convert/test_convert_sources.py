@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from source_files import sharegpt, write_json, write_lines
 
+from energon_packing.convert import json_array
 from energon_packing.convert.sources import RawRecord, find_sources, read_records
 from energon_packing.errors import UserError
 
@@ -97,6 +101,78 @@ def test_an_array_that_breaks_off_keeps_what_stands_before_and_says_where(tmp_pa
     assert "cut.json[2]" in detail
 
 
+@pytest.mark.parametrize(
+    "value",
+    [12345678901234567890123456789, 1e308, 1.5, "\ud800", "\u2028", {"deep": [[[1]]]}, True, None],
+    ids=str,
+)
+def test_an_array_means_what_the_standard_library_says(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"v": value}, {"v": 2}]))
+    assert [json.dumps(record) for record in good(path)] == [json.dumps({"v": value}), json.dumps({"v": 2})]
+
+
+@pytest.mark.parametrize("broken", ['{"v": NaN}', '{"v": ' + "9" * 5000 + "}", '{"v": [-Infinity]}'])
+def test_a_well_formed_element_that_is_no_json_is_rejected_alone(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(f'[{{"v": 1}}, {broken}, {{"v": 2}}]')
+    assert good(path) == [{"v": 1}, {"v": 2}]
+    assert [(number, reason) for number, reason, _ in bad(path)] == [(1, "bad_json")]
+
+
+@pytest.mark.parametrize(
+    "tail", ["", ",", " x", "] x", "{}", ', {"v": 3}', ", " + "[" * 100_000, ",]", ', "open', ", tru", ", 1"]
+)
+def test_an_array_that_is_not_well_formed_ends_with_one_error(tmp_path: Path, tail: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('[{"v": 1}, {"v": 2}' + tail)
+    with pytest.raises((ValueError, RecursionError)):
+        json.loads(path.read_text())
+    assert good(path)[:2] == [{"v": 1}, {"v": 2}]
+    assert len(bad(path)) == 1
+
+
+@given(
+    st.lists(
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+            max_leaves=8,
+        ),
+        max_size=8,
+    ),
+    st.integers(1, 40),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_every_array_reads_as_json_loads_reads_it_at_every_block_size(
+    values: list, block: int, indent: int | None, ascii_only: bool
+) -> None:
+    try:
+        data = json.dumps(values, indent=indent, ensure_ascii=ascii_only).encode()
+    except UnicodeEncodeError:
+        return  # a lone surrogate cannot be written as UTF-8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "BLOCK_BYTES", block)
+        elements = list(json_array.iterate_array(io.BytesIO(data), max_element=10_000))
+    assert [element.error for element in elements] == [None] * len(values)
+    assert json.dumps([element.value for element in elements]) == json.dumps(json.loads(data))
+
+
+def test_bytes_that_are_not_utf8_cost_one_record_of_an_array(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b'[{"v": 1}, {"v": "\xff"}, {"v": 2}]')
+    assert good(path) == [{"v": 1}, {"v": "\udcff"}, {"v": 2}]  # a lone surrogate: rejected as bad_text when written
+
+
+def test_an_element_beyond_the_limit_ends_the_array(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps([{"v": 1}, {"v": "x" * 1_000_000}, {"v": 2}]))
+    ((number, _, detail),) = bad(path, 10_000)
+    assert number == 1
+    assert "longer than 10000 characters" in detail
+
+
 def test_a_large_array_is_streamed_and_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     with path.open("w") as stream:
@@ -109,7 +185,7 @@ def test_a_large_array_is_streamed_and_not_loaded(tmp_path: Path) -> None:
     first = next(records)
     assert first.value["id"] == "0"
     assert path.stat().st_size > 8_000_000
-    assert first.position < 300_000  # bytes read when the first record came out
+    assert first.position < 600_000  # bytes read when the first record came out
     assert sum(1 for _ in records) == 3999
 
 

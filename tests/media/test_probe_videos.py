@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from energon_packing.errors import SampleRejected
+from energon_packing.media import probe
 from energon_packing.media.probe import probe_video
 
 SHARED = Path(__file__).parents[3] / "shared/data/llamafactory_demo/mllm_demo_data"
@@ -148,11 +149,9 @@ def test_sound_alone_is_no_video(tmp_path: Path) -> None:
     assert caught.value.reason == "corrupt_media"
 
 
-@pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("container", ["mp4", "mkv", "avi"])
-def test_a_truncated_video_is_refused(tmp_path: Path, container: str, decode: bool) -> None:
-    options = {"movflags": "faststart"} if container == "mp4" else {}
-    path = tmp_path / f"v.{container}"
+def faststart_video(path: Path) -> bytes:
+    """40 frames; an MP4 has its index in front, so that a cut leaves it whole."""
+    options = {"movflags": "faststart"} if path.suffix == ".mp4" else {}
     with av.open(str(path), "w", options=options) as output:
         stream = output.add_stream("libx264", rate=25)
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
@@ -161,7 +160,13 @@ def test_a_truncated_video_is_refused(tmp_path: Path, container: str, decode: bo
             frame = av.VideoFrame.from_ndarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8), "rgb24")
             output.mux(stream.encode(frame))
         output.mux(stream.encode(None))
-    data = path.read_bytes()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("container", ["mp4", "mkv", "avi"])
+def test_a_truncated_video_is_refused(tmp_path: Path, container: str, decode: bool) -> None:
+    data = faststart_video(tmp_path / f"v.{container}")
     assert probe_video(data, decode=decode).frames == 40
     cut = data[: len(data) * 6 // 10]
     with pytest.raises(SampleRejected) as caught:
@@ -185,6 +190,47 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path) -> None:
     for path in (playlist, concat):
         with pytest.raises(SampleRejected):
             probe_video(path)
+
+
+class _Undecodable:
+    """A container that fails the test when somebody decodes from it."""
+
+    def __init__(self, container: object) -> None:
+        self._container = container
+
+    def __enter__(self) -> _Undecodable:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._container.close()
+
+    def decode(self, stream: object) -> None:
+        pytest.fail("decoded before the size was checked")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._container, name)
+
+
+def test_frames_larger_than_the_limit_are_refused_before_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_video(tmp_path / "v.mp4", [0, 4])
+    original = probe._open_video
+    monkeypatch.setattr(probe, "_open_video", lambda file: _Undecodable(original(file)))
+    with pytest.raises(SampleRejected) as caught:
+        probe_video(path, max_pixels=64 * 48 - 1)
+    assert caught.value.reason == "media_too_large"
+
+
+def test_an_mp4_that_ends_between_two_frames_is_refused(tmp_path: Path) -> None:
+    data = faststart_video(tmp_path / "v.mp4")
+    with av.open(io.BytesIO(data)) as container:
+        ends = [packet.pos + packet.size for packet in container.demux(video=0) if packet.size]
+    assert len(ends) == 40
+    for decode in (False, True):
+        with pytest.raises(SampleRejected) as caught:
+            probe_video(data[: sorted(ends)[20]], decode=decode)
+        assert caught.value.reason == "corrupt_media"
 
 
 def test_frames_larger_than_the_limit_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from energon_packing.packing.balance import pack_cost, serpentine_order, simulate_steps
     from energon_packing.packing.bound import lower_bound
     from energon_packing.packing.constraints import Constraints
-    from energon_packing.packing.partition import check_limits, check_partition
+    from energon_packing.packing.partition import check_groups, check_partition
     from energon_packing.packing.policy import Policy, get_policy, pack_lengths, policies, register_policy
     from energon_packing.packing.statistics import PackStatistics
     from energon_packing.packing.stream import pack_stream
@@ -32,7 +32,7 @@ _HOME = {
     "PackedRows": "tokens",
     "Policy": "policy",
     "WindowPacker": "window",
-    "check_limits": "partition",
+    "check_groups": "partition",
     "check_partition": "partition",
     "concatenate_and_pack": "tokens",
     "drain_window": "window",
@@ -56,7 +56,7 @@ __all__ = [
     "PackedRows",
     "Policy",
     "WindowPacker",
-    "check_limits",
+    "check_groups",
     "check_partition",
     "concatenate_and_pack",
     "drain_window",

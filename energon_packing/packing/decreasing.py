@@ -24,9 +24,9 @@ def groups_of(pack: np.ndarray) -> list[np.ndarray]:
     """Index groups from ``[N]`` pack numbers: each ascending, ordered by smallest index."""
     order = stable_order(pack)
     numbers = pack[order]
-    starts = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1])))
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     ends = np.append(starts[1:], order.size)
-    by_oldest = np.argsort(order[starts], kind="stable")
+    by_oldest = stable_order(order[starts])
     return [order[start:end] for start, end in zip(starts[by_oldest].tolist(), ends[by_oldest].tolist(), strict=True)]
 
 
@@ -53,7 +53,7 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
     capacity //= divisor
     order = stable_order(capacity - units)
     descending = units[order]
-    first = np.flatnonzero(np.concatenate(([True], descending[1:] != descending[:-1])))
+    first = np.flatnonzero(np.diff(descending, prepend=-1))
     counts = np.diff(np.append(first, descending.size))
     placed = np.empty(lengths.size, dtype=np.int64)
     # Packs with `room` free units: a stack of arrays of pack numbers, the fullest choice last in, first out.

@@ -12,8 +12,8 @@ from energon_packing.packing.constraints import FLOAT_TOLERANCE, Constraints
 NAMED = 8  # how many indices an error names before it only counts
 
 
-def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | int) -> None:
-    """Checks that each expected index is in exactly one group.
+def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.ndarray | Sequence[int] | int) -> None:
+    """Checks that each expected index is in exactly one group and no group is empty.
 
     Args:
         groups: index groups.
@@ -22,38 +22,22 @@ def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.n
     Raises:
         PackingError: names missing, doubled and foreign indices, and empty groups.
     """
-    indices = np.arange(expected) if isinstance(expected, int) else np.asarray(expected, dtype=np.int64)
-    empty = [number for number, group in enumerate(groups) if len(group) == 0]
-    if empty:
-        raise PackingError(f"selection made empty packs: {_some(empty)}")
-    given = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups]) if len(groups) else indices[:0]
-    if given.size and given.min() < 0:
-        raise PackingError(f"selection is no partition: negative indices {_some(given[given < 0].tolist())}")
-    size = int(max(given.max(initial=-1), indices.max(initial=-1))) + 1
-    found = np.bincount(given, minlength=size)
-    wanted = np.bincount(indices, minlength=size)
-    if not np.array_equal(found, wanted):
-        problems = []
-        for word, where in (
-            ("missing", (found == 0) & (wanted > 0)),
-            ("more than once", (found > 1) & (wanted > 0)),
-            ("not among the input", (found > 0) & (wanted == 0)),
-        ):
-            if where.any():
-                problems.append(f"{word}: {_some(np.flatnonzero(where).tolist())}")
-        raise PackingError(f"selection is no partition of its input; indices {'; '.join(problems)}")
+    flat, _ = flatten(groups)
+    _check_indices(flat, expected)
 
 
-def check_limits(groups: Sequence[np.ndarray], lengths: np.ndarray, capacity: int, constraints: Constraints) -> None:
-    """Checks that each group keeps the capacity and every limit.
+def check_groups(
+    groups: Sequence[np.ndarray | Sequence[int]], lengths: np.ndarray, capacity: int, constraints: Constraints
+) -> None:
+    """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit.
 
     Raises:
-        PackingError: names the first pack over a limit, its indices and the sum.
+        PackingError: as `check_partition`; or the first pack over a limit, its indices and its sum.
     """
-    if not groups:
+    flat, starts = flatten(groups)
+    _check_indices(flat, lengths.size)
+    if not starts.size:
         return
-    flat = np.concatenate(groups)
-    starts = np.cumsum([0, *(len(group) for group in groups[:-1])])
     columns: dict[str, tuple[np.ndarray, int | float]] = {"tokens": (lengths, capacity)}
     columns.update({name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()})
     for name, (cost, limit) in columns.items():
@@ -63,8 +47,46 @@ def check_limits(groups: Sequence[np.ndarray], lengths: np.ndarray, capacity: in
             number = int(over.argmax())
             raise PackingError(
                 f"pack {number} holds {sums[number]} {name}, limit {limit}; "
-                f"its indices: {_some(groups[number].tolist())}"
+                f"its indices: {_some([int(index) for index in groups[number]])}"
             )
+
+
+def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """All indices ``[N]`` int64, one group after another, and where each group starts ``[P]`` int64.
+
+    Raises:
+        PackingError: a group is empty; names the groups.
+    """
+    sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
+    if not sizes.size:
+        return sizes, sizes
+    if not sizes.all():
+        raise PackingError(f"selection made empty packs: {_some(np.flatnonzero(sizes == 0).tolist())}")
+    return np.concatenate(list(groups)).astype(np.int64, copy=False), np.cumsum(sizes) - sizes
+
+
+def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int) -> None:
+    if flat.size and flat.min() < 0:
+        raise PackingError(f"selection is no partition: negative indices {_some(flat[flat < 0].tolist())}")
+    if isinstance(expected, int):
+        top = max(expected, int(flat.max(initial=-1)) + 1)
+        wanted = (np.arange(top) < expected).astype(np.int64)
+    else:
+        indices = np.asarray(expected, dtype=np.int64)
+        top = int(max(flat.max(initial=-1), indices.max(initial=-1))) + 1
+        wanted = np.bincount(indices, minlength=top)
+    found = np.bincount(flat, minlength=top)
+    if np.array_equal(found, wanted):
+        return
+    problems = []
+    for word, where in (
+        ("missing", (found == 0) & (wanted > 0)),
+        ("more than once", (found > 1) & (wanted > 0)),
+        ("not among the input", (found > 0) & (wanted == 0)),
+    ):
+        if where.any():
+            problems.append(f"{word}: {_some(np.flatnonzero(where).tolist())}")
+    raise PackingError(f"selection is no partition of its input; indices {'; '.join(problems)}")
 
 
 def _some(values: Sequence[int]) -> str:

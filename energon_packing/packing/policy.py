@@ -11,7 +11,7 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import check_limits, check_partition
+from energon_packing.packing.partition import check_groups
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
 
@@ -126,8 +126,7 @@ def pack_lengths(
     if kept is not None:
         tokens, limits = tokens[kept], limits.take(kept)
     groups = run(tokens, capacity, limits, window=window, seed=seed)
-    check_partition(groups, tokens.size)
-    check_limits(groups, tokens, capacity, limits)
+    check_groups(groups, tokens, capacity, limits)
     return groups if kept is None else [kept[group] for group in groups]
 
 

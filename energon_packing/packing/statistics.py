@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from energon_packing.packing.balance import LINEAR
+from energon_packing.packing.partition import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,8 @@ class PackStatistics:
         if len(groups) == 0:
             zeros: dict[str, Any] = dict.fromkeys(cls.__dataclass_fields__, 0)
             return cls(**zeros)
-        flat = np.concatenate([np.asarray(group, dtype=np.int64) for group in groups])
-        sizes = np.array([len(group) for group in groups])
-        starts = np.cumsum(sizes) - sizes
+        flat, starts = flatten(groups)
+        sizes = np.diff(starts, append=flat.size)
         arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1
         delay = np.repeat(arrived, sizes) - 1 - flat
         # Held just before a pack leaves: all that came, less what left with the packs before it.

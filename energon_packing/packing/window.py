@@ -148,8 +148,9 @@ class WindowPacker[Key]:
         if not 0 < length <= self.capacity:
             raise PackingError(f"sample {key!r} has {length} tokens, a pack holds 1 to {self.capacity}")
         for name, limit in self.limits.items():
-            if not 0 <= (costs or {})[name] <= limit:
-                raise PackingError(f"sample {key!r} costs {(costs or {})[name]} {name}, a pack holds 0 to {limit}")
+            cost = (costs or {}).get(name)
+            if cost is None or not 0 <= cost <= limit:
+                raise PackingError(f"sample {key!r} costs {cost} {name}, a pack holds 0 to {limit}")
         self._keys.append(key)
         self._lengths.append(length)
         for name, column in self._costs.items():

@@ -83,6 +83,28 @@ def test_a_variable_rate_gives_the_average_over_the_whole_video(tmp_path: Path, 
     assert info.fps == pytest.approx(20 / info.duration)
 
 
+@pytest.mark.parametrize("decode", [False, True])
+def test_frames_that_an_edit_list_hides_are_not_counted(tmp_path: Path, decode: bool) -> None:
+    path, hidden = tmp_path / "cut.mp4", 10
+    options = {"avoid_negative_ts": "disabled", "use_editlist": "1"}
+    with av.open(str(path), "w", options=options) as container:
+        stream = container.add_stream("libx264", rate=25, options={"bf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        rng = np.random.default_rng(0)
+        frames = [av.VideoFrame.from_ndarray(rng.integers(0, 255, (48, 64, 3), dtype=np.uint8), "rgb24")] * 30
+        packets = [packet for frame in [*frames, None] for packet in stream.encode(frame)]
+        for packet in packets:
+            # What a phone does when a clip is trimmed: the frames stay in the file, before time zero.
+            shift = int(Fraction(hidden, 25) / packet.time_base)
+            packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+            container.mux(packet)
+    with av.open(str(path)) as container:
+        assert container.streams.video[0].frames == 30
+    info = probe_video(path, decode=decode)
+    assert info.frames == decoded_frames(path.read_bytes()) == 20
+    assert info.duration == pytest.approx(0.8)
+
+
 def test_a_constant_rate_comes_out_as_that_rate(tmp_path: Path) -> None:
     info = probe_video(make_video(tmp_path / "cfr.mp4", list(range(0, 200, 4))))
     assert info.frames == 50

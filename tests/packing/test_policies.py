@@ -1,0 +1,210 @@
+"""The policies by hand-worked examples, their registry and their errors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.packing import check_partition, lower_bound, pack_lengths, policies, register_policy
+from energon_packing.packing import policy as policy_module
+
+
+def _lists(groups: list[np.ndarray]) -> list[list[int]]:
+    return [group.tolist() for group in groups]
+
+
+def test_an_unknown_policy_names_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"'best_fitt'.*window, best_fit.*did you mean 'best_fit'"):
+        pack_lengths([1], 8, "best_fitt")
+
+
+def test_a_user_can_register_a_policy_and_use_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_module, "_registered", {})
+
+    @register_policy("one_each")
+    def one_each(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+        return [np.array([index]) for index in range(len(lengths))]
+
+    assert "one_each" in policies()
+    assert _lists(pack_lengths([3, 3], 8, "one_each")) == [[0], [1]]
+    with pytest.raises(ConfigError, match="'one_each' exists already"):
+        register_policy("one_each", one_each)
+    with pytest.raises(ConfigError, match="'window' exists already"):
+        register_policy("window", one_each)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([[0, 1]], "missing: 2"),
+        ([[0, 1], [1, 2]], "more than once: 1"),
+        ([[0, 1, 2, 3]], "not among the input: 3"),
+        ([[0, 1, 2], []], "empty packs: 1"),
+        ([[0, 1, -1]], "negative indices -1"),
+    ],
+)
+def test_a_policy_that_loses_doubles_or_invents_samples_is_stopped_by_index(
+    groups: list[list[int]], message: str
+) -> None:
+    def broken(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+        return [np.array(group, dtype=np.int64) for group in groups]
+
+    with pytest.raises(PackingError, match=message):
+        pack_lengths([1, 1, 1], 8, broken)
+    with pytest.raises(PackingError, match=message):
+        check_partition(groups, 3)
+
+
+def test_a_policy_that_breaks_a_limit_is_stopped() -> None:
+    def greedy(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+        return [np.arange(len(lengths))]
+
+    with pytest.raises(PackingError, match="pack 0 holds 9 tokens, limit 8; its indices: 0, 1"):
+        pack_lengths([4, 5], 8, greedy)
+    with pytest.raises(PackingError, match="pack 0 holds 5 images, limit 4"):
+        pack_lengths([1, 1], 8, greedy, constraints={"images": ([2, 3], 4)})
+
+
+def test_check_partition_accepts_a_subset_of_indices_as_the_expected_ones() -> None:
+    check_partition([[4, 2], [9]], [2, 4, 9])
+    with pytest.raises(PackingError, match="missing: 9"):
+        check_partition([[4, 2]], np.array([2, 4, 9]))
+
+
+def test_an_oversize_sample_raises_with_index_length_and_capacity() -> None:
+    with pytest.raises(UserError, match="sample 1 fits no pack: length 9, capacity 8 "):
+        pack_lengths([8, 9, 3], 8)
+    with pytest.raises(UserError, match="sample 2 fits no pack: 5 images, limit 4 "):
+        pack_lengths([8, 2, 3], 8, constraints={"images": ([0, 4, 5], 4)})
+
+
+def test_dropped_oversize_samples_leave_the_other_indices_as_they_were() -> None:
+    groups = pack_lengths([9, 5, 9, 3], 8, "next_fit", oversize="drop")
+    assert _lists(groups) == [[1, 3]]
+    groups = pack_lengths([1, 5, 2, 3], 8, "next_fit", oversize="drop", constraints={"images": ([7, 1, 7, 1], 4)})
+    assert _lists(groups) == [[1, 3]]
+
+
+@pytest.mark.parametrize("mode", ["truncate", "split"])
+def test_oversize_modes_that_need_tokens_say_where_tokens_are_packed(mode: str) -> None:
+    with pytest.raises(ConfigError, match="pack_sequences"):
+        pack_lengths([9], 8, oversize=mode)  # type: ignore[arg-type]
+
+
+def test_an_unknown_oversize_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'ignore', known: raise, drop"):
+        pack_lengths([1], 8, oversize="ignore")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [([3, 0], "sample 1 has length 0"), ([-2], "sample 0 has length -2"), ([1.5], "integers"), ([[1]], "flat list")],
+)
+def test_lengths_that_are_no_token_counts_are_refused(lengths: list, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(UserError, match=message):
+        pack_lengths(lengths, 8)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (([1, 2], 4), "one cost for each of 3"),
+        (([1, -1, 0], 4), "finite non-negative costs"),
+        (([1, float("nan"), 0], 4), "finite non-negative costs"),
+        (([1, 1, 1], float("inf")), "finite non-negative limit"),
+        (["a", "b", "c"], "must be a pair"),
+        ((["a", "b", "c"], 4), "numbers as costs"),
+    ],
+)
+def test_constraints_that_cannot_be_kept_are_refused_by_name(constraint: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'images'.*{message}"):
+        pack_lengths([1, 1, 1], 8, constraints={"images": constraint})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("policy", ["window", "best_fit", "first_fit", "next_fit", "balanced", "internvl"])
+def test_an_empty_list_has_no_packs(policy: str) -> None:
+    assert pack_lengths([], 8, policy) == []
+
+
+def test_next_fit_keeps_the_order() -> None:
+    assert _lists(pack_lengths([3, 2, 4, 3], 8, "next_fit")) == [[0, 1], [2, 3]]
+
+
+def test_the_window_fills_the_oldest_samples_pack_exactly_where_that_is_possible() -> None:
+    # 5 is oldest; 2 would fit first, but only 3 fills the pack.
+    assert _lists(pack_lengths([5, 2, 3, 6], 8, "window", window=4)) == [[0, 2], [1, 3]]
+
+
+def test_text_and_image_heavy_samples_share_packs_so_that_both_limits_are_used() -> None:
+    # Ten long texts without images and ten short samples with four: together they fill ten packs in both respects.
+    lengths = [80] * 10 + [20] * 10
+    images = [0] * 10 + [4] * 10
+    for policy in ("window", "best_fit"):
+        assert len(pack_lengths(lengths, 100, policy, constraints={"images": (images, 4)})) == 10
+
+
+def test_balanced_packs_cost_less_apart_than_full_ones() -> None:
+    random = np.random.default_rng(3)
+    lengths = np.minimum(random.lognormal(5, 1.2, 4000).astype(int) + 1, 8192)
+
+    def spread(groups: list[np.ndarray]) -> float:
+        costs = np.array([sum(24576 * int(lengths[i]) + int(lengths[i]) ** 2 for i in group) for group in groups])
+        return float(costs.std() / costs.mean())
+
+    balanced, full = (pack_lengths(lengths, 8192, policy) for policy in ("balanced", "best_fit"))
+    assert spread(balanced) < 0.5 * spread(full)
+    assert len(balanced) <= 1.05 * len(full)
+
+
+class TestInternVL:
+    """Each rule of its buffer list, worked by hand."""
+
+    def _pack(self, samples: list[tuple[int, int]], *, tokens: int = 10, images: int = 4, buffers: int = 20):  # type: ignore[no-untyped-def]
+        lengths, counts = [sample[0] for sample in samples], [sample[1] for sample in samples]
+        constraints = {"images": (counts, images)}
+        return _lists(pack_lengths(lengths, tokens, "internvl", constraints=constraints, window=buffers))
+
+    def test_a_sample_joins_the_first_pack_that_holds_it_not_the_fullest(self) -> None:
+        # Open: [0] with 2 images and 3 tokens in front of [1] with 1 image and 8 tokens; best fit would take [1].
+        assert self._pack([(3, 2), (8, 1), (2, 1)]) == [[0, 2], [1]]
+
+    def test_packs_stand_in_descending_image_count(self) -> None:
+        # [1] has more images and stands in front of [0], although it came later; so sample 2 joins [1].
+        assert self._pack([(3, 1), (8, 2), (2, 1)]) == [[1, 2], [0]]
+
+    def test_a_pack_goes_behind_those_with_equally_many_images(self) -> None:
+        assert self._pack([(6, 2), (7, 2), (1, 1)]) == [[0, 2], [1]]
+
+    def test_a_text_sample_counts_one_image(self) -> None:
+        # Limit 2: two texts fill it, so the third opens a new pack.
+        assert self._pack([(1, 0), (1, 0), (1, 0)], images=2) == [[0, 1], [2]]
+
+    def test_a_pack_full_in_tokens_is_emitted_before_one_full_in_images(self) -> None:
+        # Sample 1 completes the tokens of [0] at once; [2] leaves at the image limit, [3] at the end.
+        assert self._pack([(4, 1), (6, 1), (3, 4), (2, 1)]) == [[0, 1], [2], [3]]
+
+    def test_a_pack_at_the_image_limit_is_emitted_with_tokens_to_spare(self) -> None:
+        assert self._pack([(9, 1), (3, 4), (1, 1)]) == [[1], [0, 2]]
+
+    def test_with_too_many_open_packs_the_one_with_most_images_is_emitted(self) -> None:
+        assert self._pack([(8, 1), (7, 3), (6, 2)], buffers=2) == [[1], [2], [0]]
+
+    def test_a_pack_never_exceeds_its_tokens_however_many_are_open(self) -> None:
+        groups = self._pack([(9, 1), (8, 1), (7, 1), (6, 1)], buffers=2)
+        assert sorted(len(group) for group in groups) == [1, 1, 1, 1]
+
+
+def test_the_lower_bound_of_a_hand_worked_list() -> None:
+    # Three above half of 10 cannot share; 4 + 4 of the small ones do not fit beside 9 and 8, one fits beside 6.
+    assert lower_bound([9, 8, 6, 4, 4], 10) == 4
+    assert lower_bound([], 10) == 0
+    assert lower_bound([10, 10], 10) == 2
+
+
+def test_importing_the_engine_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, energon_packing.packing as p; p.pack_lengths([1], 2); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

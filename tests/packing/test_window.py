@@ -1,0 +1,145 @@
+"""The step function of streams, its storage, and packing an endless stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.packing import (
+    Constraints,
+    WindowPacker,
+    drain_window,
+    lower_bound,
+    pack_lengths,
+    pack_stream,
+    select_from_window,
+)
+
+
+def _mix(count: int, seed: int = 5) -> tuple[np.ndarray, np.ndarray]:
+    """Text, images and videos as a multimodal data set has them: tokens and image counts."""
+    random = np.random.default_rng(seed)
+    kind = random.random(count)
+    tokens = random.lognormal(6, 1, count)
+    images = np.ones(count, dtype=np.int64)
+    pictures, videos = (kind > 0.6) & (kind < 0.95), kind >= 0.95
+    images[pictures] = random.integers(1, 5, pictures.sum())
+    images[videos] = random.integers(8, 61, videos.sum())
+    tokens[pictures] += images[pictures] * random.integers(200, 1500, pictures.sum())
+    tokens[videos] = images[videos] * random.integers(60, 400, videos.sum())
+    return np.clip(tokens.astype(np.int64), 8, 32768), images
+
+
+def test_a_window_of_256_reaches_the_bound_on_a_multimodal_mix() -> None:
+    lengths, _ = _mix(20_000)
+    groups = pack_lengths(lengths, 32768, "window", window=256)
+    assert len(groups) <= 1.0005 * lower_bound(lengths, 32768) + 1
+
+
+def test_with_images_limited_the_window_stays_within_four_percent_of_the_two_constraint_bound() -> None:
+    lengths, images = _mix(6_000)
+    constraints = {"images": (images, 64)}
+    bound = lower_bound(lengths, 32768, Constraints.from_pairs(constraints, lengths.size))
+    assert len(pack_lengths(lengths, 32768, "window", constraints=constraints)) <= 1.04 * bound
+
+
+def test_with_three_limits_at_once_the_window_stays_within_eight_percent_of_the_bound() -> None:
+    lengths, images = _mix(4_000)
+    constraints = {"images": (images, 64), "patches": (images * 700, 50_000.0), "segments": (np.ones(4_000), 30)}
+    bound = lower_bound(lengths, 32768, Constraints.from_pairs(constraints, lengths.size))
+    assert len(pack_lengths(lengths, 32768, "window", constraints=constraints)) <= 1.08 * bound
+
+
+def test_the_next_pack_is_ascending_and_holds_the_oldest() -> None:
+    assert select_from_window([4, 1, 3, 4], 8) == [0, 1, 2]
+    assert select_from_window([4, 3, 3, 4], 8) == [0, 3]
+    assert select_from_window([8, 3], 8) == [0]
+
+
+def test_costs_without_a_limit_do_not_count() -> None:
+    assert select_from_window([4, 4], 8, {"images": [9, 9]}, {}) == [0, 1]
+    assert select_from_window([4, 4], 8, {"images": [9, 9]}, {"images": 9}) == [0]
+
+
+def test_samples_that_fit_no_pack_are_left_alone_unless_oldest() -> None:
+    assert select_from_window([4, 9, 4], 8) == [0, 2]
+    with pytest.raises(PackingError, match="9 tokens"):
+        select_from_window([9, 1], 8)
+    with pytest.raises(PackingError, match="costs 5 images, limit 4"):
+        select_from_window([1, 1], 8, {"images": [5, 1]}, {"images": 4})
+    with pytest.raises(PackingError, match="empty window"):
+        select_from_window([], 8)
+
+
+def test_a_limit_of_zero_keeps_samples_that_cost_something_out() -> None:
+    assert select_from_window([4, 2, 2], 8, {"images": [0, 1, 0]}, {"images": 0}) == [0, 2]
+
+
+def test_the_drain_is_best_fit_decreasing_and_starts_with_the_oldest() -> None:
+    # Oldest first would pair 2 and 6 too, but 3 with 4; best fit decreasing finds two packs.
+    assert drain_window([3, 6, 2, 5], 8) == [[0, 3], [1, 2]]
+    assert drain_window([], 8) == []
+
+
+def test_the_state_of_a_packer_is_plain_json() -> None:
+    packer: WindowPacker[str] = WindowPacker(8, 4, {"images": 3})
+    packer.add("a", 5, {"images": 1})
+    packer.add("b", 3, {"images": 2})
+    other: WindowPacker[str] = WindowPacker(8, 4, {"images": 3})
+    other.load_state(json.loads(json.dumps(packer.state())))
+    assert other.next_pack() == ["a", "b"]
+    with pytest.raises(PackingError, match="costs"):
+        WindowPacker[str](8, 4).load_state(packer.state())
+
+
+def test_a_packer_refuses_what_it_cannot_hold() -> None:
+    packer: WindowPacker[str] = WindowPacker(8, 1, {"images": 3})
+    with pytest.raises(PackingError, match="9 tokens"):
+        packer.add("a", 9, {"images": 1})
+    with pytest.raises(PackingError, match="costs 4 images"):
+        packer.add("a", 1, {"images": 4})
+    with pytest.raises(PackingError, match="costs None images"):
+        packer.add("a", 1)
+    packer.add("a", 1, {"images": 1})
+    with pytest.raises(PackingError, match="already holds 1"):
+        packer.add("b", 1, {"images": 1})
+    with pytest.raises(ConfigError, match="window"):
+        WindowPacker(8, 0)
+
+
+def test_an_endless_stream_is_packed_without_reading_ahead_of_the_window() -> None:
+    read = 0
+
+    def endless():  # type: ignore[no-untyped-def]
+        nonlocal read
+        for read in itertools.count(1):
+            yield "x" * (read % 7 + 1)
+
+    packs = itertools.islice(pack_stream(endless(), 16, window=32), 50)
+    emitted = 0
+    for pack in packs:
+        emitted += len(pack)
+        assert sum(map(len, pack)) <= 16
+        assert read - emitted < 32
+
+
+def test_a_stream_names_the_sample_that_fits_no_pack_or_reports_each_dropped_one() -> None:
+    with pytest.raises(UserError, match="sample 1 of the stream fits no pack: length 9, capacity 8"):
+        list(pack_stream(["ab", "c" * 9], 8))
+    dropped = []
+    packs = list(pack_stream(["ab", "c" * 9, "", "d"], 8, oversize="drop", on_drop=lambda *args: dropped.append(args)))
+    assert packs == [["ab", "d"]]
+    assert dropped == [("c" * 9, "length 9, capacity 8"), ("", "length 0, capacity 8")]
+    with pytest.raises(ConfigError, match="split"):
+        pack_stream(["ab"], 8, oversize="split")  # type: ignore[arg-type]
+
+
+def test_a_stream_keeps_limits_of_its_samples() -> None:
+    packs = list(
+        pack_stream([(4, 3), (4, 3), (4, 1)], 8, length=lambda s: s[0], constraints={"i": (lambda s: s[1], 4)})
+    )
+    assert packs == [[(4, 3), (4, 1)], [(4, 3)]]

@@ -1,0 +1,302 @@
+"""What holds for every list of lengths, whatever the policy."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.packing import (
+    WindowPacker,
+    drain_window,
+    lower_bound,
+    pack_lengths,
+    pack_stream,
+    policies,
+    select_from_window,
+)
+from energon_packing.packing.subset_sum import fill_exactly, fill_two
+
+MANY = settings(max_examples=400, deadline=None)
+POLICIES = ("window", "best_fit", "first_fit", "next_fit", "balanced", "internvl")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """Lengths, a capacity that holds each of them, a window."""
+    capacity = draw(st.integers(1, 80))
+    lengths = draw(st.lists(st.integers(1, capacity), max_size=60))
+    return lengths, capacity, draw(st.integers(1, 20))
+
+
+@st.composite
+def limited_problems(draw: st.DrawFn) -> tuple[list[int], int, int, dict[str, tuple[list[float], float]]]:
+    """The same with up to three limits: small whole images, fractional bytes, large squares."""
+    lengths, capacity, window = draw(problems())
+    size = len(lengths)
+    limits: dict[str, tuple[list[float], float]] = {}
+    if draw(st.booleans()):
+        limit = draw(st.integers(1, 12))
+        limits["images"] = (draw(st.lists(st.integers(0, limit), min_size=size, max_size=size)), limit)
+    if draw(st.booleans()):
+        shares = st.floats(0, 1, allow_nan=False, width=16)
+        limits["bytes"] = (draw(st.lists(shares, min_size=size, max_size=size)), 1.0)
+    if draw(st.booleans()):
+        limits["attention"] = ([length * length for length in lengths], capacity * capacity)
+    return lengths, capacity, window, limits
+
+
+def assert_packs_are_right(
+    groups: list[np.ndarray],
+    lengths: list[int],
+    capacity: int,
+    limits: dict[str, tuple[list[float], float]] | None = None,
+) -> None:
+    assert sorted(int(index) for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        assert sum(lengths[index] for index in group) <= capacity
+        for cost, limit in (limits or {}).values():
+            assert sum(cost[index] for index in group) <= limit * (1 + 1e-9)
+
+
+def test_every_built_in_policy_is_covered_here() -> None:
+    assert set(POLICIES) <= set(policies())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(problem=problems())
+@MANY
+def test_each_sample_is_in_exactly_one_pack_and_no_pack_is_over_capacity(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window = problem
+    groups = pack_lengths(lengths, capacity, policy, window=window)
+    assert_packs_are_right(groups, lengths, capacity)
+    assert all(group.dtype == np.int64 for group in groups)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(problem=limited_problems())
+@MANY
+def test_each_pack_keeps_every_limit(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window, limits = problem
+    groups = pack_lengths(lengths, capacity, policy, window=window, constraints=limits)
+    assert_packs_are_right(groups, lengths, capacity, limits)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(problem=limited_problems())
+@settings(max_examples=50, deadline=None)
+def test_the_same_lengths_give_the_same_packs(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window, limits = problem
+    once = pack_lengths(lengths, capacity, policy, window=window, constraints=limits)
+    again = pack_lengths(np.array(lengths, dtype=np.int32), capacity, policy, window=window, constraints=limits)
+    assert [group.tolist() for group in once] == [group.tolist() for group in again]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(problem=problems())
+@settings(max_examples=100, deadline=None)
+def test_no_policy_beats_the_lower_bound(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window = problem
+    assert len(pack_lengths(lengths, capacity, policy, window=window)) >= lower_bound(lengths, capacity)
+
+
+def _naive_best_fit_decreasing(lengths: list[int], capacity: int) -> int:
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fits = [room for room in left if room >= length]
+        if fits:
+            left[left.index(min(fits))] -= length
+        else:
+            left.append(capacity - length)
+    return len(left)
+
+
+@given(problem=problems())
+@settings(max_examples=1500, deadline=None)
+def test_best_fit_needs_as_many_packs_as_textbook_best_fit_decreasing(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, _ = problem
+    assert len(pack_lengths(lengths, capacity, "best_fit")) == _naive_best_fit_decreasing(lengths, capacity)
+
+
+@given(problem=problems())
+@MANY
+def test_first_fit_places_each_sample_in_the_first_opened_pack_that_holds_it(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, _ = problem
+    packs: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        for pack in packs:
+            if sum(lengths[other] for other in pack) + length <= capacity:
+                pack.append(index)
+                break
+        else:
+            packs.append([index])
+    assert [group.tolist() for group in pack_lengths(lengths, capacity, "first_fit")] == packs
+
+
+def _minimum_packs(lengths: list[int], capacity: int) -> int:
+    """Brute force over all assignments, largest first, with the symmetry of empty packs removed."""
+    ordered = sorted(lengths, reverse=True)
+    best = len(ordered)
+
+    def place(at: int, left: list[int]) -> None:
+        nonlocal best
+        if len(left) >= best:
+            return
+        if at == len(ordered):
+            best = len(left)
+            return
+        for pack in range(len(left)):
+            if left[pack] >= ordered[at]:
+                left[pack] -= ordered[at]
+                place(at + 1, left)
+                left[pack] += ordered[at]
+        place(at + 1, [*left, capacity - ordered[at]])
+
+    place(0, [])
+    return best
+
+
+@given(st.integers(1, 20).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), min_size=1, max_size=8))))
+@MANY
+def test_the_lower_bound_is_never_above_the_optimum(problem: tuple[int, list[int]]) -> None:
+    capacity, lengths = problem
+    assert lower_bound(lengths, capacity) <= _minimum_packs(lengths, capacity)
+
+
+@given(st.lists(st.integers(1, 40), max_size=10), st.integers(0, 90))
+@settings(max_examples=1000, deadline=None)
+def test_subset_sum_finds_the_brute_force_optimum(lengths: list[int], room: int) -> None:
+    sums = [sum(subset) for size in range(len(lengths) + 1) for subset in combinations(lengths, size)]
+    chosen = fill_exactly(lengths, room, range(len(lengths)))
+    assert len(set(chosen)) == len(chosen)
+    assert sum(lengths[position] for position in chosen) == max(total for total in sums if total <= room)
+
+
+@given(st.lists(st.integers(1, 40), max_size=10), st.integers(0, 90))
+@MANY
+def test_subset_sum_stops_at_the_oldest_samples_that_fit_exactly(lengths: list[int], room: int) -> None:
+    chosen = fill_exactly(lengths, room, range(len(lengths)))
+    if room and sum(lengths[position] for position in chosen) == room:
+        before = lengths[: max(chosen)]
+        sums = {sum(subset) for size in range(len(before) + 1) for subset in combinations(before, size)}
+        assert room not in sums
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=9),
+    st.integers(0, 60),
+    st.integers(0, 8),
+    st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)),
+)
+@MANY
+def test_two_dimensional_subset_sum_finds_the_brute_force_optimum(
+    samples: list[tuple[int, int]], room: int, unit_room: int, weights: tuple[float, float]
+) -> None:
+    lengths, units = [sample[0] for sample in samples], [sample[1] for sample in samples]
+
+    def waste(subset: tuple[int, ...] | list[int]) -> float:
+        left = room - sum(lengths[position] for position in subset)
+        unit_left = unit_room - sum(units[position] for position in subset)
+        if left < 0 or unit_left < 0:
+            return float("inf")
+        return left * weights[0] / max(room, 1) + unit_left * weights[1] / max(unit_room, 1)
+
+    positions = range(len(samples))
+    best = min(waste(subset) for size in range(len(samples) + 1) for subset in combinations(positions, size))
+    chosen = fill_two(lengths, room, units, unit_room, positions, weights=weights, stop_at_full_room=False)
+    assert len(set(chosen)) == len(chosen)
+    assert waste(chosen) == pytest.approx(best, abs=1e-9)
+
+
+@given(problem=limited_problems())
+@MANY
+def test_the_oldest_sample_is_in_the_next_pack_so_none_waits_longer_than_the_window(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window, limits = problem
+    packer: WindowPacker[int] = WindowPacker(capacity, window, {name: limit for name, (_, limit) in limits.items()})
+    emitted = 0
+    arrived_at = {}
+    for index, length in enumerate(lengths):
+        packer.add(index, length, {name: cost[index] for name, (cost, _) in limits.items()})
+        arrived_at[index] = emitted
+        assert len(packer) <= window
+        if packer.full:
+            held = min(set(arrived_at))
+            pack = packer.next_pack()
+            emitted += 1
+            assert pack[0] == held
+            assert pack == sorted(pack)
+            for member in pack:
+                assert emitted - arrived_at.pop(member) <= window
+
+
+@given(problem=limited_problems(), cut=st.integers(0, 60))
+@MANY
+def test_a_packer_restored_from_its_state_goes_on_as_if_nothing_had_happened(problem, cut: int) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window, limits = problem
+    bounds = {name: limit for name, (_, limit) in limits.items()}
+    packer: WindowPacker[int] = WindowPacker(capacity, window, bounds)
+    packs = []
+    for index, length in enumerate(lengths):
+        if index == cut:
+            state = packer.state()
+            packer = WindowPacker(capacity, window, bounds)
+            packer.load_state(state)
+        packer.add(index, length, {name: cost[index] for name, (cost, _) in limits.items()})
+        if packer.full:
+            packs.append(packer.next_pack())
+    packs += packer.drain()
+    expected = pack_lengths(lengths, capacity, "window", window=window, constraints=limits)
+    assert packs == [group.tolist() for group in expected]
+
+
+@given(problem=limited_problems())
+@MANY
+def test_draining_pack_by_pack_gives_the_packs_of_draining_at_once(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, _, limits = problem
+    bounds = {name: limit for name, (_, limit) in limits.items()}
+
+    def columns(indices: list[int]) -> dict[str, list[float]]:
+        return {name: [cost[index] for index in indices] for name, (cost, _) in limits.items()}
+
+    left = list(range(len(lengths)))
+    at_once = drain_window(lengths, capacity, columns(left), bounds)
+    one_by_one = []
+    while left:
+        first = drain_window([lengths[index] for index in left], capacity, columns(left), bounds)[0]
+        one_by_one.append([left[position] for position in first])
+        left = [index for index in left if index not in one_by_one[-1]]
+    assert one_by_one == at_once
+
+
+@given(problem=problems())
+@MANY
+def test_selection_has_no_hidden_state(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, _ = problem
+    if lengths:
+        once = select_from_window(lengths, capacity)
+        select_from_window(lengths[::-1], capacity)
+        assert select_from_window(tuple(lengths), capacity) == once
+
+
+@given(problem=problems())
+@MANY
+def test_a_stream_is_packed_as_the_list_of_its_samples(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window = problem
+    samples = [(index, length) for index, length in enumerate(lengths)]
+    packs = list(pack_stream(iter(samples), capacity, length=lambda sample: sample[1], window=window))
+    expected = pack_lengths(lengths, capacity, "window", window=window)
+    assert [[sample[0] for sample in pack] for pack in packs] == [group.tolist() for group in expected]
+
+
+@given(problem=problems(), multiple=st.sampled_from([2, 8, 64]))
+@MANY
+def test_aligned_lengths_pack_as_their_units_do(problem, multiple: int) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, window = problem
+    for policy in POLICIES:
+        if policy != "balanced":  # cost is no linear function of length
+            units = pack_lengths(lengths, capacity, policy, window=window)
+            tokens = pack_lengths([n * multiple for n in lengths], capacity * multiple, policy, window=window)
+            assert [group.tolist() for group in units] == [group.tolist() for group in tokens]

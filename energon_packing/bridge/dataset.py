@@ -1,7 +1,7 @@
 """`PackedEnergonDatasetConfig`: online packing as a Megatron-Bridge data set.
 
-This is the one file that touches Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated: what Bridge reads
-by name from a data set, and when, is told at each field.
+This is the one file that touches Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated: what Bridge
+reads by name from a data set, and when, is told at each field.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             raise ConfigError("dataset.processor is empty; name the model's Hugging Face processor.")
         if self.micro_batch_size != 1:
             raise ConfigError(
-                f"dataset.micro_batch_size is {self.micro_batch_size}; a packed row is a whole micro-batch, so it is 1. "
-                f"For the same tokens a step raise seq_length to {self.seq_length * self.micro_batch_size}."
+                f"dataset.micro_batch_size is {self.micro_batch_size}; a packed row is a whole micro-batch, so it is 1."
+                f" For the same tokens a step raise seq_length to {self.seq_length * self.micro_batch_size}."
             )
         if self.dataloader_type != "external":
             raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
@@ -196,7 +196,7 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         """
         config = self.run_config(self.parallel_config(context.pg_collection))
         group = getattr(context.pg_collection, "dp", None)
-        place = {
+        place: dict[str, Any] = {
             "rank": 0 if group is None else group.rank(),
             "world_size": 1 if group is None else group.size(),
             "data_parallel_group": group,

@@ -238,8 +238,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return [self.aligned(sample.measured) for sample in samples if sample.measured is not None]
 
     def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        choose = drain_window if ended else select_from_window
-        return choose(self._lengths(samples), self.packing.seq_length)
+        lengths = self._lengths(samples)
+        if ended:  # the first of the packs that best-fit decreasing makes of the rest; the others come out the same
+            return drain_window(lengths, self.packing.seq_length)[0]
+        return select_from_window(lengths, self.packing.seq_length)
 
     def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""

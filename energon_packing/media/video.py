@@ -34,8 +34,11 @@ def decode_frames(
             ``media_too_large`` for too many pixels, ``decode_timeout`` past the deadline.
     """
     import av
+    import av.video.reformatter
 
     wanted = sorted(set(indices))
+    # Of our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
+    reformatter = av.video.reformatter.VideoReformatter()
     frames: dict[int, torch.Tensor] = {}
     try:
         with av.open(io.BytesIO(data)) as container:
@@ -45,14 +48,17 @@ def decode_frames(
             if stream.codec_context.width * stream.codec_context.height > max_pixels:
                 size = f"{stream.codec_context.width}x{stream.codec_context.height}"
                 raise SampleRejected("media_too_large", f"frames of {size} pixels are over {max_pixels}")
-            stream.thread_type = "AUTO"
+            # One thread: a loader's worker is one core already.
+            stream.thread_type = "NONE"
+            stream.codec_context.thread_count = 1
             for index, frame in enumerate(container.decode(stream)):
                 if deadline is not None and time.monotonic() > deadline:
                     raise SampleRejected(
                         "decode_timeout", f"frame {index} was not decoded within encoder.decode_seconds"
                     )
                 if index == wanted[len(frames)]:
-                    pixels = np.rot90(frame.to_ndarray(format="rgb24"), quarter_turns(frame.rotation))
+                    rgb = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+                    pixels = np.rot90(rgb, quarter_turns(frame.rotation))
                     frames[index] = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
                     if len(frames) == len(wanted):
                         break

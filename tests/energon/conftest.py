@@ -1,0 +1,36 @@
+"""A small real data set for the loader tests, made once a session: text, images and video, no planted defects."""
+
+from __future__ import annotations
+
+import pytest
+import torch.utils.data._utils
+
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+# Closing a loader's workers takes seconds at torch's default, for every loader of a test.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """Directory of a converted data set of about 80 conversations."""
+    root = tmp_path_factory.mktemp("loader")
+    source = make_data(root / "raw", conversations=80, seed=3, defects=False)
+    convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 0.9, "val": 0.1}, workers=1))
+    return root / "data"
+
+
+@pytest.fixture
+def run_config(dataset):
+    """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest."""
+
+    def make(*, family="qwen2_5_vl", data=None, encoder=None, **packing):
+        return RunConfig(
+            data=DataConfig(**({"path": str(dataset), "workers": 0, "repeat": False} | (data or {}))),
+            encoder=EncoderConfig(processor=str(processor_path(family)), **(encoder or {})),
+            packing=PackingConfig(**({"seq_length": 4096, "window": 32} | packing)),
+        )
+
+    return make

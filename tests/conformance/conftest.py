@@ -15,6 +15,13 @@ TIMESTAMP = 400
 PATCH_VALUES = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
 
 
+def require_bridge() -> None:
+    """Skips where Megatron-Bridge is missing (``megatron`` alone may be Energon)."""
+    pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+    if importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("Megatron-Bridge is not installed")
+
+
 class Samples:
     """Draws rows as `energon_packing.thd.assemble` takes them, with media of the right shapes for one family.
 
@@ -107,6 +114,7 @@ class Endless:
 @pytest.fixture(scope="session")
 def ready_batches():
     """Makes a Bridge `DatasetProvider` that hands out ready batches."""
+    require_bridge()
     from energon_packing.bridge import cpu_stand_ins
 
     cpu_stand_ins.install()
@@ -134,8 +142,7 @@ def make_samples():
 @pytest.fixture(scope="session")
 def tiny_provider():
     """``tiny_provider(family, seq_length=...)``: a Bridge model provider; ``"text"`` has no vision tower."""
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Bridge is not installed")
+    require_bridge()
     from energon_packing.bridge import tiny_models
 
     tokens = tiny_models.SpecialTokens(
@@ -148,8 +155,7 @@ def tiny_provider():
 @pytest.fixture(scope="module")
 def cpu_world():
     """A gloo group of one process with the CPU stand-ins, and neither of them after the module."""
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Bridge is not installed")
+    require_bridge()
     from energon_packing.bridge import cpu_stand_ins, training_run
 
     with training_run.process_groups():

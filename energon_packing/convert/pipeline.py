@@ -11,34 +11,25 @@ import json
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.energon_index import prepare, require_energon
+from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.keys import KeyAssigner
-from energon_packing.convert.layout import (
-    DATASET_FILE,
-    MEDIA_DIRECTORY,
-    TEXT_DIRECTORY,
-    media_names,
-    write_metadataset,
-)
+from energon_packing.convert.layout import DATASET_FILE, media_names
 from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, WARNINGS_FILE, ConversionReport
-from energon_packing.convert.shards import ShardWriter
 from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
 from energon_packing.convert.splits import assign_splits, position_of
+from energon_packing.convert.stores import MonolithicStore, PolylithicStore, Progress, SampleStore, StoredShards
 from energon_packing.convert.workspace import check_out, finished_report, partial_directory, publish, workspace
 from energon_packing.errors import SampleRejected, UserError
-
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
 
 _AHEAD = 256  # records that wait for their media while others are read
 
@@ -71,7 +62,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         if (unusable := _unusable_source(config, reading)) is not None:
             shutil.rmtree(build.parent)
             raise UserError(unusable)
-        writing = _write(config, reading, build, tell)
+        stored, splits = _write(config, reading, build, tell)
         entry = str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out)
         report = ConversionReport(
             out=str(config.out),
@@ -81,13 +72,13 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             written=len(reading.positions),
             rejected=dict(sorted(reading.rejected.items())),
             warnings=dict(sorted(reading.warnings.items())),
-            splits=writing.splits,
+            splits=splits,
             images=reading.mentions["image"],
             videos=reading.mentions["video"],
             media_files=len(reading.media),
-            media_bytes=writing.media_bytes,
-            record_bytes=writing.record_bytes,
-            shards=writing.shards,
+            media_bytes=stored.media_bytes,
+            record_bytes=stored.record_bytes,
+            shards=stored.shards,
             seconds=round(time.monotonic() - started, 3),
             fingerprint=fingerprint,
         )
@@ -258,130 +249,25 @@ def _short(detail: str) -> str:
     return detail if len(detail) <= 600 else detail[:597] + "..."
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Writing:
-    splits: dict[str, int]
-    media_bytes: int
-    record_bytes: int
-    shards: int
-
-
-class _SampleStore(Protocol):
-    """Where samples go, for one layout."""
-
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes one sample; `names` are the content names of its media, one per mention."""
-
-    def finish(self, splits: list[str], tell: Progress) -> _Writing:
-        """Closes the shards and lets Energon index them."""
-
-
-def _write(config: ConvertConfig, reading: _Reading, build: Path, tell: Progress) -> _Writing:
+def _write(
+    config: ConvertConfig, reading: _Reading, build: Path, tell: Progress
+) -> tuple[StoredShards, dict[str, int]]:
     assigned = assign_splits(reading.positions, config.split)
     with ExitStack() as stack:
-        store: _SampleStore
+        store: SampleStore
         if config.layout == "polylithic":
-            store = _PolylithicStore(config, reading.media, build, stack)
+            store = PolylithicStore(config, reading.media, build, stack)
         else:
-            store = _MonolithicStore(config, reading.media, build, stack)
+            store = MonolithicStore(config, reading.media, build, stack)
         for number, (split, line) in enumerate(zip(assigned, _lines(reading.spool), strict=True), start=1):
             sample = json.loads(line)
             store.add(split, sample["key"], sample["record"].encode("utf-8"), sample["files"])
             tell("write", number, len(assigned))
     counts = Counter(assigned)
-    writing = store.finish([name for name in config.split if counts[name]], tell)
-    return _Writing(
-        splits={name: counts[name] for name in config.split},
-        media_bytes=writing.media_bytes,
-        record_bytes=writing.record_bytes,
-        shards=writing.shards,
-    )
+    stored = store.finish([name for name in config.split if counts[name]], tell)
+    return stored, {name: counts[name] for name in config.split}
 
 
 def _lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as stream:
         yield from stream
-
-
-class _PolylithicStore:
-    """Records in ``text``, each distinct media file once in ``media``, in the order of first mention."""
-
-    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
-        self._config = config
-        self._media = media
-        self._build = build
-        self._stored: set[str] = set()
-        text = build / TEXT_DIRECTORY
-        self._text = {
-            split: stack.enter_context(ShardWriter(text, split, max_samples=config.samples_per_shard))
-            for split in config.split
-        }
-        self._media_shards = stack.enter_context(
-            ShardWriter(build / MEDIA_DIRECTORY, "media", max_bytes=config.media_shard_bytes)
-        )
-
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        self._text[split].begin_sample()
-        self._text[split].add_bytes(f"{key}.json", record)
-        for name in names:
-            if name not in self._stored:
-                self._stored.add(name)
-                self._media_shards.begin_sample()
-                self._media_shards.add_media(name, self._media[name])
-
-    def finish(self, splits: list[str], tell: Progress) -> _Writing:
-        text_shards = {name: count for writer in self._text.values() for name, count in writer.shards.items()}
-        media_shards = self._media_shards.shards
-        total = len(text_shards) + len(media_shards)
-        tell("index", 0, total)
-        workers = max(1, self._config.workers)
-        prepare(self._build / TEXT_DIRECTORY, text_shards, splits, (), workers=workers)
-        tell("index", len(text_shards), total)
-        if media_shards:
-            entries = ((name, self._media[name]) for name in self._stored)
-            prepare(self._build / MEDIA_DIRECTORY, media_shards, ["media"], entries, workers=workers)
-        else:
-            (self._build / MEDIA_DIRECTORY).rmdir()
-        write_metadataset(self._build, splits, with_media=bool(media_shards))
-        tell("index", total, total)
-        return _Writing(
-            splits={},
-            media_bytes=self._media_shards.bytes,
-            record_bytes=sum(writer.bytes for writer in self._text.values()),
-            shards=total,
-        )
-
-
-class _MonolithicStore:
-    """Each sample's record and media side by side in one WebDataset."""
-
-    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
-        self._config = config
-        self._media = media
-        self._build = build
-        self._entries: list[tuple[str, MediaFile]] = []
-        self._record_bytes = 0
-        self._shards = {
-            split: stack.enter_context(ShardWriter(build, split, max_samples=config.samples_per_shard))
-            for split in config.split
-        }
-
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        writer = self._shards[split]
-        writer.begin_sample()
-        writer.add_bytes(f"{key}.json", record)
-        self._record_bytes += len(record)
-        distinct = list(dict.fromkeys(names))
-        for name, suffix in zip(distinct, media_names("monolithic", distinct), strict=True):
-            writer.add_media(key + suffix, self._media[name])
-            self._entries.append((key + suffix, self._media[name]))
-
-    def finish(self, splits: list[str], tell: Progress) -> _Writing:
-        shards = {name: count for writer in self._shards.values() for name, count in writer.shards.items()}
-        tell("index", 0, len(shards))
-        prepare(self._build, shards, splits, self._entries, workers=max(1, self._config.workers))
-        tell("index", len(shards), len(shards))
-        written = sum(writer.bytes for writer in self._shards.values())
-        return _Writing(
-            splits={}, media_bytes=written - self._record_bytes, record_bytes=self._record_bytes, shards=len(shards)
-        )

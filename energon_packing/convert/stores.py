@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredShards:
-    """What a store holds in the end: bytes of media and of JSON records, without tar headers, and the number of tars."""
+    """What a store holds in the end: bytes of media and of records (tar headers left out), and the number of tars."""
 
     media_bytes: int
     record_bytes: int

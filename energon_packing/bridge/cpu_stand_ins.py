@@ -29,14 +29,29 @@ from torch.nn import functional
 
 from energon_packing.errors import UserError
 
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, no log records: Megatron says twenty times that Transformer Engine and Apex are absent."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 try:
-    # First of all Megatron imports: it notes here whether Transformer Engine is present.
-    from megatron.core.extensions import transformer_engine as mcore_te
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.packed_seq_params import PackedSeqParams
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.module import MegatronModule
+    with quiet():
+        # First of all Megatron imports: it notes here whether Transformer Engine is present.
+        from megatron.core.extensions import transformer_engine as mcore_te
+        from megatron.core.models.backends import LocalSpecProvider
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.module import MegatronModule
 except ImportError as error:
     raise UserError(
         f"Megatron-Core cannot be imported ({error}); install the extra with `pip install 'energon-packing[bridge]'`."
@@ -268,25 +283,12 @@ def _import_bridge() -> None:
     if not mcore_te.HAVE_TE:
         sys.meta_path.insert(0, finder)
     try:
-        with _quiet_imports():
+        with quiet():
             for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
                 importlib.import_module(f"megatron.bridge.{name}")
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
-
-
-@contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """The imports say some twenty times that Transformer Engine and Apex are absent, which is why we are here."""
-    disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 # --- CUDA ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _text_config(vocab_size: int, seq_length: int) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "max_position_embeddings": seq_length,
         "attention_dropout": 0.0,
-        "torch_dtype": "float32",
+        "dtype": "float32",
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -108,7 +108,7 @@ def hugging_face_config(
         "intermediate_size": 64,
         "num_heads": 2,
         "out_hidden_size": _HIDDEN,
-        "torch_dtype": "float32",
+        "dtype": "float32",
     }
     if family == "qwen2_5_vl":
         return transformers.Qwen2_5_VLConfig(
@@ -133,7 +133,8 @@ def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = Non
     from megatron.bridge import AutoBridge
 
     config = hugging_face_config(family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length)
-    made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    with cpu_stand_ins.quiet():
+        made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     fields: dict[str, Any] = {
         "seq_length": seq_length,
         "fp16": False,

@@ -189,7 +189,7 @@ def run(
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
         forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``.
         on_step: called after each step.
-        quiet: keep what Bridge prints and logs about itself off the terminal; errors and warnings stay.
+        quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
 
     Raises:
         ConfigError: for an unknown forward step.
@@ -212,12 +212,12 @@ def run(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Standard output and log records below a warning go nowhere; deprecation warnings of Bridge's own too."""
+    """Standard output, log records below a warning, and the warnings of Megatron and torch go nowhere."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.filterwarnings("ignore", module=r"(megatron\.(core|training|bridge)|torch)\b")
             yield
     finally:
         logging.disable(disabled)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,15 @@ class PackLoader:
     def __init__(self, dataset: Any, *, prefetch: int = 2) -> None:
         # A checkpoint after every pack costs a quarter of a millisecond with our shallow saves, and a restored loader
         # then renders no pack twice (Energon's default of 60 s replays up to a minute of decoding).
-        self._loader = get_savable_loader(
-            dataset,
-            checkpoint_every_sec=0,
-            checkpoint_every_min_n_samples=1,
-            prefetch_factor=prefetch,
-            watchdog_timeout_seconds=NEXT_PACK_SECONDS,
-            watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
-        )
+        with _no_pin_memory_warning():
+            self._loader = get_savable_loader(
+                dataset,
+                checkpoint_every_sec=0,
+                checkpoint_every_min_n_samples=1,
+                prefetch_factor=prefetch,
+                watchdog_timeout_seconds=NEXT_PACK_SECONDS,
+                watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
+            )
         self._started = False
 
     def __iter__(self) -> Iterator[Pack]:
@@ -51,7 +54,8 @@ class PackLoader:
         iterator = iter(self._loader)
         while True:
             try:
-                pack = next(iterator)
+                with _no_pin_memory_warning() if not self._started else contextlib.nullcontext():
+                    pack = next(iterator)
             except StopIteration:
                 return
             except (UserError, PackingError) as error:
@@ -154,6 +158,14 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
         "seed": config.data.seed,
         "repeat": config.data.repeat,
     }
+
+
+@contextlib.contextmanager
+def _no_pin_memory_warning() -> Iterator[None]:
+    """Energon asks for pinned memory always; that a machine without an accelerator has none is no news."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
+        yield
 
 
 _WORKER_TRACEBACK = re.compile(

@@ -10,6 +10,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected
+from energon_packing.media.probe import known_formats
 
 
 def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
         with warnings.catch_warnings():
             # Pillow warns at a limit of its own; ours is checked two lines below, before decoding.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=known_formats()) as image:
                 if image.width * image.height > max_pixels:
                     raise SampleRejected(
                         "media_too_large",

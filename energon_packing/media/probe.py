@@ -80,7 +80,7 @@ class VideoInfo(NamedTuple):
 
 
 @cache
-def _known_formats() -> tuple[str, ...]:
+def known_formats() -> tuple[str, ...]:
     """What this build of Pillow can open of `IMAGE_FORMATS`; naming another one is a KeyError while it looks."""
     Image.init()
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
@@ -118,7 +118,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     """
     with _opened(source) as stream:
         try:
-            with Image.open(stream, formats=_known_formats()) as image:
+            with Image.open(stream, formats=known_formats()) as image:
                 _check_pixels(image.width, image.height, max_pixels)
                 # The same call as in ImageOps.exif_transpose, so that both agree.
                 orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -246,7 +246,8 @@ def _video_words(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _open_video(file: BinaryIO) -> Any:
+def open_video(file: BinaryIO) -> Any:
+    """Opens a container of a known format that can reach nothing but its own bytes; close it after use."""
     # The white lists hold also for what a container names inside itself: no other file and no URL is ever opened.
     options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
     return av.open(file, "r", container_options=options)
@@ -258,7 +259,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     if wanted is not None and size_in_bytes < wanted:
         raise SampleRejected("corrupt_media", f"truncated: the header names {wanted} bytes, {size_in_bytes} are there")
     file.seek(0)
-    with _open_video(file) as container:
+    with open_video(file) as container:
         if not container.streams.video:
             raise SampleRejected("corrupt_media", "the file has no video stream")
         stream = container.streams.video[0]
@@ -281,7 +282,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
 
     file.seek(0)
     # Opened anew: seeking back inside a container is not exact for every format.
-    with _open_video(file) as container:
+    with open_video(file) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         packets = _PacketCounter(container, stream)
@@ -295,7 +296,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     if not exact and named_frames not in (0, count.frames):
         # An edit list or a broken index: only decoding tells.
         file.seek(0)
-        with _open_video(file) as container:
+        with open_video(file) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
             count = _count_decoded(container, stream, size)

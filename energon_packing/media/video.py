@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from energon_packing.errors import SampleRejected
+from energon_packing.media.probe import open_video
 
 
 def decode_frames(
@@ -41,7 +42,7 @@ def decode_frames(
     reformatter = av.video.reformatter.VideoReformatter()
     frames: dict[int, torch.Tensor] = {}
     try:
-        with av.open(io.BytesIO(data)) as container:
+        with open_video(io.BytesIO(data)) as container:
             if not container.streams.video:
                 raise SampleRejected("corrupt_media", "the file has no video stream")
             stream = container.streams.video[0]

@@ -237,8 +237,8 @@ def test_frames_larger_than_the_limit_are_refused_before_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_video(tmp_path / "v.mp4", [0, 4])
-    original = probe._open_video
-    monkeypatch.setattr(probe, "_open_video", lambda file: _Undecodable(original(file)))
+    original = probe.open_video
+    monkeypatch.setattr(probe, "open_video", lambda file: _Undecodable(original(file)))
     with pytest.raises(SampleRejected) as caught:
         probe_video(path, max_pixels=64 * 48 - 1)
     assert caught.value.reason == "media_too_large"

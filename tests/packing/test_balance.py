@@ -97,5 +97,10 @@ def test_a_window_holds_no_more_than_it_says() -> None:
     assert figures.to_json()["packs"] == figures.packs
 
 
+def test_dropped_samples_are_never_held() -> None:
+    figures = PackStatistics.of([[1, 3], [5]], [9, 1, 9, 1, 9, 2], 2)
+    assert (figures.samples, figures.held) == (3, 2)
+
+
 def test_nothing_packed_has_figures_too() -> None:
     assert PackStatistics.of([], [], 8).packs == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 import numpy as np
@@ -103,7 +104,8 @@ def test_no_policy_beats_the_lower_bound(policy: str, problem) -> None:  # type:
     assert len(pack_lengths(lengths, capacity, policy, window=window)) >= lower_bound(lengths, capacity)
 
 
-def _naive_best_fit_decreasing(lengths: list[int], capacity: int) -> int:
+def _naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
+    """Free tokens of each pack."""
     left: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = [room for room in left if room >= length]
@@ -111,14 +113,16 @@ def _naive_best_fit_decreasing(lengths: list[int], capacity: int) -> int:
             left[left.index(min(fits))] -= length
         else:
             left.append(capacity - length)
-    return len(left)
+    return left
 
 
 @given(problem=problems())
 @settings(max_examples=1500, deadline=None)
-def test_best_fit_needs_as_many_packs_as_textbook_best_fit_decreasing(problem) -> None:  # type: ignore[no-untyped-def]
+def test_best_fit_leaves_the_gaps_of_textbook_best_fit_decreasing(problem) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, _ = problem
-    assert len(pack_lengths(lengths, capacity, "best_fit")) == _naive_best_fit_decreasing(lengths, capacity)
+    groups = pack_lengths(lengths, capacity, "best_fit")
+    left = [capacity - sum(lengths[index] for index in group) for group in groups]
+    assert sorted(left) == sorted(_naive_best_fit_decreasing(lengths, capacity))
 
 
 @given(problem=problems())
@@ -134,6 +138,24 @@ def test_first_fit_places_each_sample_in_the_first_opened_pack_that_holds_it(pro
         else:
             packs.append([index])
     assert [group.tolist() for group in pack_lengths(lengths, capacity, "first_fit")] == packs
+
+
+@given(st.integers(1, 80).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=15))))
+@MANY
+def test_balanced_gives_the_most_expensive_sample_left_to_the_cheapest_pack_that_holds_it(
+    problem: tuple[int, list[int]],
+) -> None:
+    capacity, lengths = problem
+    count = math.ceil(len(_naive_best_fit_decreasing(lengths, capacity)) * 1.02)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        fitting = [pack for pack in packs if sum(lengths[i] for i in pack) + lengths[index] <= capacity]
+        if not fitting:
+            packs.append([])
+            fitting = packs[-1:]
+        min(fitting, key=lambda pack: sum(24576 * lengths[i] + lengths[i] ** 2 for i in pack)).append(index)
+    expected = sorted(sorted(pack) for pack in packs if pack)
+    assert [group.tolist() for group in pack_lengths(lengths, capacity, "balanced")] == expected
 
 
 def _minimum_packs(lengths: list[int], capacity: int) -> int:

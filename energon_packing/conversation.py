@@ -6,8 +6,9 @@ no guess about its layout. Media are named, never embedded; their sizes are prob
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from energon_packing.errors import SampleRejected
@@ -16,6 +17,10 @@ Role = Literal["system", "user", "assistant", "tool"]
 MediaKind = Literal["image", "video"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
+LARGEST_NUMBER = 2**31 - 1
+"""Of any number in a record (pixels, frames, frames a second, seconds, weights): above it, arithmetic overflows."""
+SMALLEST_NUMBER = 1e-6
+"""Of a size, a rate or a duration: a clip of one frame in eleven days is a mistake, and dividing by less overflows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +70,8 @@ class Turn:
         parts: text and media in reading order; adjacent texts are merged by the converters.
         tool_calls: OpenAI-style calls of an assistant turn,
             ``{"type": "function", "function": {"name": ..., "arguments": ...}}``.
-        loss_weight: None follows ``train_on``; 0.0 excludes the turn, any other number weighs its tokens.
+        loss_weight: of an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weighs its
+            tokens, None is 1.0. Other turns have no use for it.
     """
 
     role: Role
@@ -153,24 +159,100 @@ class Conversation:
         """Reads what `to_record` wrote.
 
         Raises:
-            SampleRejected: ``bad_record`` where the JSON is not of that form.
+            SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a media
+                name is absolute or holds ``..``, and the reasons of `Conversation` itself.
         """
-        try:
-            if record["version"] != RECORD_VERSION:
-                raise SampleRejected("bad_record", f"record version {record['version']!r}, expected {RECORD_VERSION}")
-            turns = tuple(
-                Turn(
-                    role=turn["role"],
-                    parts=tuple(
-                        part if isinstance(part, str) else MediaPart(index=int(part["media"])) for part in turn["parts"]
-                    ),
-                    tool_calls=tuple(turn.get("tool_calls", ())),
-                    loss_weight=turn.get("loss_weight"),
-                )
-                for turn in record["turns"]
-            )
-            media = tuple(Media(**entry) for entry in record.get("media", ()))
-            tools = record.get("tools")
-        except (KeyError, TypeError, ValueError) as error:
-            raise SampleRejected("bad_record", f"not a stored conversation: {error!r}") from error
-        return cls(key=key, turns=turns, media=media, tools=None if tools is None else tuple(tools))
+        _check_keys(record, {"version", "turns", "media", "tools"}, "the record")
+        version = record.get("version")
+        if type(version) is not int or version != RECORD_VERSION:
+            raise _bad(f"record version {version!r}, expected {RECORD_VERSION}")
+        turns = tuple(_read_turn(turn, number) for number, turn in enumerate(_list(record, "turns", "the record"), 1))
+        media = tuple(_read_media(entry) for entry in _list(record, "media", "the record", optional=True))
+        tools = None
+        if record.get("tools") is not None:
+            tools = _mappings(record, "tools", "the record")
+        return cls(key=key, turns=turns, media=media, tools=tools)
+
+
+def _bad(what: str) -> SampleRejected:
+    return SampleRejected("bad_record", f"not a stored conversation: {what}")
+
+
+def _check_keys(value: Any, known: set[str], where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise _bad(f"{where} is a {type(value).__name__}")
+    unknown = [repr(key) for key in value if key not in known]
+    if unknown:
+        raise _bad(f"{where} has the unknown field {unknown[0]}")
+
+
+def _list(value: Mapping[str, Any], field: str, where: str, *, optional: bool = False) -> Sequence[Any]:
+    found = value.get(field, [] if optional else None)
+    if not isinstance(found, list | tuple):
+        raise _bad(f"{field} of {where} is a {type(found).__name__}, expected a list")
+    return found
+
+
+def _mappings(value: Mapping[str, Any], field: str, where: str) -> tuple[Mapping[str, Any], ...]:
+    found = tuple(_list(value, field, where, optional=True))
+    if not all(isinstance(entry, Mapping) for entry in found):
+        raise _bad(f"{field} of {where} holds something that is not an object")
+    return found
+
+
+def _number(value: Any, what: str, *, whole: bool = False, above_zero: bool = True) -> None:
+    """Checks a number of a record: booleans, NaN, infinities and numbers that overflow arithmetic are none."""
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise _bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
+    if not 0 <= value <= LARGEST_NUMBER or (above_zero and value < SMALLEST_NUMBER):
+        raise _bad(f"{what} is outside of what a record may hold")
+
+
+def _read_turn(turn: Any, number: int) -> Turn:
+    where = f"turn {number}"
+    _check_keys(turn, {"role", "parts", "tool_calls", "loss_weight"}, where)
+    if not isinstance(turn.get("role"), str):
+        raise _bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
+    parts: list[Part] = []
+    for part in _list(turn, "parts", where):
+        if isinstance(part, str):
+            parts.append(part)
+        else:
+            _check_keys(part, {"media"}, f"a part of {where}")
+            _number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
+            parts.append(MediaPart(index=part["media"]))
+    weight = turn.get("loss_weight")
+    if weight is not None:
+        _number(weight, f"the loss_weight of {where}", above_zero=False)
+    return Turn(
+        role=turn["role"], parts=tuple(parts), tool_calls=_mappings(turn, "tool_calls", where), loss_weight=weight
+    )
+
+
+def _read_media(entry: Any) -> Media:
+    _check_keys(entry, {"kind", "name", "width", "height", "frames", "fps", "duration"}, "a media entry")
+    kind, name = entry.get("kind"), entry.get("name")
+    if kind not in ("image", "video"):
+        raise _bad(f"a media entry is of kind {kind!r}")
+    if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
+        raise _bad("a media entry has no usable name")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise SampleRejected("media_outside_root", f"{kind} {name!r} leaves the data set")
+    for field in ("width", "height", "frames"):
+        if entry.get(field) is not None:
+            _number(entry[field], f"{field} of {name!r}", whole=True)
+    for field in ("fps", "duration"):
+        if entry.get(field) is not None:
+            _number(entry[field], f"{field} of {name!r}")
+    return Media(**entry)
+
+
+def _is_unicode(text: str) -> bool:
+    """False for a lone surrogate, which JSON can hold and no file name or tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

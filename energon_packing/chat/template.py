@@ -11,11 +11,12 @@ Two ways to know what the assistant said, both exact:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from energon_packing.config import TrainOn
-from energon_packing.conversation import Conversation, Turn
+from energon_packing.conversation import Conversation
 from energon_packing.errors import ConfigError, SampleRejected
 
 # Tokens that close a turn in the templates in use. Only those that the tokenizer knows as special tokens count.
@@ -54,11 +55,17 @@ class ChatTemplate:
         train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or the template shows no text of a plain conversation.
+        ConfigError: the tokenizer has no chat template or several, or the template is not valid Jinja or shows no text
+            of a plain conversation.
     """
 
     def __init__(self, tokenizer: Any, *, source: str | None = None, train_on: TrainOn = "assistant") -> None:
         source = source if source is not None else tokenizer.chat_template
+        if isinstance(source, Mapping):
+            raise ConfigError(
+                f"The processor has several chat templates ({', '.join(map(str, source))}); write the one to train "
+                "with into a Jinja file and name it with encoder.chat_template."
+            )
         if not isinstance(source, str) or not source:
             raise ConfigError(
                 "The processor has no chat template; name a Jinja file with encoder.chat_template, "
@@ -67,8 +74,9 @@ class ChatTemplate:
         self.source = source
         self.train_on = train_on
         self.marks_generation = _GENERATION.search(source) is not None
-        self._special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-        known = set(tokenizer.get_added_vocab()) | set(self._special.values())
+        # As apply_chat_template passes them: strings, but a list where a tokenizer keeps several under one name.
+        self._special = dict(tokenizer.special_tokens_map)
+        known = set(tokenizer.get_added_vocab()) | {str(token) for token in self._special.values()}
         end = {token for token in END_OF_TURN if token in known}
         if tokenizer.eos_token is not None:
             end.add(tokenizer.eos_token)
@@ -80,20 +88,26 @@ class ChatTemplate:
 
         Raises:
             SampleRejected: ``template_error`` where the template itself refuses the conversation,
+                ``assistant_first`` where it does not show where a leading assistant turn begins,
+                ``loss_weight_mismatch`` where weighted turns are not the spans that it shows,
                 ``nothing_to_learn`` where no character is trained.
             ConfigError: the template is not prefix-stable and marks no generation.
         """
         messages = self._messages(conversation)
         tools = [dict(tool) for tool in conversation.tools] if conversation.tools else None
-        if self.train_on == "all":
+        weights = [turn.loss_weight for turn in conversation.turns if turn.role == "assistant"]
+        weighted = any(weight is not None for weight in weights)
+        if self.train_on == "all" and not weighted:
             text, _ = self._run(messages, tools, track=False)
             spans = [TrainedSpan(start=0, end=len(text))]
-        elif self.marks_generation:
-            text, spans = self._run(messages, tools, track=True)
-            spans = self._weigh([self._with_end_of_turn(text, span) for span in spans], conversation.turns)
         else:
-            text, _ = self._run(messages, tools, track=False)
-            spans = self._weigh(self._spans_by_prefix(text, messages, tools), conversation.turns)
+            text, spans = self._assistant_spans(messages, tools)
+            if weighted:
+                spans = _weigh(spans, weights)
+            if self.train_on == "all":
+                spans = _with_gaps(spans, len(text))
+            elif self.train_on == "last_assistant":
+                spans = spans[-1:]
         trained = tuple(span for span in spans if span.weight > 0 and span.end > span.start)
         if not trained:
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
@@ -137,9 +151,25 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._special,
             )
-        except (jinja2.exceptions.TemplateError, TypeError, KeyError, ValueError) as error:
-            raise SampleRejected("template_error", f"the chat template refuses the conversation: {error}") from error
+        except jinja2.exceptions.TemplateSyntaxError as error:
+            raise ConfigError(
+                f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
+            ) from error
+        except Exception as error:
+            # A template is a program of its own: whatever goes wrong in it (a division, a recursion, an attribute
+            # that the sandbox refuses) is about this conversation and that template, not about us.
+            reason = str(error) or type(error).__name__
+            raise SampleRejected("template_error", f"the chat template refuses the conversation: {reason}") from error
         return rendered[0], [TrainedSpan(start=s, end=e) for s, e in spans[0]] if track else []
+
+    def _assistant_spans(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    ) -> tuple[str, list[TrainedSpan]]:
+        if self.marks_generation:
+            text, spans = self._run(messages, tools, track=True)
+            return text, [self._with_end_of_turn(text, span) for span in spans]
+        text, _ = self._run(messages, tools, track=False)
+        return text, self._spans_by_prefix(text, messages, tools)
 
     def _with_end_of_turn(self, text: str, span: TrainedSpan) -> TrainedSpan:
         for token in self.end_of_turn:
@@ -154,7 +184,7 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, _ = self._run(messages[:index], tools, track=False, prompt=True) if index else ("", [])
+            before = self._before(messages[:index], tools)
             after, _ = self._run(messages[: index + 1], tools, track=False)
             if not (text.startswith(before) and text.startswith(after) and len(before) <= len(after)):
                 raise ConfigError(
@@ -167,18 +197,38 @@ class ChatTemplate:
             spans.append(TrainedSpan(start=len(before), end=end if closed else len(after)))
         return spans
 
-    def _weigh(self, spans: list[TrainedSpan], turns: tuple[Turn, ...]) -> list[TrainedSpan]:
-        assistant = [turn for turn in turns if turn.role == "assistant"]
-        weighted = any(turn.loss_weight is not None for turn in turns)
-        if weighted and len(spans) != len(assistant):
+    def _before(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """What stands before an assistant turn that follows ``messages``, its header included."""
+        try:
+            return self._run(messages, tools, track=False, prompt=True)[0]
+        except SampleRejected as error:
+            if messages:
+                raise
+            # Without this the header, and a system prompt that the template adds, would be taken for the answer.
             raise SampleRejected(
-                "loss_weight_mismatch",
-                f"the template shows {len(spans)} assistant spans for {len(assistant)} weighted assistant turns",
-            )
-        if weighted:
-            weights = [1.0 if turn.loss_weight is None else turn.loss_weight for turn in assistant]
-            spans = [
-                TrainedSpan(start=span.start, end=span.end, weight=weight)
-                for span, weight in zip(spans, weights, strict=True)
-            ]
-        return spans[-1:] if self.train_on == "last_assistant" else spans
+                "assistant_first",
+                "the conversation begins with an assistant turn, and the chat template cannot show where its text "
+                "begins; put a user turn before it, or mark the template with {% generation %}",
+            ) from error
+
+
+def _weigh(spans: list[TrainedSpan], weights: list[float | None]) -> list[TrainedSpan]:
+    if len(spans) != len(weights):
+        raise SampleRejected(
+            "loss_weight_mismatch",
+            f"the template shows {len(spans)} assistant spans for {len(weights)} weighted assistant turns",
+        )
+    return [
+        TrainedSpan(start=span.start, end=span.end, weight=1.0 if weight is None else weight)
+        for span, weight in zip(spans, weights, strict=True)
+    ]
+
+
+def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
+    """The spans, and with weight 1 all that stands before, between and after them."""
+    result: list[TrainedSpan] = []
+    cursor = 0
+    for span in spans:
+        result += [TrainedSpan(start=cursor, end=span.start), span]
+        cursor = span.end
+    return [*result, TrainedSpan(start=cursor, end=length)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class ConversationEncoder:
             "family": self.family.name,
             "train_on": self.config.train_on,
             "vision_limits": hashlib.sha256(family.encode()).hexdigest()[:16],
+            # Not in the processor: the family hands it to the processor's frame sampling.
+            "video_fps": str(getattr(self.family, "video_fps", None)),
+            "position_ids": f"{self.config.position_ids}, {self.config.tokens_per_second} tokens a second",
         }
 
     def measure(self, conversation: Conversation) -> Measured:
@@ -88,22 +91,16 @@ class ConversationEncoder:
 
         Raises:
             SampleRejected: a reason of `ChatTemplate.render` or of the family, ``reserved_token`` where a text holds a
-                token that stands for media, ``placeholder_mismatch`` where the template lost or moved a medium.
+                token that stands for media, ``placeholder_mismatch`` where the template lost or moved a medium,
+                ``bad_text`` where a text is not valid Unicode.
         """
-        for turn in conversation.turns:
-            text = turn.text
-            for token in self.family.reserved:
-                if token in text:
-                    raise SampleRejected(
-                        "reserved_token", f"a {turn.role} turn holds {token!r}, which stands for media"
-                    )
+        self._check_reserved(conversation)
         plans = tuple(self.family.plan(media) for media in conversation.media)
         chat = self._replace_placeholders(self.template.render(conversation), plans)
-        encoding = self._backend.encode(chat.text, add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=np.int32)
+        ids, offsets = self._tokenize(chat.text)
         weights = np.zeros(len(ids), dtype=np.float32)
         for span in chat.spans:
-            first, last = _token_range(encoding, span)
+            first, last = _token_range(offsets, span)
             weights[first:last] = span.weight
         weights[np.isin(ids, self._never_trained)] = 0.0
         if not weights[1:].any():
@@ -199,14 +196,36 @@ class ConversationEncoder:
                 raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
         return visual
 
+    def _check_reserved(self, conversation: Conversation) -> None:
+        texts = [(f"a {turn.role} turn", turn.text) for turn in conversation.turns]
+        texts += [("a tool call", text) for turn in conversation.turns for text in _strings(turn.tool_calls)]
+        texts += [("a tool definition", text) for text in _strings(conversation.tools or ())]
+        for where, text in texts:
+            for token in self.family.reserved:
+                if token in text:
+                    raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")
+
+    def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids int32 ``[n]`` and characters ``[start, end)`` of each token, int64 ``[n, 2]``."""
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            # What the tokenizers library says of a lone surrogate, which JSON can hold and UTF-8 cannot.
+            raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int32), offsets
+
     def _template_source(self) -> str | None:
         if self.config.chat_template is not None:
             try:
-                return Path(self.config.chat_template).read_text(encoding="utf-8")
+                replacement = Path(self.config.chat_template).read_text(encoding="utf-8-sig")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(
                     f"encoder.chat_template: {self.config.chat_template!r} cannot be read ({error}); give a Jinja file."
                 ) from error
+            if not replacement.strip():
+                raise ConfigError(f"encoder.chat_template: {self.config.chat_template!r} is empty; give a Jinja file.")
+            return replacement
         source = getattr(self.processor, "chat_template", None)
         return source if isinstance(source, str) else None
 
@@ -244,17 +263,27 @@ class ConversationEncoder:
         return RenderedChat(text="".join(pieces), spans=spans)
 
 
-def _token_range(encoding: Any, span: TrainedSpan) -> tuple[int, int]:
-    """Tokens ``[first, last)`` that hold the characters of a span, as transformers maps generation spans."""
-    first = next(
-        (token for at in range(span.start, span.end) if (token := encoding.char_to_token(at)) is not None), None
-    )
-    if first is None:
-        return 0, 0
-    last = next(
-        token for at in range(span.end - 1, span.start - 1, -1) if (token := encoding.char_to_token(at)) is not None
-    )
-    return first, last + 1
+def _token_range(offsets: np.ndarray, span: TrainedSpan) -> tuple[int, int]:
+    """Tokens ``[first, last)`` that hold any character of a span.
+
+    Not by ``char_to_token``, with which transformers maps generation spans: of a character that is several tokens (an
+    emoji in a byte-level vocabulary) it knows the first one only, and a span that ends with one would lose its rest.
+    """
+    held = np.flatnonzero((offsets[:, 0] < span.end) & (offsets[:, 1] > span.start))
+    return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested JSON values, keys included."""
+    pending = [value]
+    while pending:
+        entry = pending.pop()
+        if isinstance(entry, str):
+            yield entry
+        elif isinstance(entry, Mapping):
+            pending += [*entry.keys(), *entry.values()]
+        elif isinstance(entry, list | tuple):
+            pending += entry
 
 
 def _limits(processor: Any) -> dict[str, Any] | None:

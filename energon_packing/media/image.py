@@ -45,8 +45,12 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
                 pixels = np.asarray(upright if upright.mode == "RGB" else to_rgb(upright))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, EOFError) as error:
-        raise SampleRejected("corrupt_media", f"the image cannot be decoded: {error}") from error
+    except SampleRejected:
+        raise
+    except Exception as error:
+        # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, IndexError, ... for bad bytes.
+        reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
+        raise SampleRejected("corrupt_media", f"the image cannot be decoded: {reason}") from error
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
 
 

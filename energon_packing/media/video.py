@@ -23,7 +23,7 @@ def decode_frames(
 
     Args:
         data: the file's bytes.
-        indices: frame numbers from 0, ascending; a number may stand twice.
+        indices: frame numbers from 0, ascending, at least one; a number may stand twice.
         max_pixels: a frame with more is refused before it is decoded.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
@@ -38,6 +38,8 @@ def decode_frames(
     import av.video.reformatter
 
     wanted = sorted(set(indices))
+    if not wanted:
+        raise ValueError("decode_frames needs at least one index")
     # Of our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
     reformatter = av.video.reformatter.VideoReformatter()
     frames: dict[int, torch.Tensor] = {}
@@ -46,9 +48,10 @@ def decode_frames(
             if not container.streams.video:
                 raise SampleRejected("corrupt_media", "the file has no video stream")
             stream = container.streams.video[0]
-            if stream.codec_context.width * stream.codec_context.height > max_pixels:
-                size = f"{stream.codec_context.width}x{stream.codec_context.height}"
-                raise SampleRejected("media_too_large", f"frames of {size} pixels are over {max_pixels}")
+            if (stream.disposition & stream.disposition.attached_pic).value:
+                raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
+            size = stream.codec_context.width, stream.codec_context.height
+            _check_pixels(size, max_pixels)
             # One thread: a loader's worker is one core already.
             stream.thread_type = "NONE"
             stream.codec_context.thread_count = 1
@@ -57,19 +60,37 @@ def decode_frames(
                     raise SampleRejected(
                         "decode_timeout", f"frame {index} was not decoded within encoder.decode_seconds"
                     )
+                if frame.is_corrupt:
+                    raise SampleRejected("corrupt_media", f"frame {index} of the video is damaged")
+                if index == 0:
+                    # The container announced a size; what counts is the size that came.
+                    size = frame.width, frame.height
+                    _check_pixels(size, max_pixels)
+                elif (frame.width, frame.height) != size:
+                    raise SampleRejected(
+                        "corrupt_media",
+                        f"the video changes from {size[0]}x{size[1]} to {frame.width}x{frame.height} pixels",
+                    )
                 if index == wanted[len(frames)]:
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
                     pixels = np.rot90(rgb, quarter_turns(frame.rotation))
                     frames[index] = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
                     if len(frames) == len(wanted):
                         break
-    except (av.FFmpegError, OSError, ValueError) as error:
+    except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     if len(frames) < len(wanted):
         raise SampleRejected(
             "corrupt_media", f"the video ends before frame {wanted[len(frames)]}, although more frames were measured"
         )
     return torch.stack([frames[index] for index in indices])
+
+
+def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:
+    if size[0] * size[1] > max_pixels:
+        raise SampleRejected(
+            "media_too_large", f"frames of {size[0]}x{size[1]} pixels are over encoder.max_source_pixels={max_pixels}"
+        )
 
 
 def quarter_turns(degrees: float) -> int:

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -195,7 +196,9 @@ def run(
                 yield row | PackStatistics.of(groups, given.lengths, given.capacity).to_json()
         if with_peers and image_limit is None:
             tokens = given.lengths.tolist()
-            for name, packer in peers().items():
+            with redirect_stdout(sys.stderr):  # their imports print, and stdout is for results
+                others = peers()
+            for name, packer in others.items():
                 try:
                     bins, seconds = _timed(lambda packer=packer: packer(tokens, given.capacity), 1)  # type: ignore[misc]  # noqa: B023
                 except Exception as error:  # whatever another package raises is its result here

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -95,16 +96,22 @@ class EncoderConfig:
             "video_min_pixels",
             "video_max_pixels",
             "video_min_frames",
+            "video_max_frames",
+            "max_source_pixels",
         )
-        _at_least("encoder", {name: getattr(self, name) for name in (*names, "video_max_frames")}, 1)
-        for low, high in (("min_pixels", "max_pixels"), ("video_min_pixels", "video_max_pixels")):
+        _at_least("encoder", {name: getattr(self, name) for name in names}, 1)
+        for low, high in (
+            ("min_pixels", "max_pixels"),
+            ("video_min_pixels", "video_max_pixels"),
+            ("video_min_frames", "video_max_frames"),
+        ):
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
         for name in ("video_fps", "decode_seconds"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"encoder.{name} is {value}; it must be above 0.")
+            if value is not None and not (0 < value < math.inf):
+                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,7 +264,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as packing.window=512.")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
     *parents, last = key.strip().split(".")
     node = values
@@ -291,11 +298,16 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
         if not file.is_file():
             raise ConfigError(f"There is no configuration file {where}; give the path of a YAML file.")
         try:
-            values = yaml.safe_load(file.read_text(encoding="utf-8-sig")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            values = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            # ValueError: bytes that are no UTF-8, a date that is none, a number of thousands of digits.
             place = getattr(error, "problem_mark", None)
             line = f" (line {place.line + 1})" if place is not None else ""
-            raise ConfigError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}.") from error
+            problem = getattr(error, "problem", None) or str(error).partition("\n")[0]
+            raise ConfigError(f"{where}{line} is not valid YAML: {problem}.") from error
+        values = {} if values is None else values
         if not isinstance(values, dict):
             raise ConfigError(f"{where} holds a {type(values).__name__}; expected sections such as 'packing:'.")
     for override in overrides:

@@ -6,6 +6,7 @@ no guess about its layout. Media are named, never embedded; their sizes are prob
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -113,7 +114,7 @@ class Conversation:
             raise SampleRejected("empty_conversation", "the record has no turns")
         for turn in self.turns:
             if turn.role not in ROLES:
-                raise SampleRejected("unknown_role", f"role {turn.role!r} is none of {', '.join(ROLES)}")
+                raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is none of {', '.join(ROLES)}")
 
     def to_messages(self) -> list[dict[str, Any]]:
         """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``.
@@ -165,7 +166,7 @@ class Conversation:
         _check_keys(record, {"version", "turns", "media", "tools"}, "the record")
         version = record.get("version")
         if type(version) is not int or version != RECORD_VERSION:
-            raise _bad(f"record version {version!r}, expected {RECORD_VERSION}")
+            raise _bad(f"record version {reprlib.repr(version)}, expected {RECORD_VERSION}")
         turns = tuple(_read_turn(turn, number) for number, turn in enumerate(_list(record, "turns", "the record"), 1))
         media = tuple(_read_media(entry) for entry in _list(record, "media", "the record", optional=True))
         tools = None
@@ -181,7 +182,7 @@ def _bad(what: str) -> SampleRejected:
 def _check_keys(value: Any, known: set[str], where: str) -> None:
     if not isinstance(value, Mapping):
         raise _bad(f"{where} is a {type(value).__name__}")
-    unknown = [repr(key) for key in value if key not in known]
+    unknown = [reprlib.repr(key) for key in value if key not in known]
     if unknown:
         raise _bad(f"{where} has the unknown field {unknown[0]}")
 
@@ -234,18 +235,18 @@ def _read_media(entry: Any) -> Media:
     _check_keys(entry, {"kind", "name", "width", "height", "frames", "fps", "duration"}, "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):
-        raise _bad(f"a media entry is of kind {kind!r}")
+        raise _bad(f"a media entry is of kind {reprlib.repr(kind)}")
     if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
         raise _bad("a media entry has no usable name")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise SampleRejected("media_outside_root", f"{kind} {name!r} leaves the data set")
+        raise SampleRejected("media_outside_root", f"{kind} {reprlib.repr(name)} leaves the data set")
     for field in ("width", "height", "frames"):
         if entry.get(field) is not None:
-            _number(entry[field], f"{field} of {name!r}", whole=True)
+            _number(entry[field], f"{field} of {reprlib.repr(name)}", whole=True)
     for field in ("fps", "duration"):
         if entry.get(field) is not None:
-            _number(entry[field], f"{field} of {name!r}")
+            _number(entry[field], f"{field} of {reprlib.repr(name)}")
     return Media(**entry)
 
 

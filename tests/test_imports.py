@@ -1,0 +1,178 @@
+"""What importing costs, and that modules import only from their own floor's package or from floors below."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import energon_packing
+
+PACKAGE = Path(energon_packing.__file__).parent
+HEAVY = (
+    "torch",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "megatron",
+    "webdataset",
+    "PIL",
+    "av",
+    "pyarrow",
+    "yaml",
+    "rich",
+    "click",
+)
+
+# From the bottom. A module may import its own unit, and any unit of a lower floor; units of one floor know nothing of
+# each other. A unit is a subpackage, a module, or the modules that make up one noun (a packed batch).
+THD = ("thd", "packed_batch", "packed_rows", "packed_boundaries", "context_parallel", "thd_checks")
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("alignment", "conversation"),
+    ("packing", "thd"),
+    ("config",),
+    ("chat", "media", "ledger"),
+    ("families", "convert"),
+    ("encoders",),
+    ("offline", "energon"),
+    ("demo", "report", "bridge", "megatron_lm"),
+    ("cli",),
+)
+# Sideways all the same, with the reason.
+EXCEPTIONS = {
+    ("report", "bridge"): "the benchmarks measure Bridge's own path beside ours",
+    ("report", "demo"): "the benchmarks run on the demo's data and processor",
+}
+FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
+
+
+def unit_of(module: str) -> str:
+    """``energon_packing.families.base`` -> ``families``."""
+    name = module.split(".")[1]
+    return "thd" if name in THD else name
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def only_for_types(tree: ast.AST) -> set[int]:
+    """Nodes under ``if TYPE_CHECKING:``, which nothing executes."""
+    return {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module that a file imports anywhere in it, in functions too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = module_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    skipped = only_for_types(tree)
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            # `from energon_packing import thd` names a module, not a value.
+            yield from (f"{name}.{alias.name}" for alias in node.names) if name == "energon_packing" else (name,)
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def test_every_module_has_a_floor() -> None:
+    units = {unit_of(module) for path in sources() if "." in (module := module_of(path))}
+    assert units <= set(FLOOR_OF), "a new package or module needs a place in FLOORS"
+
+
+def test_imports_go_down_only() -> None:
+    wrong = []
+    for path in sources():
+        module = module_of(path)
+        if module == "energon_packing":
+            continue  # the public names, loaded on first use; see the tests below
+        here = unit_of(module)
+        for name in imported(path):
+            if not name.startswith("energon_packing."):
+                continue
+            there = unit_of(name)
+            if there.startswith("__"):
+                continue  # `from energon_packing import __version__`
+            if there == here or (here, there) in EXCEPTIONS:
+                continue
+            if FLOOR_OF.get(there, len(FLOORS)) >= FLOOR_OF[here]:
+                wrong.append(f"{module} ({here}) imports {name} ({there})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packing_and_thd_stand_on_numpy_and_torch_alone() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "torch", "numba", "energon_packing"}
+    # PackedBatch.to_bridge returns Bridge's own container, and imports it when it is called.
+    extra = {"energon_packing.packed_batch": {"megatron"}}
+    for path in sources():
+        module = module_of(path)
+        if "." in module and unit_of(module) in ("packing", "thd"):
+            names = {name.split(".")[0] for name in imported(path)}
+            assert names <= allowed | extra.get(module, set()), module
+    loaded = loaded_by("import energon_packing.packing, energon_packing.thd")
+    assert not heavy(loaded) & {"megatron", "transformers", "webdataset", "PIL", "av"}
+
+
+def test_the_lowest_floors_and_the_configuration_need_no_tensors() -> None:
+    for unit in ("errors", "alignment", "conversation", "config", "ledger"):
+        names = {name.split(".")[0] for name in imported(PACKAGE / f"{unit}.py")}
+        assert not names & {"torch", "numpy", "transformers", "megatron"}, unit
+
+
+def loaded_by(code: str) -> set[str]:
+    """Names of the modules that a fresh interpreter holds after running ``code``."""
+    command = [sys.executable, "-c", f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def heavy(modules: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules} & set(HEAVY)
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    modules = loaded_by("import energon_packing")
+    assert not heavy(modules) - heavy(loaded_by("pass")), "site-packages' own start-up files are not counted"
+    assert {name for name in modules if name.startswith("energon_packing")} == {"energon_packing"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from energon_packing import Conversation, ConfigError, RunConfig, load_config; load_config(None)",
+        "from energon_packing.alignment import alignment_multiple",
+        "dir(__import__('energon_packing'))",
+    ],
+)
+def test_conversations_and_configurations_cost_neither_tensors_nor_models(code: str) -> None:
+    heavy_ones = heavy(loaded_by(code)) - heavy(loaded_by("pass"))
+    assert not heavy_ones & {"torch", "numpy", "transformers", "tokenizers", "megatron", "webdataset", "PIL", "av"}
+
+
+def test_every_public_name_is_there_and_is_what_its_module_defines() -> None:
+    for name in energon_packing.__all__:
+        assert getattr(energon_packing, name) is not None
+        assert name in dir(energon_packing)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        energon_packing.nothing  # noqa: B018

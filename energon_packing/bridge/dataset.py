@@ -6,12 +6,17 @@ reads by name from a data set, and when, is told at each field.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.packing.config import PackedSequenceSpecs
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.common_utils import get_world_size_safe
 
+from energon_packing.bridge.rules import violations
+from energon_packing.bridge.run_view import view_of
 from energon_packing.config import (
     DataConfig,
     EncoderConfig,
@@ -125,6 +130,9 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
             raise ConfigError("dataset.num_workers and num_val_workers are 0 or more.")
         self.run_config(ParallelConfig(eval_context_parallel=self.eval_context_parallel))
+        container = _container_under_validation()
+        if container is not None and container.dataset is self:
+            _enforce_escaped_rules(container)
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """The same settings as our own configuration.
@@ -208,6 +216,34 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             validation = BridgePackIterator(build_loader(config, split=self.validation_split, workers=workers, **place))
         return train, validation, None
+
+
+ESCAPED_RULES = ("bridge-06-", "bridge-07-", "bridge-09-", "bridge-10-", "bridge-13-")
+"""Rules that ``validate()`` applies to Bridge's own data set classes only; a run that breaks them starts all the same,
+and trains wrongly or dies on the GPUs. They are enforced here instead."""
+
+
+def _container_under_validation() -> ConfigContainer | None:
+    """The ``ConfigContainer`` whose ``validate()`` is calling `finalize`; None for a direct call.
+
+    ``finalize()`` gets no argument, and a data set is never told of the model: the caller's frame is the only place
+    where both are in sight before any GPU is taken. A test holds this against the installed Bridge.
+    """
+    frame = sys._getframe(1)
+    for _ in range(8):
+        container = frame.f_locals.get("self")
+        if isinstance(container, ConfigContainer):
+            return container
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _enforce_escaped_rules(container: ConfigContainer) -> None:
+    for judgement in violations(view_of(container, world_size=get_world_size_safe())):
+        if judgement.rule.id.startswith(ESCAPED_RULES) and judgement.finding is not None:
+            raise ConfigError(f"{judgement.finding.why} {judgement.finding.mend} (rule {judgement.rule.id})")
 
 
 class BridgePackIterator:

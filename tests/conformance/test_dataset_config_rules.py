@@ -1,0 +1,103 @@
+"""`PackedEnergonDatasetConfig` inside Bridge's own `ConfigContainer.validate()`: what a provider would escape holds."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from energon_packing.demo import processor_path
+from energon_packing.errors import ConfigError
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+@pytest.fixture
+def container():
+    """A valid run of a text model at 256 tokens; nothing of it is built."""
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    dataset = PackedEnergonDatasetConfig(path="data", processor=str(processor_path("text")), seq_length=256)
+    return training_run.make_config(tiny_models.provider("text", vocab_size=4096, seq_length=256), dataset, steps=2)
+
+
+def test_a_valid_run_passes_unmodified_validate(container):
+    container.validate()
+    assert container.dataset.enable_offline_packing
+    assert container.dataset.offline_packing_specs.packed_sequence_size == 256
+
+
+def test_another_length_of_the_model_is_refused(container):
+    container.model.seq_length = 512
+    with pytest.raises(ConfigError, match="bridge-13-"):
+        container.validate()
+
+
+def test_a_length_off_the_alignment_is_refused(container, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    container.model.context_parallel_size = 3
+    with pytest.raises(ConfigError, match="bridge-07-.*"):
+        container.validate()
+
+
+def test_context_parallelism_without_per_token_loss_is_refused(container, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    container.model.context_parallel_size = 2
+    container.model.calculate_per_token_loss = False
+    with pytest.raises(ConfigError, match="bridge-09-"):
+        container.validate()
+
+
+def test_averaging_in_the_collective_is_refused(container, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    container.model.context_parallel_size = 2
+    container.ddp.average_in_collective = True
+    with pytest.raises(ConfigError, match="bridge-10-"):
+        container.validate()
+
+
+def test_a_micro_batch_of_two_is_refused_with_the_equivalent_length(container):
+    container.dataset.micro_batch_size = 2
+    with pytest.raises(ConfigError, match="raise seq_length to 512"):
+        container.validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("path", "", "dataset.path is empty"),
+        ("processor", "", "dataset.processor is empty"),
+        ("dataloader_type", "single", "'external'"),
+        ("num_workers", -1, "0 or more"),
+        ("window", 0, "packing.window is 0"),
+        ("min_pixels", 0, "encoder.min_pixels is 0"),
+        ("drop_budget", 2.0, "drop_budget"),
+    ],
+)
+def test_every_field_is_validated_when_bridge_validates(container, field, value, message):
+    setattr(container.dataset, field, value)
+    with pytest.raises(ConfigError, match=message):
+        container.validate()
+
+
+def test_a_direct_finalize_needs_no_container(container):
+    container.dataset.finalize()
+
+
+def test_bridges_own_packing_checks_see_our_rows(container):
+    """Rule 11: Bridge reads ``enable_offline_packing`` from any data set object."""
+    container.train.micro_batch_size = 2
+    container.train.global_batch_size = 2
+    with pytest.raises((ConfigError, ValueError), match="[Mm]icro"):
+        container.validate()

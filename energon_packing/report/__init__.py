@@ -1,0 +1,1 @@
+"""Reports: previews of packs, and the benchmarks behind ``scripts/bench.py``."""

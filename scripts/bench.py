@@ -1,0 +1,83 @@
+"""Benchmarks: ``scripts/bench.py loader|packing|thd [options]``.
+
+Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
+``scripts/bench.py NAME --help`` lists the options of one benchmark.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+NAMES = ("loader", "packing", "thd")
+
+
+class Results(io.TextIOBase):
+    """Passes everything on to `stream` and keeps the lines, so that a table can be made of them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._text: list[str] = []
+
+    def write(self, text: str) -> int:
+        self._text.append(text)
+        return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The results that were printed."""
+        lines = "".join(self._text).splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """One table on standard error for each group of results with the same figures; a column is a result."""
+    from rich.console import Console
+    from rich.table import Table
+
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row), []).append(row)
+    console = Console(stderr=True)
+    for names, group in groups.items():
+        wide = len(group) <= 6
+        table = Table(*(["figure", *[""] * len(group)] if wide else names), show_header=not wide)
+        lines = [[name, *(row[name] for row in group)] for name in names] if wide else [row.values() for row in group]
+        for line in lines:
+            table.add_row(*(str(value) for value in line))
+        console.print(table)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one benchmark; 2 where it cannot be run."""
+    if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
+        print(__doc__, file=sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
+    module = importlib.import_module(f"energon_packing.report.bench_{arguments[0]}")
+    results = Results(sys.stdout)
+    with redirect_stdout(results):
+        if arguments[0] == "thd":  # it has no options
+            if len(arguments) > 1:
+                print(f"error: thd takes no options, but was given {' '.join(arguments[1:])}", file=sys.stderr)
+                return 2
+            module.main()
+            code = 0
+        else:
+            code = module.main(arguments[1:])
+    if sys.stderr.isatty():
+        print_tables(results.rows())
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,10 @@ from energon_packing.alignment import alignment_multiple
 from energon_packing.errors import ConfigError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-Oversize = Literal["drop", "raise"]
+Oversize = Literal["drop", "raise", "truncate"]
+WhenOver = Literal["resize", "truncate", "drop", "raise"]
+LossWeighting = Literal["token", "sample", "square"]
+Thinking = Literal["keep", "strip", "mask"]
 PositionIds = Literal["auto", "1d", "mrope"]
 
 
@@ -55,6 +58,41 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least("data", {"workers": self.workers, "shuffle_over_epochs": self.shuffle_over_epochs}, 0)
         _at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitsConfig:
+    """What one sample may hold; None sets no limit. See docs/limits.md."""
+
+    max_images: int | None = None
+    max_frames: int | None = None
+    """Sampled frames of all videos together."""
+    max_visual_tokens: int | None = None
+    """Placeholder tokens of all images and videos together."""
+    max_tokens: int | None = None
+    when_over: tuple[WhenOver, ...] = ("drop",)
+    """What is tried, in order, with a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
+    ``drop`` it, or ``raise``. A sample that is still over after the last one is dropped."""
+    min_active_ratio: float = 1 / 256
+    """A sample is dropped unless the share of its tokens that are targets is strictly above this; 0 keeps all."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_images", "max_frames", "max_visual_tokens"):
+            _at_least("encoder.limits", {name: getattr(self, name)}, 0)
+        _at_least("encoder.limits", {"max_tokens": self.max_tokens}, 2)
+        if not self.when_over or len(set(self.when_over)) != len(self.when_over):
+            raise ConfigError(
+                f"encoder.limits.when_over is {list(self.when_over)}; name one or more of resize, truncate, drop and "
+                "raise, each once."
+            )
+        if any(last in self.when_over[:-1] for last in ("drop", "raise")):
+            raise ConfigError(
+                f"encoder.limits.when_over is {list(self.when_over)}; nothing can be tried after 'drop' or 'raise'."
+            )
+        if not 0.0 <= self.min_active_ratio < 1.0:
+            raise ConfigError(
+                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it is a share of at least 0 and below 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +125,7 @@ class EncoderConfig:
     """An image or frame with more pixels than this is refused before it is decoded."""
     decode_seconds: float | None = None
     """Wall-clock limit for decoding the media of one sample; None sets none."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
     def __post_init__(self) -> None:
         names = (
@@ -125,7 +164,7 @@ class PackingConfig:
     balance_window: int = 1
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
-    """A sample longer than a row is dropped into the ledger, or stops the run."""
+    """A sample longer than a row is dropped into the ledger, stops the run, or is cut after the last turn that fits."""
     pad_to_max_length: bool = False
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
     drop_budget: float = 0.1
@@ -246,9 +285,12 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
             raise ConfigError(f"{where} is {value!r}; it is one of {', '.join(map(repr, choices))}.{hint_text}")
         return value
     if origin is tuple:
+        kind = typing.get_args(hint)[0]
+        if isinstance(value, str) and (kind is str or typing.get_origin(kind) is Literal):
+            value = [value]  # one name stands for the list of it alone
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} is {value!r}; expected a list.")
-        return tuple(_convert(typing.get_args(hint)[0], entry, where=where) for entry in value)
+        return tuple(_convert(kind, entry, where=where) for entry in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -1,9 +1,13 @@
 """The ledger: every source key ends as emitted in a pack or as dropped with a reason.
 
+A sample that was emitted in another form than its source (its media made smaller, its last turns cut) is entered as
+changed besides.
+
 Each loader worker keeps one. What was dropped travels to the training process with the next pack; with a directory,
 each worker also appends to a file of its own there, one JSON object a line::
 
     {"pack": 17, "keys": ["a", "b"]}
+    {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
@@ -34,6 +38,21 @@ class DroppedSample:
     detail: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChangedSample:
+    """A source key that is emitted, but not as its record says.
+
+    Attributes:
+        key: of the sample.
+        how: a short, stable word for counting: ``resized`` or ``truncated``.
+        detail: one sentence with the values.
+    """
+
+    key: str
+    how: str
+    detail: str
+
+
 class DropBudgetExceeded(UserError):
     """More samples were dropped than the run allows."""
 
@@ -51,6 +70,7 @@ class Ledger:
         self.budget = budget
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
+        self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._file: IO[str] | None = None
         if directory is not None:
@@ -85,6 +105,11 @@ class Ledger:
         """Enters the samples of a pack."""
         self.emitted += len(keys)
         self._write({"pack": pack, "keys": list(keys)})
+
+    def change(self, changed: ChangedSample) -> None:
+        """Enters how an emitted sample differs from its source; it still counts as emitted, not as dropped."""
+        self.changes[changed.how] += 1
+        self._write({"changed": changed.key, "how": changed.how, "detail": changed.detail})
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """What was dropped since the last call; it travels with the next pack."""

@@ -27,6 +27,14 @@ from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
 
 IGNORE_INDEX = -100
+# Settings of processors, image processors and video processors that geometry and pixels depend on, in any family.
+LIMITS = (
+    *("size", "crop_size", "do_resize", "do_center_crop", "do_rescale", "do_normalize", "resample"),
+    *("image_mean", "image_std", "rescale_factor", "patch_size", "merge_size", "temporal_patch_size"),
+    *("fps", "num_frames", "min_frames", "max_frames", "min_patches", "max_patches", "image_grid_pinpoints"),
+    *("image_seq_length", "num_image_tokens", "num_additional_image_tokens"),
+    *("vision_feature_select_strategy", "vision_aspect_ratio"),
+)
 
 
 class ConversationEncoder:
@@ -72,17 +80,20 @@ class ConversationEncoder:
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name, for the refusal of a state made under another set-up."""
         backend = hashlib.sha256(self._backend.to_str().encode()).hexdigest()[:16]
-        family = repr(
-            {name: _limits(getattr(self.processor, name, None)) for name in ("image_processor", "video_processor")}
-        )
+        parts = [
+            self.processor,
+            *(getattr(self.processor, name, None) for name in ("image_processor", "video_processor")),
+        ]
+        limits = repr([_limits(part) for part in parts])
         return {
             "tokenizer": backend,
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
             "train_on": self.config.train_on,
-            "vision_limits": hashlib.sha256(family.encode()).hexdigest()[:16],
+            "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
             # Not in the processor: the family hands it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
+            "video_frames": str(getattr(self.family, "video_frames", None)),
             "position_ids": f"{self.config.position_ids}, {self.config.tokens_per_second} tokens a second",
         }
 
@@ -95,7 +106,7 @@ class ConversationEncoder:
                 ``bad_text`` where a text is not valid Unicode.
         """
         self._check_reserved(conversation)
-        plans = tuple(self.family.plan(media) for media in conversation.media)
+        plans = self.family.plans(conversation.media)
         chat = self._replace_placeholders(self.template.render(conversation), plans)
         ids, offsets = self._tokenize(chat.text)
         weights = np.zeros(len(ids), dtype=np.float32)
@@ -207,8 +218,10 @@ class ConversationEncoder:
 
     def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 ``[n]`` and characters ``[start, end)`` of each token, int64 ``[n, 2]``."""
+        bos = self.tokenizer.bos_token
+        add = self.family.special_tokens and not (bos is not None and text.startswith(bos))
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            encoding = self._backend.encode(text, add_special_tokens=add)
         except (TypeError, UnicodeEncodeError) as error:
             # What the tokenizers library says of a lone surrogate, which JSON can hold and UTF-8 cannot.
             raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
@@ -286,11 +299,5 @@ def _strings(value: Any) -> Iterator[str]:
             pending += entry
 
 
-def _limits(processor: Any) -> dict[str, Any] | None:
-    """The settings of an image or video processor that geometry and pixels depend on."""
-    if processor is None:
-        return None
-    names = ("size", "patch_size", "merge_size", "temporal_patch_size", "fps", "min_frames", "max_frames", "resample")
-    return {
-        name: repr(getattr(processor, name, None)) for name in (*names, "image_mean", "image_std", "rescale_factor")
-    }
+def _limits(processor: Any) -> dict[str, str]:
+    return {name: repr(getattr(processor, name)) for name in LIMITS if getattr(processor, name, None) is not None}

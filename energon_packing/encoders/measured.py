@@ -43,8 +43,8 @@ class Measured:
 
     @property
     def images(self) -> int:
-        """Number of images and videos."""
-        return len(self.plans)
+        """Images that the vision encoder sees: tiles and frames where the family cuts media up, media elsewhere."""
+        return sum(plan.tiles for plan in self.plans)
 
     def expand(self) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int64 ``[length]`` with every run at full length, and the weight of each as a target, float32."""

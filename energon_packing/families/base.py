@@ -31,6 +31,8 @@ class MediaPlan:
         frame_indices: frames that are decoded, ascending, as indices into the clip; empty for images.
         seconds_per_grid: seconds between two steps of ``grid[0]``; None for images.
         timestamps: seconds at which each step of ``grid[0]`` is shown, where the family writes them; else empty.
+        tiles: images that the vision encoder sees for the medium: the tiles of a cut-up image with its thumbnail, or
+            the frames of a video that it reads one by one; 1 where the medium stays in one piece.
     """
 
     kind: MediaKind
@@ -39,6 +41,7 @@ class MediaPlan:
     frame_indices: tuple[int, ...] = ()
     seconds_per_grid: float | None = None
     timestamps: tuple[float, ...] = ()
+    tiles: int = 1
 
     @property
     def patches(self) -> int:
@@ -63,7 +66,14 @@ class VisionFamily(ABC):
     name: ClassVar[str]
     """Name in configurations and messages."""
     processor_classes: ClassVar[tuple[str, ...]]
-    """Names of the Hugging Face processor classes that this family serves."""
+    """Names of the Hugging Face processor classes that this family serves; the first family of a class is its own."""
+    unread: ClassVar[tuple[str, ...]] = ()
+    """Fields of `EncoderConfig` that this family has no use for; setting one is refused, never ignored."""
+    mrope: ClassVar[bool] = True
+    """Whether a model of the family takes positions on three axes."""
+    special_tokens: ClassVar[bool] = True
+    """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them: a processor's
+    ``apply_chat_template`` lets it, a tokenizer's own does not."""
 
     placeholders: Mapping[MediaKind, str]
     """Text that the chat template writes for one medium of each kind, and that `replacement` takes the place of."""
@@ -76,6 +86,21 @@ class VisionFamily(ABC):
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = config
+        for name in self.unread:
+            if getattr(config, name) is not None:
+                raise ConfigError(f"encoder.{name} means nothing to the family {self.name}; remove it.")
+        if config.position_ids == "mrope" and not self.mrope:
+            raise ConfigError(
+                f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."
+            )
+
+    def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
+        """Geometry of all media of one sample; overridden where it depends on more than the medium's own size.
+
+        Raises:
+            SampleRejected: as `plan`.
+        """
+        return tuple(self.plan(medium) for medium in media)
 
     @abstractmethod
     def plan(self, media: Media) -> MediaPlan:
@@ -99,9 +124,9 @@ class VisionFamily(ABC):
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
         """
 
-    @abstractmethod
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Multimodal rotary positions ``[3, L]`` int64 of one sample alone (expanded ids ``[L]``)."""
+        """Positions ``[3, L]`` int64 of one sample alone (expanded ids ``[L]``): here counted on all axes alike."""
+        return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))
 
     def check_token(self, token: str) -> int:
         """Id of a token that the family cannot do without.

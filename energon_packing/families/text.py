@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from energon_packing.config import EncoderConfig
@@ -19,6 +18,7 @@ class Text(VisionFamily):
 
     name = "text"
     processor_classes = ()
+    special_tokens = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -37,6 +37,3 @@ class Text(VisionFamily):
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {}
-
-    def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))

@@ -134,7 +134,7 @@ def worker_memory(pid: int | None) -> dict[str, int]:
     if "VmHWM" not in status:  # a process that has ended but was not waited for
         return {}
     own = rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0)
-    return {"rss": status["VmHWM"], "rss_now": status["VmRSS"], "pss": rollup.get("Pss", 0), "uss": own}
+    return {"rss": status["VmHWM"], "pss": rollup.get("Pss", 0), "uss": own}
 
 
 def _fields(text: str) -> dict[str, int]:

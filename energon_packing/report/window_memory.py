@@ -13,14 +13,13 @@ import dataclasses
 import gc
 import itertools
 import json
-import os
 import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from energon_packing.report.loader_run import LoaderJob, read_job, run_config, worker_memory
+from energon_packing.report.loader_run import LoaderJob, read_job, run_config
 
 PACKS = 4
 """Packs read before the measurement, so that all that is made once has been made."""
@@ -30,8 +29,9 @@ def measure(job: LoaderJob) -> dict[str, Any]:
     """Reads a few packs and measures what the process then holds.
 
     Returns:
-        ``held`` samples in the window and in the plans, ``rss`` and ``uss`` bytes of the process, ``reachable`` bytes
-        of all objects that the held samples and their restore keys reach, ``media`` that they name.
+        ``held`` samples in the window and in the plans, ``anonymous`` bytes of the process (its resident memory
+        without the pages of files, which come and go with other processes), ``reachable`` bytes of all objects that
+        the held samples and their restore keys reach, ``media`` that they name.
     """
     from megatron.energon import get_loader
 
@@ -43,14 +43,12 @@ def measure(job: LoaderJob) -> dict[str, Any]:
         pass
     window = _window_of(dataset)
     give_back()
-    memory = worker_memory(os.getpid())
     held = [*window._window.buffer, *window._planned.buffer]
     keys = [*window._window.restore_keys, *window._planned.restore_keys]
     return {
         "held": len(held),
         "media": sum(len(sample.measured.media) for sample in held),
-        "rss": memory["rss_now"],
-        "uss": memory["uss"],
+        "anonymous": anonymous_bytes(),
         "reachable": reachable_bytes([*held, *keys]),
     }
 
@@ -70,6 +68,12 @@ def give_back() -> None:
     trim = getattr(ctypes.CDLL(name), "malloc_trim", None) if name else None
     if trim is not None:
         trim(0)
+
+
+def anonymous_bytes() -> int:
+    """Resident memory of this process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def reachable_bytes(roots: Iterable[Any]) -> int:
@@ -102,8 +106,7 @@ def compare(small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
         "benchmark": "loader.memory",
         "held": [small["held"], large["held"]],
         "media_per_sample": round(large["media"] / large["held"], 2),
-        "rss_bytes_per_sample": round((large["rss"] - small["rss"]) / samples),
-        "uss_bytes_per_sample": round((large["uss"] - small["uss"]) / samples),
+        "process_bytes_per_sample": round((large["anonymous"] - small["anonymous"]) / samples),
         "object_bytes_per_sample": round((large["reachable"] - small["reachable"]) / samples),
     }
 

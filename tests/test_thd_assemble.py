@@ -167,12 +167,16 @@ def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     batch = thd.assemble(rows_of(5, 12, 3), multiple=8, width=48)
     logits = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
-    padding = batch.padding_mask.reshape(-1)
+    # Which tokens are padding is known from the lengths; the mask itself is what is tested.
+    content = [*range(5), *range(8, 20), *range(24, 27)]
+    padding = torch.ones(48, dtype=torch.bool)
+    padding[content] = False
+    ours = batch.padding_mask.reshape(-1)
     # The router's own functions, with our mask against the rows that hold no padding at all.
     assert torch.allclose(
-        moe_utils.z_loss_func(logits, 0.1, padding_mask=padding), moe_utils.z_loss_func(logits[~padding], 0.1)
+        moe_utils.z_loss_func(logits, 0.1, padding_mask=ours), moe_utils.z_loss_func(logits[~padding], 0.1)
     )
-    routed, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "softmax", padding_mask=padding)
+    routed, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "softmax", padding_mask=ours)
     routed_alone, scores_alone = moe_utils.compute_routing_scores_for_aux_loss(logits[~padding], 2, "softmax")
     assert not routed[padding].any()
     assert not scores[padding].any()

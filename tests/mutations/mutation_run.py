@@ -1,0 +1,263 @@
+"""Puts each bug of `mutation_table.MUTATIONS` back, one at a time, and runs the test that must notice it.
+
+    python tests/mutations/mutation_run.py [--only 7 --only 12] [--jobs 2] [--json]
+
+Exit codes: 0 every mutation was noticed, 1 one was not (or a named test fails without any mutation), 2 the table does
+not fit the code. The working tree is only read: every mutation gets a copy of the package of its own in a fresh
+temporary directory. torch, transformers and Bridge are imported once, in a process that never imports the package for
+good; each mutation runs in a fork of it, so it pays for its own test and little more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from mutation_table import MUTATIONS, Mutation
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "energon_packing"
+LIMIT_S = 150
+"""A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
+
+
+class Recorder:
+    """Pytest plugin: what became of each test, and where the package was imported from."""
+
+    def __init__(self) -> None:
+        self.reports: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else str(report.longrepr or "")
+            first = message.splitlines()[0][:200] if message.strip() else ""
+            self.reports.append(
+                {"test": report.nodeid, "when": report.when, "outcome": report.outcome, "message": first}
+            )
+
+
+def copy_package(folder: Path, mutation: Mutation | None) -> None:
+    """A copy of the package under `folder`, with the mutation's edits.
+
+    Raises:
+        ValueError: where a text to replace does not occur exactly once.
+    """
+    shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    if mutation is None:
+        return
+    for file, old, new in mutation.edits:
+        path = folder / PACKAGE / file
+        source = path.read_text(encoding="utf-8")
+        if source.count(old) != 1:
+            raise ValueError(f"mutation {mutation.name!r}: {file} holds {old!r} {source.count(old)} times, not once")
+        changed = source.replace(old, new)
+        compile(changed, str(path), "exec")
+        path.write_text(changed, encoding="utf-8")
+
+
+def import_once() -> bool:
+    """Imports what is slow to import, and forgets our package again. True where Bridge is there."""
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(ROOT))
+    has_bridge = True
+    try:
+        # The one import that knows how Bridge is imported on a machine without Transformer Engine.
+        from energon_packing.bridge import cpu_stand_ins
+
+        cpu_stand_ins.install()
+        cpu_stand_ins.uninstall()
+    except Exception as error:
+        if not isinstance(error, ImportError) and type(error).__name__ != "UserError":
+            raise
+        has_bridge = False
+    for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
+        del sys.modules[name]
+    sys.path.remove(str(ROOT))
+    return has_bridge
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> None:
+    """In the fork: runs the tests against the package in `folder`, writes ``result.json`` there, never returns."""
+    code = 1
+    try:
+        log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(folder)
+        # This process has run no backward pass yet, so tests may fork ranks from it instead of importing all again.
+        os.environ["ENERGON_PACKING_FORK_RANKS"] = "1"
+        sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True
+        import hypothesis
+        import pytest
+
+        # The first failing example is enough; shrinking it would take most of the time.
+        hypothesis.settings.register_profile(
+            "mutations", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate), database=None
+        )
+        hypothesis.settings.load_profile("mutations")
+        recorder = Recorder()
+        places = [str(ROOT / test) for test in tests]
+        status = pytest.main(
+            [*places, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", "-pno:cacheprovider", "--timeout=0"],
+            plugins=[recorder],
+        )
+        imported = Path(sys.modules[PACKAGE].__file__ or "").resolve()
+        result = {
+            "status": int(status),
+            "reports": recorder.reports,
+            "mutated_copy": imported.is_relative_to(folder.resolve()),
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def start(folder: Path, tests: Sequence[str]) -> int:
+    """Forks a process group that runs `tests`; gives its id."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        run_tests(folder, tests)
+    return child
+
+
+def outcome(folder: Path, mutation: Mutation | None) -> tuple[str, str]:
+    """``(verdict, detail)``: ``noticed``, ``survived``, ``skipped`` or ``broken``; without mutation ``green``."""
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except FileNotFoundError:
+        log = (folder / "log.txt").read_text(errors="replace") if (folder / "log.txt").exists() else ""
+        return "broken", "the test process ended without a result: " + " | ".join(log.strip().splitlines()[-3:])
+    reports = result["reports"]
+    if not result["mutated_copy"]:
+        return "broken", "the package was not imported from the copy"
+    if not reports or result["status"] not in (0, 1):
+        return "broken", f"pytest ended with status {result['status']} and {len(reports)} reports"
+    failed = [report for report in reports if report["outcome"] == "failed"]
+    if mutation is None:
+        if failed:
+            return "broken", f"{failed[0]['test']} fails without any mutation: {failed[0]['message']}"
+        return "green", f"{len(reports)} tests"
+    in_call = [report for report in failed if report["when"] == "call"]
+    if in_call:
+        return "noticed", in_call[0]["message"]
+    if failed:
+        return "broken", f"failed outside the test itself ({failed[0]['when']}): {failed[0]['message']}"
+    if all(report["outcome"] == "skipped" for report in reports):
+        return "skipped", reports[0]["message"]
+    return "survived", f"{len(reports)} tests passed"
+
+
+def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep: Path) -> list[dict[str, Any]]:
+    """Runs the tests without a mutation, then every mutation, `jobs` at a time."""
+    rows: list[dict[str, Any]] = []
+    todo: list[tuple[Mutation | None, list[str]]] = []
+    usable = [mutation for mutation in mutations if has_bridge or not mutation.needs_bridge]
+    names = sorted({mutation.test for mutation in usable})
+    # Without mutation, in as many parts as jobs.
+    todo += [(None, names[part::jobs]) for part in range(jobs) if names[part::jobs]]
+    todo += [(mutation, [mutation.test]) for mutation in usable]
+    rows += [
+        {"trap": m.trap, "mutation": m.name, "test": m.test, "verdict": "skipped", "detail": "Bridge is not installed"}
+        for m in mutations
+        if m not in usable
+    ]
+    running: dict[int, tuple[Mutation | None, Path, float]] = {}
+    number = 0
+    while todo or running:
+        while todo and len(running) < jobs:
+            mutation, tests = todo.pop(0)
+            folder = keep / f"{number:03d}"
+            number += 1
+            copy_package(folder, mutation)
+            running[start(folder, tests)] = (mutation, folder, time.monotonic())
+        for child, (mutation, folder, since) in list(running.items()):
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            late = time.monotonic() - since > LIMIT_S
+            if not ended and late:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            if not ended and not late:
+                continue
+            del running[child]
+            verdict, detail = ("survived", f"not ended after {LIMIT_S} s") if not ended else outcome(folder, mutation)
+            rows.append(
+                {
+                    "trap": mutation.trap if mutation else 0,
+                    "mutation": mutation.name if mutation else "none",
+                    "test": mutation.test if mutation else f"{len(names)} named tests",
+                    "verdict": verdict,
+                    "detail": detail,
+                    "seconds": round(time.monotonic() - since, 1),
+                }
+            )
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.02)
+    return sorted(rows, key=lambda row: row["trap"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, action="append", metavar="TRAP", help="this trap; may be repeated")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list")
+    options = parser.parse_args(arguments)
+    chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.trap in options.only]
+    if not chosen or options.jobs < 1:
+        parser.error("no mutation chosen" if not chosen else "--jobs must be at least 1")
+    began = time.monotonic()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    has_bridge = import_once()
+    keep = Path(tempfile.mkdtemp(prefix="energon-packing-mutations-"))
+    try:
+        rows = run_all(chosen, jobs=options.jobs, has_bridge=has_bridge, keep=keep)
+    except (ValueError, SyntaxError, OSError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        shutil.rmtree(keep, ignore_errors=True)
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        for row in rows:
+            print(f"{row['trap'] or '-':>3} {row['verdict']:<9} {row['mutation']}  ({row['test']})  {row['detail']}")
+        counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("noticed", "skipped")}
+        total = sum(row["trap"] > 0 for row in rows)
+        print(
+            f"{counts['noticed']} of {total} mutations noticed, {counts['skipped']} skipped, "
+            f"{time.monotonic() - began:.0f} s"
+        )
+    return 0 if all(row["verdict"] in ("noticed", "skipped", "green") for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The traps of packed training, the test that watches each, and the bug that proves that the test watches.
+
+One row a mutation: put the edit in, and the test must fail. Most bugs here were real ones, in the systems that
+`docs/correctness.md` names; that page holds this table for readers, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAPS = {
+    1: "changing one segment changes the logits of another",
+    2: "positions inside a pack differ from those of the sample alone (1-D and mRoPE)",
+    3: "a text-only pack gets constant positions",
+    4: "a pack with one segment reuses the boundaries of the pack before it",
+    5: "boundaries that are not int32, do not start at 0 or do not increase",
+    6: "real and padded boundaries are one array where there is padding",
+    7: "padding behind the last sample alone is not seen as padding between sequences",
+    8: "padded boundaries at multiple 1, or none at a multiple above 1",
+    9: "a segment of length zero reaches the context-parallel partitioner",
+    10: "`total_tokens` is not set",
+    11: "`max_seqlen` does not follow the padding",
+    12: "the slices of all context-parallel ranks do not give the row back",
+    13: "slices differ from those of Megatron-Core",
+    14: "loss and gradient norm differ between context parallelism 1 and 2",
+    15: "more context-parallel ranks than images crash",
+    16: "the last token of a segment learns the first of the next",
+    17: "the packed gradient is not the token-weighted gradient of the unpacked data",
+    18: "padding has a label, a weight, or an effect on the losses of a mixture of experts",
+}
+
+MOE = "router functions of Megatron-Core on the rows without padding"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutation:
+    """One bug.
+
+    Attributes:
+        trap: number in `TRAPS`.
+        name: what the bug does, in a few words; unique.
+        test: pytest's name of the test that must fail, from the root of the repository.
+        oracle: whose answer the test holds ours against.
+        edits: ``(file in the package, text that occurs once, text in its place)``.
+        needs_bridge: the test is skipped where Megatron-Bridge is not installed.
+    """
+
+    trap: int
+    name: str
+    test: str
+    oracle: str
+    edits: tuple[tuple[str, str, str], ...]
+    needs_bridge: bool = False
+
+
+ASSEMBLE = "tests/test_thd_assemble.py::"
+BATCH = "tests/test_thd_batch.py::"
+BRIDGE = "tests/conformance/test_thd_bridge.py::"
+TRAP_TESTS = "tests/test_silent_traps.py::"
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=1,
+        name="only the outer boundaries reach the model",
+        test="tests/conformance/test_bridge_parity.py::"
+        "test_changing_one_segment_leaves_the_logits_of_all_others_unchanged[text]",
+        oracle="Bridge's model on the row before the change",
+        edits=(
+            ("packed_batch.py", '"cu_seqlens_q": self.cu_seqlens,', '"cu_seqlens_q": self.cu_seqlens[[0, -1]],'),
+            (
+                "packed_batch.py",
+                'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded',
+                'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded[[0, -1]]',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=2,
+        name="positions go on counting through the row",
+        test="tests/properties/test_thd_properties.py::"
+        "test_every_assembled_pack_holds_every_invariant_and_unpacks_to_its_rows",
+        oracle="the rows themselves",
+        edits=(("thd.py", "positions[..., start:end] = own", "positions[..., start:end] = own + start"),),
+    ),
+    Mutation(
+        trap=2,
+        name="text after an image counts on from its rows only",
+        test="tests/families/test_qwen_against_processor.py::"
+        "test_tokens_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
+        oracle="`get_rope_index` of Hugging Face",
+        edits=(("families/qwen_vl.py", "position += max(rows, columns)", "position += rows"),),
+    ),
+    Mutation(
+        trap=3,
+        name="text without media gets the position -1",
+        test=TRAP_TESTS + "test_a_text_only_pack_gets_ordinary_positions",
+        oracle="counting from 0 in each sample",
+        edits=(
+            (
+                "encoders/encoder.py",
+                "positions = np.arange(len(ids), dtype=np.int64)",
+                "positions = np.full(len(ids), -1 if not measured.plans else 0, dtype=np.int64)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=4,
+        name="one boundary array for all packs",
+        test=BATCH + "test_a_batch_after_one_with_many_segments_reuses_no_old_boundary",
+        oracle="the lengths of the rows",
+        edits=(
+            (
+                "thd.py",
+                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
+                'real = globals().setdefault("_kept", np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32))',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=5,
+        name="boundaries are int64",
+        test=ASSEMBLE + "test_boundaries_are_int32_start_at_zero_and_increase_to_the_end_of_the_row",
+        oracle="the definition",
+        edits=(
+            (
+                "thd.py",
+                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
+                "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int64)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=5,
+        name="the check accepts boundaries that do not start at 0",
+        test=BATCH + "test_a_corrupted_batch_is_reported_under_the_name_of_its_invariant",
+        oracle="a corrupted batch for each invariant",
+        edits=(("thd_checks.py", "if boundaries[0] != 0:", "if boundaries[0] < 0:"),),
+    ),
+    Mutation(
+        trap=6,
+        name="real boundaries sum physical lengths",
+        test=ASSEMBLE + "test_real_and_padded_boundaries_are_two_arrays_that_differ_where_there_is_padding",
+        oracle="the lengths of the rows",
+        edits=(
+            ("thd.py", "real[1 : len(rows) + 1] = np.cumsum(lengths)", "real[1 : len(rows) + 1] = np.cumsum(physical)"),
+        ),
+    ),
+    Mutation(
+        trap=7,
+        name="padding is looked for before the last sample only",
+        test=ASSEMBLE + "test_padding_only_at_the_tail_counts_as_padding_between_sequences",
+        oracle="Transformer Engine's definition",
+        edits=(
+            (
+                "packed_boundaries.py",
+                "padded is not None and batch.real_tokens != batch.total_tokens",
+                "padded is not None and bool((padded[:-1] != batch.cu_seqlens[:-1]).any())",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=8,
+        name="padded boundaries always",
+        test=ASSEMBLE + "test_multiple_one_emits_no_padded_boundaries",
+        oracle="Bridge's in-batch packer",
+        edits=(
+            (
+                "thd.py",
+                "torch.from_numpy(starts.astype(np.int32)) if multiple > 1 else None",
+                "torch.from_numpy(starts.astype(np.int32))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=8,
+        name="padded boundaries only where something is padded",
+        test=BRIDGE + "test_a_pack_equals_the_one_of_bridges_in_batch_packer_field_by_field",
+        oracle="Bridge's in-batch packer",
+        edits=(
+            (
+                "thd.py",
+                "torch.from_numpy(starts.astype(np.int32)) if multiple > 1 else None",
+                "torch.from_numpy(starts.astype(np.int32)) if width != int(lengths.sum()) else None",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=9,
+        name="the partitioner takes empty segments",
+        test=BATCH + "test_no_zero_length_or_uneven_segment_reaches_the_partitioner",
+        oracle="Transformer Engine's contract",
+        edits=(("context_parallel.py", "if lengths.min() <= 0:", "if lengths.min() < 0:"),),
+    ),
+    Mutation(
+        trap=10,
+        name="the mapping for Bridge lacks total_tokens",
+        test=ASSEMBLE + "test_total_tokens_is_the_length_of_the_row",
+        oracle="the row itself",
+        edits=(("packed_batch.py", 'batch["total_tokens"] = self.total_tokens', "pass"),),
+    ),
+    Mutation(
+        trap=10,
+        name="PackedSeqParams gets the real tokens as total",
+        test=BRIDGE + "test_the_state_of_a_hybrid_model_resets_at_every_segment",
+        oracle="`PackedSeqParams.__post_init__` of Megatron-Core",
+        edits=(
+            (
+                "packed_boundaries.py",
+                'values["total_tokens"] = batch.total_tokens',
+                'values["total_tokens"] = batch.real_tokens',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=11,
+        name="max_seqlen of the real lengths",
+        test=ASSEMBLE + "test_max_seqlen_follows_the_padding_and_the_tail",
+        oracle="the longest difference of physical boundaries",
+        edits=(("thd.py", "max_seqlen=max(int(physical.max()), tail)", "max_seqlen=int(lengths.max())"),),
+    ),
+    Mutation(
+        trap=12,
+        name="the second piece of a rank is one too early",
+        test=BATCH + "test_the_slices_of_all_ranks_give_back_every_token_field",
+        oracle="the whole batch",
+        edits=(("context_parallel.py", "(pieces - 1 - cp_rank) * size", "(pieces - 2 - cp_rank) * size"),),
+    ),
+    Mutation(
+        trap=12,
+        name="mRoPE positions are cut, not gathered",
+        test=BATCH + "test_the_slices_of_all_ranks_give_back_every_token_field",
+        oracle="the whole batch",
+        edits=(
+            (
+                "context_parallel.py",
+                "parts = {name: tensor.index_select(-1, indices) for name, tensor in batch.token_tensors.items()}",
+                "parts = {n: t.chunk(cp_size, -1)[cp_rank] if t.dim() == 3 else t.index_select(-1, indices)"
+                " for n, t in batch.token_tensors.items()}",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=13,
+        name="a rank holds two neighbouring pieces",
+        test=BRIDGE + "test_each_segment_is_sliced_as_megatron_core_slices_a_sequence",
+        oracle="`get_batch_on_this_cp_rank` of Megatron-Core",
+        edits=(
+            ("context_parallel.py", "starts + cp_rank * size", "starts + 2 * cp_rank * size"),
+            ("context_parallel.py", "starts + (pieces - 1 - cp_rank) * size", "starts + (2 * cp_rank + 1) * size"),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=16,
+        name="targets at the end of a sample are taken",
+        test=ASSEMBLE + "test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_next",
+        oracle="the definition",
+        edits=(("thd.py", "    verify_targets(keys, starts, lengths, labels, loss_mask)\n", ""),),
+    ),
+    Mutation(
+        trap=16,
+        name="the encoder shifts labels round the end",
+        test=TRAP_TESTS + "test_no_token_of_a_pack_of_conversations_learns_the_next_conversation",
+        oracle="the token ids of the sample",
+        edits=(
+            ("encoders/encoder.py", "labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]", "labels[:] = np.roll(ids, -1)"),
+        ),
+    ),
+    Mutation(
+        trap=18,
+        name="padding is labelled",
+        test=ASSEMBLE + "test_padding_has_no_label_no_weight_and_is_marked",
+        oracle="the definition",
+        edits=(
+            (
+                "thd.py",
+                "labels = np.full(width, IGNORE_INDEX, dtype=np.int64)",
+                "labels = np.full(width, pad_token_id, dtype=np.int64)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=18,
+        name="padding_mask is True at content",
+        test=ASSEMBLE + "test_padding_has_no_effect_on_the_router_losses_of_megatron_core",
+        oracle=MOE,
+        edits=(
+            ("thd.py", "padding_mask=torch.from_numpy(padding)[None]", "padding_mask=torch.from_numpy(~padding)[None]"),
+        ),
+        needs_bridge=True,
+    ),
+)

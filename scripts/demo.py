@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -70,29 +71,37 @@ class Epoch:
     keys: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
-def read_epoch(config: RunConfig) -> Epoch:
-    """Reads one epoch, checking every pack."""
-    from energon_packing import thd
+def read_epochs(*configs: RunConfig) -> list[Epoch]:
+    """Reads one epoch of each configuration, all at once, checking every pack."""
     from energon_packing.energon.loader import build_loader
 
-    epoch = Epoch()
-    once = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
-    for pack in build_loader(once):
-        if broken := thd.check_thd(pack.batch, multiple=config.parallel.multiple):
-            raise SystemExit(f"pack {pack.index} breaks an invariant: {broken}")
-        batch = pack.batch
-        epoch.packs += 1
-        epoch.emitted += batch.num_samples
-        epoch.real += batch.real_tokens
-        epoch.longest_row = max(epoch.longest_row, batch.total_tokens)
-        epoch.keys.update(batch.sample_keys)
-        epoch.dropped.update(entry.reason for entry in pack.dropped)
-        if not pack.flush:
-            epoch.packs_without_flush += 1
-            epoch.real_without_flush += batch.real_tokens
-    if epoch.packs == 0:
+    once = [dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False)) for config in configs]
+    epochs = [Epoch() for _ in once]
+    for packs in itertools.zip_longest(*map(build_loader, once)):
+        for epoch, config, pack in zip(epochs, configs, packs, strict=True):
+            if pack is not None:
+                count(epoch, config, pack)
+    if not epochs[0].packs:
         raise UserError("The epoch gave no pack: no sample could be used. See the reasons above, and rejects.jsonl.")
-    return epoch
+    return epochs
+
+
+def count(epoch: Epoch, config: RunConfig, pack: Any) -> None:
+    """Checks one pack and adds it to the epoch."""
+    from energon_packing import thd
+
+    if broken := thd.check_thd(pack.batch, multiple=config.parallel.multiple):
+        raise SystemExit(f"pack {pack.index} breaks an invariant: {broken}")
+    batch = pack.batch
+    epoch.packs += 1
+    epoch.emitted += batch.num_samples
+    epoch.real += batch.real_tokens
+    epoch.longest_row = max(epoch.longest_row, batch.total_tokens)
+    epoch.keys.update(batch.sample_keys)
+    epoch.dropped.update(entry.reason for entry in pack.dropped)
+    if not pack.flush:
+        epoch.packs_without_flush += 1
+        epoch.real_without_flush += batch.real_tokens
 
 
 def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any]:
@@ -243,13 +252,11 @@ def main(
         encoder=EncoderConfig(processor=processors[0]),
         packing=PackingConfig(seq_length=seq_length, window=window),
     )
-    say(f"packing one epoch at seq_length {seq_length} with {Path(processors[0]).name}")
-    epoch = read_epoch(base)
-    if max(epoch.keys.values()) != 1:
-        raise SystemExit(f"a key came twice: {epoch.keys.most_common(1)}")
-    say("packing it again for TP 2, CP 2 and sequence parallelism")
+    say(f"packing one epoch at seq_length {seq_length} with {Path(processors[0]).name}, alone and for TP 2, CP 2, SP")
     parallel = ParallelConfig(tensor_parallel=2, context_parallel=2, sequence_parallel=True)
-    aligned = read_epoch(dataclasses.replace(base, parallel=parallel))
+    epoch, aligned = read_epochs(base, dataclasses.replace(base, parallel=parallel))
+    if max(epoch.keys.values()) != 1 or epoch.keys != aligned.keys:
+        raise SystemExit(f"a key came twice or not at all: {epoch.keys.most_common(1)}")
     runs = []
     for path in processors if steps else ():
         config = dataclasses.replace(base, encoder=dataclasses.replace(base.encoder, processor=path))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from megatron.energon.errors import FatalSampleError as FatalSampleError
 from megatron.energon.flavors.base_dataset import SavableDataset as SavableDataset
+from megatron.energon.flavors.base_dataset import add_sample_restore_key as add_sample_restore_key
 from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
 from megatron.energon.state import FlexState as FlexState
 from megatron.energon.task_encoder.base import get_failure_tolerance as get_failure_tolerance
 from megatron.energon.task_encoder.base import get_stateless as get_stateless
 from megatron.energon.wrappers import BatchDataset as BatchDataset
 from megatron.energon.wrappers import MapDataset as MapDataset
+from megatron.energon.wrappers import PackingDataset as PackingDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset as BaseWrapperDataset
 from megatron.energon.wrappers.base import SampleIndex as SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer as SavableSampleBuffer

@@ -88,6 +88,7 @@ def build_dataset(
     task_encoder: PackingTaskEncoder | None = None,
     data_parallel_group: Any = None,
     batch_size: int | None = None,
+    packing_buffer_size: int | None = None,
 ) -> Any:
     """The Energon data set of packs for one data-parallel rank.
 
@@ -97,6 +98,8 @@ def build_dataset(
         workers: loader processes; None takes ``data.workers``.
         task_encoder: None builds one from the configuration.
         batch_size: None or 1, as Energon's.
+        packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
+            buffers of that many by Energon's own wrapper.
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
@@ -128,6 +131,7 @@ def build_dataset(
             shuffle_over_epochs_multiplier=config.data.shuffle_over_epochs or 1,
             task_encoder=task_encoder,
             repeat=config.data.repeat,
+            packing_buffer_size=packing_buffer_size,
         )
     except (KeyError, AssertionError, ValueError) as error:
         raise UserError(

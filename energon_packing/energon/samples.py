@@ -10,7 +10,8 @@ from megatron.energon.cache import FileStore
 
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.measured import Measured
-from energon_packing.ledger import DroppedSample
+from energon_packing.errors import PackingError
+from energon_packing.ledger import DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
 
 
@@ -49,6 +50,22 @@ class MeasuredSample(Sample):
     measured: Measured | None
     store: FileStore | None = None
     problem: Problem | None = None
+
+
+def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
+    """Enters a sample that was not measured into the ledger.
+
+    Raises:
+        Exception: the sample's fatal problem, where it has one.
+        PackingError: the sample has no problem either.
+        DropBudgetExceeded: by the ledger.
+    """
+    problem = sample.problem
+    if problem is None:
+        raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
+    if problem.fatal is not None:
+        raise problem.fatal
+    ledger.drop(sample.__key__, problem.reason, problem.detail)
 
 
 @edataclass

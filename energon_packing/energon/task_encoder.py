@@ -22,6 +22,7 @@ from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.internals import (
     BatchDataset,
     MapDataset,
@@ -188,27 +189,35 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
-        if packing_buffer_size is not None:
-            return super().build_batch(
+        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
+        fingerprint = {**self.fingerprint(), "loader": loader}
+        packed: SavableDataset[Any]
+        if packing_buffer_size is None:
+            packed = WindowPackingDataset(
                 dataset,
-                batch_size=batch_size,
-                batch_drop_last=batch_drop_last,
-                packing_buffer_size=packing_buffer_size,
+                window=self.packing.window,
+                balance_window=self.packing.balance_window,
+                select=self._select,
+                order=self._order,
+                render=self.postencode_sample,
+                assemble=self.pack_selected_samples,
+                ledger=functools.partial(self._ledger, worker_config),
+                fingerprint=fingerprint,
                 worker_config=worker_config,
             )
-        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
-        packed: SavableDataset[Any] = WindowPackingDataset(
-            dataset,
-            window=self.packing.window,
-            balance_window=self.packing.balance_window,
-            select=self._select,
-            order=self._order,
-            render=self.postencode_sample,
-            assemble=self.pack_selected_samples,
-            ledger=functools.partial(self._ledger, worker_config),
-            fingerprint={**self.fingerprint(), "loader": loader},
-            worker_config=worker_config,
-        )
+        else:
+            packed = disjoint_buffers(
+                dataset,
+                buffer_size=packing_buffer_size,
+                accounts=HookAccounts(
+                    select=self.select_samples_to_pack,
+                    render=self.postencode_sample,
+                    assemble=self.pack_selected_samples,
+                    ledger=functools.partial(self._ledger, worker_config),
+                ),
+                fingerprint=fingerprint,
+                worker_config=worker_config,
+            )
         if batch_size is None:
             return packed
         packed = BatchDataset(

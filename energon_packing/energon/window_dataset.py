@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.energon import WorkerConfig
 
+from energon_packing.energon.fingerprint import check_fingerprint
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
     FatalSampleError,
@@ -22,7 +23,7 @@ from energon_packing.energon.internals import (
     SavableDataset,
     set_sample_restore_key,
 )
-from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
 from energon_packing.energon.window_buffer import WindowBuffer
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
@@ -141,15 +142,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             if sample is None:
                 self.ledger.drop("<unknown>", "restore_failed", "a sample of the saved window can no longer be read")
             else:
-                self._account_for(sample)
-
-    def _account_for(self, sample: MeasuredSample) -> None:
-        problem = sample.problem
-        if problem is None:
-            raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
-        if problem.fatal is not None:
-            raise problem.fatal
-        self.ledger.drop(sample.__key__, problem.reason, problem.detail)
+                account_for(sample, self.ledger)
 
     def _fill(self, source: Iterator[MeasuredSample]) -> bool:
         """Fills the window; False where the source ended."""
@@ -159,7 +152,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             except StopIteration:
                 return False
             if sample.measured is None:
-                self._account_for(sample)
+                account_for(sample, self.ledger)
             else:
                 self._window.append(sample)
         return True
@@ -254,13 +247,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         Raises:
             ConfigError: the state was made under other settings; the first that differs is named with both values.
         """
-        saved = state.get("fingerprint", {})
-        for name in sorted(saved.keys() | self.fingerprint.keys()):
-            if saved.get(name) != self.fingerprint.get(name):
-                raise ConfigError(
-                    f"The saved loader state was made with {name}={saved.get(name)!r}, this run has "
-                    f"{self.fingerprint.get(name)!r}; restore the setting, or start the data anew."
-                )
+        check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
         super().restore_state(state)
 
     def config(self) -> dict[str, Any]:

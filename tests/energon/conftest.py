@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tarfile
+
 import pytest
 import torch.utils.data._utils
 
@@ -20,6 +22,16 @@ def dataset(tmp_path_factory):
     source = make_data(root / "raw", conversations=80, seed=3, defects=False)
     convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 0.9, "val": 0.1}, workers=1))
     return root / "data"
+
+
+@pytest.fixture(scope="session")
+def train_keys(dataset):
+    """All keys of the split ``train``, sorted, as the shards hold them."""
+    found = []
+    for shard in (dataset / "text").glob("train-*.tar"):
+        with tarfile.open(shard) as tar:
+            found += [member.name.removesuffix(".json") for member in tar.getmembers()]
+    return sorted(found)
 
 
 @pytest.fixture

@@ -225,27 +225,3 @@ def test_mrope_positions_travel_in_the_pack(run_config):
     for pack in build_loader(run_config(encoder={"position_ids": "mrope"})):
         assert pack.batch.position_ids.shape == (3, 1, pack.batch.total_tokens)
         assert thd.check_thd(pack.batch) == []
-
-
-def test_energons_own_disjoint_buffers_take_the_same_encoder(dataset, run_config):
-    from megatron.energon import WorkerConfig, get_loader, get_train_dataset
-
-    from energon_packing.convert.layout import dataset_entry
-
-    config = run_config()
-    packs = list(
-        get_loader(
-            get_train_dataset(
-                dataset_entry(config.data.path),
-                worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-                batch_size=None,
-                shuffle_buffer_size=None,
-                max_samples_per_sequence=None,
-                packing_buffer_size=16,
-                task_encoder=PackingTaskEncoder(config.encoder, config.packing),
-                repeat=False,
-            )
-        )
-    )
-    keys = [key for pack in packs for key in pack.batch.sample_keys]
-    assert sorted(keys) == sorted(keys_of(dataset))

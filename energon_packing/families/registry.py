@@ -8,6 +8,8 @@ from typing import Any
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
+from energon_packing.families.internvl import InternVL
+from energon_packing.families.qianfan_vl import QianfanVL
 from energon_packing.families.qwen3_vl import Qwen3VL
 from energon_packing.families.qwen_vl import Qwen2VL, Qwen25VL
 from energon_packing.families.text import Text
@@ -21,7 +23,7 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
     return family
 
 
-for _family in (Qwen25VL, Qwen2VL, Qwen3VL, Text):
+for _family in (Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL, Text):
     register_family(_family)
 
 

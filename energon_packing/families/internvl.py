@@ -1,0 +1,134 @@
+"""InternVL 2.5, 3 and 3.5: images cut into tiles with a thumbnail, and videos as one tile a frame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.uniform_frames import uniform_frames
+
+DEFAULT_VIDEO_FRAMES = 8
+"""Frames of a video where neither the configuration nor the processor says how many."""
+
+
+class InternVL(VisionFamily):
+    """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5).
+
+    An image is resized to the grid of at least ``min_patches`` and at most ``max_patches`` square tiles whose side
+    ratio is nearest to its own, and a grid of several tiles is followed by a thumbnail of the whole image. Every tile
+    costs ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of that grid, so they
+    become the least and the greatest number of tiles.
+    """
+
+    name = "internvl"
+    processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
+    unread = ("video_min_pixels", "video_max_pixels")
+    mrope = False
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.image_token: str = processor.image_token
+        self._start: str = processor.start_image_token
+        self._end: str = processor.end_image_token
+        image_id = self.check_token(self.image_token)
+        self.placeholders: dict[MediaKind, str] = {"image": self._image_placeholder()}
+        self.placeholder_ids = {"image": image_id}
+        self.images = processor.image_processor
+        self.videos = processor.video_processor
+        self.tile_tokens: int = processor.image_seq_length
+        if self.videos is not None:
+            self.placeholders["video"] = processor.video_token
+            self.placeholder_ids["video"] = image_id
+            if self.videos.size != self.images.size:
+                raise ConfigError(
+                    f"The processor resizes images to {dict(self.images.size)} and frames to {dict(self.videos.size)}; "
+                    "the vision encoder takes one size: set both in preprocessor_config.json and "
+                    "video_preprocessor_config.json."
+                )
+        self.reserved = (self.image_token, self._start, self._end, *self.placeholders.values())
+        self._limit_tiles(config)
+        self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
+        self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
+        self._fewest = config.video_min_frames or 1
+        if self._fewest > self.video_frames:
+            raise ConfigError(
+                f"encoder.video_min_frames is {self._fewest}, but at most {self.video_frames} frames are sampled; set "
+                "encoder.video_max_frames too."
+            )
+
+    def _image_placeholder(self) -> str:
+        return self.image_token
+
+    def _limit_tiles(self, config: EncoderConfig) -> None:
+        area = self.images.size["height"] * self.images.size["width"]
+        if config.min_pixels is not None:
+            self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
+        if config.max_pixels is not None:
+            self.images.max_patches = config.max_pixels // area
+        if not 1 <= self.images.min_patches <= self.images.max_patches:
+            raise ConfigError(
+                f"{self.images.min_patches} to {self.images.max_patches} tiles of {area} pixels leave no grid; "
+                "encoder.min_pixels and encoder.max_pixels are areas of the whole grid."
+            )
+
+    def plan(self, media: Media) -> MediaPlan:
+        if media.kind not in self.placeholders:
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        if media.kind == "image":
+            tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
+            return self._tiled("image", tiles, (tiles * self.tile_tokens,))
+        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
+        indices = uniform_frames(
+            self.videos,
+            total,
+            fps,
+            rate=self.video_fps,
+            fewest=self._fewest,
+            most=self.video_frames,
+        )
+        return self._tiled("video", len(indices), (self.tile_tokens,) * len(indices), indices)
+
+    def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:
+        # The encoder's patches are merged two by two (the model's downsample_ratio is 0.5), the tile is a square.
+        side = 2 * math.isqrt(self.tile_tokens)
+        return MediaPlan(kind=kind, grid=(tiles, side, side), runs=runs, frame_indices=indices, tiles=tiles)
+
+    def replacement(self, plan: MediaPlan) -> str:
+        tile = f"{self._start}{self.image_token}{self._end}"
+        if plan.kind == "image":
+            return tile
+        return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` ``[tiles, 3, H, W]``: images and videos alike, in the order of the text."""
+        images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
+        cut: list[torch.Tensor] = []
+        if images:
+            made = self.images(
+                images=images, crop_to_patches=True, input_data_format="channels_first", return_tensors="pt"
+            )
+            cut = list(torch.split(made["pixel_values"], [int(count) for count in made["num_patches"]]))
+        waiting = iter(cut)
+        parts = [
+            next(waiting) if plan.kind == "image" else self._frames(tensor)
+            for plan, tensor in zip(plans, media, strict=True)
+        ]
+        for plan, part in zip(plans, parts, strict=True):
+            if len(part) != plan.tiles:
+                raise SampleRejected("media_changed", f"a {plan.kind} became {len(part)} tiles, measured {plan.tiles}")
+        return {"pixel_values": torch.cat(parts)} if parts else {}
+
+    def _frames(self, clip: torch.Tensor) -> torch.Tensor:
+        # One clip a call: the processor takes several only where all have equally many frames.
+        made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt")
+        return made["pixel_values_videos"].flatten(0, 1)

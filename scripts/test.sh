@@ -9,12 +9,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/scripts/setup.sh"
 cd "$root"
 
-# The tests' models are small: more threads than this cost more in waiting than they save. Data loader workers use one.
+# A test process for each core, one thread each: the tests' models are small. A file stays in one process, for its fixtures.
 cores=$("$root/.venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 4 ? cores : 4))}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 # The tests need no hub; a test that asks one should fail here, not only on a machine without a network.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONUNBUFFERED=1
 
-exec "$root/.venv/bin/python" -m pytest "$@"
+exec "$root/.venv/bin/python" -m pytest --numprocesses "$((cores < 8 ? cores : 8))" --dist loadfile "$@"

@@ -1,0 +1,322 @@
+"""Labels, loss masks, positions and fingerprints of encoded samples; what the encoder refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from media_files import Folder, encoded, picture
+from transformers import AutoProcessor, AutoTokenizer
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.demo import processor_path
+from energon_packing.encoders.encoder import IGNORE_INDEX, ConversationEncoder
+from energon_packing.errors import ConfigError, SampleRejected
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+IMAGE = Media(kind="image", name="a.png", width=100, height=60)
+CLIP = Media(kind="video", name="a.mp4", width=96, height=64, frames=12, fps=25.0, duration=0.48)
+
+
+def talk(*turns: tuple[str, str], media: tuple[Media, ...] = (), tools: Any = None) -> Conversation:
+    """The media stand in front of the first turn."""
+    parts = tuple(MediaPart(index=index) for index in range(len(media)))
+    made = [Turn(role=role, parts=(text,)) for role, text in turns]  # type: ignore[arg-type]
+    made[0] = dataclasses.replace(made[0], parts=(*parts, *made[0].parts))
+    return Conversation(key="k", turns=tuple(made), media=media, tools=tools)
+
+
+def encoder_with(processor: Any = "text", **settings: Any) -> ConversationEncoder:
+    return ConversationEncoder(EncoderConfig(processor=str(processor_path(processor)), **settings))
+
+
+def never(name: str) -> bytes:
+    raise AssertionError(f"{name} was read for a text sample")
+
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: "<" not in text)
+
+
+@settings(max_examples=80, deadline=None)
+@given(pairs=st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_labels_are_the_next_tokens_of_what_transformers_calls_the_assistants(encoders: Any, pairs: Any) -> None:
+    encoder = encoders["text"]
+    conversation = talk(*[turn for ask, answer in pairs for turn in (("user", ask), ("assistant", answer))])
+    measured = encoder.measure(conversation)
+    row = encoder.render(measured, never)
+    made = encoder.tokenizer.apply_chat_template(
+        conversation.to_messages(), return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, mask = made["input_ids"], made["assistant_masks"]
+    assert row["input_ids"].tolist() == ids
+    assert measured.length == len(ids)
+    expected = [token if trained else IGNORE_INDEX for token, trained in zip(ids[1:], mask[1:], strict=True)]
+    assert row["labels"].tolist() == [*expected, IGNORE_INDEX]
+    assert row["loss_mask"].tolist() == [*map(float, mask[1:]), 0.0]
+    assert row["loss_mask"].sum() == sum(mask[1:])
+    assert row["position_ids"].tolist() == list(range(len(ids)))
+    assert row["visual_inputs"] == {}
+
+
+def test_rows_have_the_types_that_the_assembly_takes(encoders: Any) -> None:
+    row = encoders["text"].render(encoders["text"].measure(talk(("user", "a"), ("assistant", "b"))), never)
+    kinds = {name: value.dtype for name, value in row.items() if isinstance(value, torch.Tensor)}
+    assert kinds == {
+        "input_ids": torch.int64,
+        "labels": torch.int64,
+        "position_ids": torch.int64,
+        "loss_mask": torch.float32,
+    }
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_media_tokens_are_never_targets(family: str, train_on: str) -> None:
+    encoder = encoder_with(family, train_on=train_on)
+    measured = encoder.measure(talk(("user", "What?"), ("assistant", "A cat."), media=(IMAGE, CLIP)))
+    ids, weights = measured.expand()
+    media = np.isin(ids, encoder.tokenizer.convert_tokens_to_ids(list(encoder.family.reserved)))
+    assert media.sum() > sum(plan.tokens for plan in measured.plans)
+    assert not weights[media].any()
+    assert weights[~media].any()
+    if train_on == "all":
+        assert weights[~media].all()
+
+
+def test_all_trains_every_token_but_the_first() -> None:
+    encoder = encoder_with(train_on="all")
+    row = encoder.render(encoder.measure(talk(("user", "a"), ("assistant", "b"))), never)
+    assert row["labels"].tolist() == [*row["input_ids"][1:].tolist(), IGNORE_INDEX]
+    assert row["loss_mask"].tolist() == [1.0] * (len(row["input_ids"]) - 1) + [0.0]
+
+
+def targets(encoder: ConversationEncoder, conversation: Conversation) -> str:
+    row = encoder.render(encoder.measure(conversation), never)
+    return encoder.tokenizer.decode(row["labels"][row["labels"] != IGNORE_INDEX])
+
+
+TWO = talk(("user", "One?"), ("assistant", "First."), ("user", "Two?"), ("assistant", "Second."))
+
+
+def test_every_assistant_turn_is_a_target_or_only_the_last() -> None:
+    assert targets(encoder_with(), TWO) == "First.<|im_end|>Second.<|im_end|>"
+    assert targets(encoder_with(train_on="last_assistant"), TWO) == "Second.<|im_end|>"
+
+
+def test_a_turns_weight_is_the_weight_of_its_tokens_and_of_no_other() -> None:
+    encoder = encoder_with()
+    turns = tuple(
+        dataclasses.replace(turn, loss_weight=weight)
+        for turn, weight in zip(TWO.turns, [None, 0.0, None, 0.25], strict=True)
+    )
+    conversation = dataclasses.replace(TWO, turns=turns)
+    row = encoder.render(encoder.measure(conversation), never)
+    assert targets(encoder, conversation) == "Second.<|im_end|>"
+    learned = row["labels"] != IGNORE_INDEX
+    assert set(row["loss_mask"][learned].tolist()) == {0.25}
+    assert not row["loss_mask"][~learned].any()
+
+
+def test_an_answer_that_ends_in_a_character_of_several_tokens_is_trained_whole(tmp_path: Path) -> None:
+    """Without an end-of-turn token behind it, the last character is the end of the span."""
+    path = tmp_path / "bare.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}: {% endif %}{% endfor %}",
+        encoding="utf-8",
+    )
+    encoder = encoder_with(chat_template=str(path))
+    ids, weights = encoder.measure(talk(("user", "a"), ("assistant", "b 🌞"), ("user", "c"))).expand()
+    tokens = encoder.tokenizer.convert_ids_to_tokens(ids)
+    assert len(encoder.tokenizer.tokenize("🌞")) > 1
+    trained = [token for token, weight in zip(tokens, weights, strict=True) if weight]
+    assert encoder.tokenizer.convert_tokens_to_string(trained).strip() == "b 🌞"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_has_one_position_a_token_on_all_three_axes(family: str) -> None:
+    encoder = encoder_with(family, position_ids="mrope")
+    row = encoder.render(encoder.measure(TWO), never)
+    length = len(row["input_ids"])
+    assert row["position_ids"].tolist() == [list(range(length))] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_word_image_in_a_users_text_stays_text(encoders: Any, family: str) -> None:
+    encoder = encoders[family]
+    words = "Write <image> and <video> here, then [IMG] and <img src='x'>."
+    conversation = talk(("user", words), ("assistant", "<image>"), media=(IMAGE,))
+    measured = encoder.measure(conversation)
+    assert measured.images == 1
+    assert words in encoder.tokenizer.decode(measured.token_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["user", "assistant", "system", "tool", "call", "definition"])
+def test_a_token_that_stands_for_media_is_rejected_wherever_text_holds_it(
+    encoders: Any, family: str, place: str
+) -> None:
+    encoder = encoders[family]
+    for token in encoder.family.reserved:
+        turns = [Turn(role="user", parts=("Hi",)), Turn(role="assistant", parts=("Ho",))]
+        tools = None
+        if place == "call":
+            call = {"type": "function", "function": {"name": "f", "arguments": {"deep": [{token: 1}]}}}
+            turns[1] = dataclasses.replace(turns[1], tool_calls=(call,))
+        elif place == "definition":
+            tools = ({"type": "function", "function": {"name": "f", "description": f"a {token} b"}},)
+        else:
+            turns.insert(1 if place == "tool" else 0, Turn(role=place, parts=(f"a {token} b",)))  # type: ignore[arg-type]
+        with pytest.raises(SampleRejected) as caught:
+            encoder.measure(Conversation(key="k", turns=tuple(turns), tools=tools))
+        assert caught.value.reason == "reserved_token"
+
+
+def test_text_that_is_no_unicode_is_rejected(encoders: Any) -> None:
+    for family in ("text", "qwen3_vl"):
+        with pytest.raises(SampleRejected) as caught:
+            encoders[family].measure(talk(("user", "half a \ud83d pair"), ("assistant", "b")))
+        assert caught.value.reason == "bad_text"
+
+
+@pytest.mark.parametrize("turns", [[("user", "Anyone?")], [("user", "a"), ("system", "b")]])
+def test_a_sample_with_nothing_to_learn_is_rejected(encoders: Any, turns: Any) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        encoders["text"].measure(talk(*turns))
+    assert caught.value.reason == "nothing_to_learn"
+
+
+def test_a_template_that_loses_or_invents_media_is_a_mismatch(tmp_path: Path) -> None:
+    path = tmp_path / "lossy.jinja"
+    header = "{% for m in messages %}{{ m.role }}: "
+    for body in ("{{ m.content if m.content is string else 'x' }}", "{{ m.content }}<|image_pad|><|image_pad|>"):
+        path.write_text(header + body + "<|im_end|>\n{% endfor %}", encoding="utf-8")
+        encoder = encoder_with("qwen2_5_vl", chat_template=str(path), train_on="all")
+        with pytest.raises(SampleRejected) as caught:
+            encoder.measure(talk(("user", "What?"), ("assistant", "That."), media=(IMAGE,)))
+        assert caught.value.reason == "placeholder_mismatch"
+
+
+def deep_size(value: Any) -> int:
+    """Bytes of an object and of all that only it holds."""
+    seen: set[int] = set()
+    pending, size = [value], 0
+    while pending:
+        entry = pending.pop()
+        if id(entry) in seen or isinstance(entry, type):
+            continue
+        seen.add(id(entry))
+        size += sys.getsizeof(entry)
+        if isinstance(entry, np.ndarray):
+            assert entry.base is None, "a view keeps all of its base alive"
+        pending += gc.get_referents(entry)
+    return size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_measured_image_sample_takes_less_than_four_kilobytes(encoders: Any, family: str) -> None:
+    large = Media(kind="image", name="a.png", width=4000, height=3000)
+    turns = (("user", "What is to be seen here? " * 3), ("assistant", "A cat on a mat, in the sun. " * 4))
+    measured = encoders[family].measure(talk(*turns, media=(large,)))
+    assert measured.length > 300
+    assert deep_size(measured) < 4096
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_measured_sample_survives_pickling_and_renders_the_same(encoders: Any, tmp_path: Path, family: str) -> None:
+    folder = Folder(tmp_path)
+    media = folder.add("a.png", encoded(picture(100, 60), "PNG"))
+    encoder = encoders[family]
+    measured = encoder.measure(talk(("user", "What?"), ("assistant", "That."), media=(media,)))
+    rows = [encoder.render(sample, folder.read) for sample in (measured, pickle.loads(pickle.dumps(measured)))]
+    for name in ("input_ids", "labels", "loss_mask", "position_ids"):
+        assert torch.equal(rows[0][name], rows[1][name])
+    assert rows[0]["visual_inputs"].keys() == rows[1]["visual_inputs"].keys()
+    for name, tensor in rows[0]["visual_inputs"].items():
+        assert torch.equal(tensor, rows[1]["visual_inputs"][name])
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"min_pixels": 28 * 28 * 5},
+    {"max_pixels": 28 * 28 * 50},
+    {"video_min_pixels": 28 * 28 * 5},
+    {"video_max_pixels": 28 * 28 * 999},
+    {"video_fps": 1.5},
+    {"video_min_frames": 6},
+    {"video_max_frames": 10},
+    {"train_on": "all"},
+    {"train_on": "last_assistant"},
+    {"position_ids": "mrope"},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: "=".join(map(str, *change.items())))
+def test_whatever_changes_tokens_pixels_or_targets_changes_the_fingerprint(
+    encoders: Any, family: str, change: dict[str, Any]
+) -> None:
+    before, after = encoders[family].fingerprint(), encoder_with(family, **change).fingerprint()
+    assert before.keys() == after.keys()
+    assert len([name for name in before if before[name] != after[name]]) == 1
+
+
+def test_another_template_tokenizer_or_family_changes_the_fingerprint(encoders: Any, tmp_path: Path) -> None:
+    path = tmp_path / "other.jinja"
+    path.write_text(encoders["text"].template.source + " ", encoding="utf-8")
+    before = encoders["text"].fingerprint()
+    after = encoder_with(chat_template=str(path)).fingerprint()
+    assert [name for name in before if before[name] != after[name]] == ["chat_template"]
+    tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
+    tokenizer.add_tokens(["<new>"])
+    after = ConversationEncoder(EncoderConfig(), processor=tokenizer).fingerprint()
+    assert [name for name in before if before[name] != after[name]] == ["tokenizer"]
+    assert len({tuple(encoder.fingerprint().items()) for encoder in encoders.values()}) == 3
+
+
+@pytest.mark.parametrize("name", ["text", *FAMILIES])
+def test_the_same_set_up_has_the_same_fingerprint(encoders: Any, name: str) -> None:
+    assert encoder_with(name).fingerprint() == encoders[name].fingerprint()
+
+
+def test_a_template_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "marked.jinja"
+    source = processor_path("text").joinpath("chat_template.jinja").read_text(encoding="utf-8")
+    path.write_text(source, encoding="utf-8-sig")
+    assert encoder_with(chat_template=str(path)).template.source == source
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be read"), (b"", "is empty"), (b"  \n", "is empty"), (b"\xff\xfe", "cannot be read")],
+)
+def test_a_template_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=said) as caught:
+        encoder_with(chat_template=str(path))
+    assert "template.jinja" in str(caught.value)
+
+
+def test_a_tokenizer_without_offsets_is_refused() -> None:
+    processor = AutoProcessor.from_pretrained(processor_path("text"))
+
+    class Slow:
+        is_fast = False
+        chat_template = processor.chat_template
+
+        def get_vocab(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(ConfigError, match="not a fast tokenizer"):
+        ConversationEncoder(EncoderConfig(), processor=Slow())

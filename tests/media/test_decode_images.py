@@ -1,0 +1,170 @@
+"""Decoded pixels equal those of transformers' own loader; whatever is no whole image of a sane size is refused."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.image_utils import load_image
+
+from energon_packing.errors import SampleRejected
+from energon_packing.media.image import decode_image
+from energon_packing.media.probe import probe_image
+
+LIMIT = 10**8
+
+
+def smooth(width: int, height: int, mode: str, seed: int = 0) -> Image.Image:
+    bands = len(Image.new(mode, (1, 1)).getbands())
+    small = np.random.default_rng(seed).integers(0, 256, (4, 4, bands), dtype=np.uint8)
+    image = Image.merge(mode, [Image.fromarray(small[:, :, band]) for band in range(bands)])
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def saved(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(
+        [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "LA")]
+    ),
+    width=st.integers(1, 90),
+    height=st.integers(1, 90),
+    orientation=st.integers(0, 9),
+    seed=st.integers(0, 100),
+)
+def test_pixels_equal_those_of_the_transformers_loader(
+    kind: tuple[str, str], width: int, height: int, orientation: int, seed: int
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(smooth(width, height, kind[1], seed), kind[0], exif=exif)
+    expected = np.asarray(load_image(Image.open(io.BytesIO(data))))
+    found = decode_image(data, max_pixels=LIMIT)
+    assert found.dtype == torch.uint8
+    assert found.is_contiguous()
+    assert np.array_equal(found.permute(1, 2, 0).numpy(), expected)
+    assert probe_image(data) == (found.shape[2], found.shape[1])
+
+
+def test_an_animation_is_its_first_frame() -> None:
+    frames = [smooth(40, 30, "RGB", seed) for seed in range(3)]
+    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    first = np.asarray(load_image(Image.open(io.BytesIO(data))))
+    assert np.array_equal(decode_image(data, max_pixels=LIMIT).permute(1, 2, 0).numpy(), first)
+
+
+def test_sixteen_bits_of_grey_are_scaled_to_eight() -> None:
+    grey = np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64)
+    found = decode_image(saved(Image.fromarray(grey), "PNG"), max_pixels=LIMIT)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert np.abs(found[0].numpy() - grey / 257.0).max() <= 1.0
+    assert (found.min(), found.max()) == (0, 254)
+
+
+def test_sixteen_bits_are_scaled_in_tiff_of_either_byte_order() -> None:
+    grey = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
+    little = saved(Image.fromarray(grey), "TIFF")
+    found = decode_image(little, max_pixels=LIMIT)
+    assert np.array_equal(found[0].numpy(), np.arange(256).reshape(16, 16) * 255 * 256 // 65535)
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that promises a size and holds a handful of bytes."""
+
+    def block(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + block(b"IHDR", header)
+        + block(b"IDAT", zlib.compress(b"\0" * 1000))
+        + block(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize(("width", "height"), [(30_000, 30_000), (2**31 - 1, 2**31 - 1), (10_001, 10_000)])
+def test_a_decompression_bomb_is_refused_by_its_header(width: int, height: int) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        decode_image(png_header(width, height), max_pixels=LIMIT)
+    assert caught.value.reason == "media_too_large"
+
+
+def test_an_image_of_exactly_the_limit_is_decoded() -> None:
+    data = saved(smooth(30, 20, "RGB"), "PNG")
+    assert decode_image(data, max_pixels=600).shape == (3, 20, 30)
+    with pytest.raises(SampleRejected, match="max_source_pixels=599"):
+        decode_image(data, max_pixels=599)
+
+
+GOOD = {
+    "jpeg": saved(smooth(60, 40, "RGB"), "JPEG"),
+    "png": saved(smooth(60, 40, "RGBA"), "PNG"),
+    "gif": saved(smooth(60, 40, "RGB").convert("P"), "GIF"),
+    "webp": saved(smooth(60, 40, "RGB"), "WEBP"),
+    "tiff": saved(smooth(60, 40, "RGB"), "TIFF", compression="tiff_lzw"),
+    "bmp": saved(smooth(60, 40, "RGB"), "BMP"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["jpeg", "png", "webp", "bmp", "tiff"])
+def test_a_truncated_image_is_corrupt(name: str) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        decode_image(GOOD[name][: len(GOOD[name]) // 2], max_pixels=LIMIT)
+    assert caught.value.reason == "corrupt_media"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(GOOD)), data=st.data())
+def test_a_damaged_image_is_decoded_or_rejected_and_never_anything_else(name: str, data: st.DataObject) -> None:
+    content = bytearray(GOOD[name])
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    reason = None
+    try:
+        assert decode_image(bytes(content), max_pixels=LIMIT // 100).shape[0] == 3
+    except SampleRejected as error:
+        reason = error.reason
+    assert reason in (None, "corrupt_media", "media_too_large")
+
+
+@given(content=st.binary(max_size=300))
+def test_bytes_that_are_no_image_are_corrupt(content: bytes) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        decode_image(content, max_pixels=LIMIT)
+    assert caught.value.reason == "corrupt_media"
+
+
+def test_postscript_starts_no_interpreter(tmp_path: Path) -> None:
+    program = (
+        f"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n({tmp_path}/made) (w) file closefile\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(SampleRejected, match="no known image format"):
+        decode_image(program.encode(), max_pixels=LIMIT)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rejection_says_the_same_in_every_run() -> None:
+    said = set()
+    for _ in range(2):
+        with pytest.raises(SampleRejected) as caught:
+            decode_image(b"nothing like an image", max_pixels=LIMIT)
+        said.add(caught.value.detail)
+    assert len(said) == 1
+    assert "0x" not in said.pop()

@@ -19,7 +19,9 @@ import torch
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
+from energon_packing.encoders.fitting import Bounds, fit
 from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.registry import build_family, load_processor
@@ -65,6 +67,7 @@ class ConversationEncoder:
         kinds = sorted(self.family.placeholders.items())
         self._kinds = [kind for kind, _ in kinds]
         self._placeholder = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
+        self._resizer = Resizer(self.family)
         self._run_ids = np.array(sorted(self.family.placeholder_ids.values()), dtype=np.int32)
         vocabulary = self.tokenizer.get_added_vocab()
         self._never_trained = np.array(
@@ -95,18 +98,40 @@ class ConversationEncoder:
             "video_fps": str(getattr(self.family, "video_fps", None)),
             "video_frames": str(getattr(self.family, "video_frames", None)),
             "position_ids": f"{self.config.position_ids}, {self.config.tokens_per_second} tokens a second",
+            "limits": repr(self.config.limits),
         }
 
-    def measure(self, conversation: Conversation) -> Measured:
+    def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Measured:
         """Tokens, targets and exact length of a conversation, from its text and the sizes of its media.
 
+        A sample over a limit of ``config.limits`` comes back changed as ``when_over`` allows, with ``changes`` set.
+
+        Args:
+            truncate_to: a longer sample is cut after the last assistant turn that fits into so many tokens.
+
         Raises:
-            SampleRejected: a reason of `ChatTemplate.render` or of the family, ``reserved_token`` where a text holds a
-                token that stands for media, ``placeholder_mismatch`` where the template lost or moved a medium,
-                ``bad_text`` where a text is not valid Unicode.
+            SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
+                ``reserved_token`` where a text holds a token that stands for media, ``placeholder_mismatch`` where the
+                template lost or moved a medium, ``bad_text`` where a text is not valid Unicode, ``too_few_targets``
+                where no more than ``min_active_ratio`` of the tokens are targets.
+            ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
         """
         self._check_reserved(conversation)
-        plans = self.family.plans(conversation.media)
+        bounds = Bounds(limits=self.config.limits, row=truncate_to)
+        measured = fit(conversation, self._measure, self._resizer, bounds)
+        ratio = self.config.limits.min_active_ratio
+        if measured.targets <= ratio * measured.length:
+            raise SampleRejected(
+                "too_few_targets",
+                f"{measured.targets} of {measured.length} tokens are targets, not more than a share of {ratio:.6g} "
+                "(encoder.limits.min_active_ratio)",
+            )
+        return measured
+
+    def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
+        """The sample as it is, under the limits of ``settings``."""
+        family = self._resizer.family(settings)
+        plans = family.plans(conversation.media)
         chat = self._replace_placeholders(self.template.render(conversation), plans)
         ids, offsets = self._tokenize(chat.text)
         weights = np.zeros(len(ids), dtype=np.float32)
@@ -134,6 +159,8 @@ class ConversationEncoder:
             plans=plans,
             media=conversation.media,
             length=len(ids) + int(lengths.sum()) - len(lengths),
+            turns=len(conversation.turns),
+            settings=settings,
         )
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
@@ -199,7 +226,7 @@ class ConversationEncoder:
                     "media_changed",
                     f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, measured as {media.width}x{media.height}",
                 )
-        visual = self.family.pixels(measured.plans, decoded)
+        visual = self._resizer.family(measured.settings).pixels(measured.plans, decoded)
         for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
             planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
             made = visual[name].tolist() if name in visual else []

@@ -24,6 +24,9 @@ class Measured:
         plans: geometry of each medium, in conversation order.
         media: the media, in conversation order.
         length: tokens of the sample once every run is expanded.
+        turns: of the conversation that was measured, after any truncation.
+        settings: fields of the configuration that are lower for this sample's media, by name.
+        changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
     """
 
     key: str
@@ -35,6 +38,15 @@ class Measured:
     plans: tuple[MediaPlan, ...]
     media: tuple[Media, ...]
     length: int
+    turns: int
+    settings: tuple[tuple[str, int], ...] = ()
+    changes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def targets(self) -> int:
+        """Tokens that are learned; the first token of a sample never is, since nothing stands before it."""
+        bits = np.unpackbits(self.trained, count=len(self.token_ids))
+        return int(bits[1:].sum())
 
     @property
     def patches(self) -> int:

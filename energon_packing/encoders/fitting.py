@@ -1,0 +1,176 @@
+"""Bringing a sample within its limits: resized, cut after a turn, dropped, or an error. See docs/limits.md.
+
+An action either brings the sample within every limit or leaves it as it is, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from energon_packing.config import LimitsConfig
+from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.resizing import Resizer, Settings, frames_of, tokens_of
+from energon_packing.errors import ConfigError, SampleRejected
+
+Measure = Callable[[Conversation, Settings], Measured]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excess:
+    """One limit that a sample is over.
+
+    Attributes:
+        reason: for the ledger.
+        limit: key of the configuration.
+        detail: ``5120 tokens of at most 4096``.
+    """
+
+    reason: str
+    limit: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The limits of one run, the longest row included.
+
+    Attributes:
+        limits: of the configuration.
+        row: tokens of a row where longer samples are to be cut; None where that is decided elsewhere.
+    """
+
+    limits: LimitsConfig
+    row: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The lower one of the two limits on all tokens."""
+        return min((most for most in (self.limits.max_tokens, self.row) if most is not None), default=None)
+
+    def excess(self, measured: Measured) -> Excess | None:
+        """The first limit that a sample is over, or None."""
+        images = sum(plan.kind == "image" for plan in measured.plans)
+        for what, found, limit, key in (
+            ("images", images, self.limits.max_images, "encoder.limits.max_images"),
+            ("frames", frames_of(measured.plans), self.limits.max_frames, "encoder.limits.max_frames"),
+            ("visual tokens", tokens_of(measured.plans), *_named(self.limits, "max_visual_tokens")),
+            ("tokens", measured.length, *_named(self.limits, "max_tokens")),
+            ("tokens", measured.length, self.row, "packing.seq_length"),
+        ):
+            if limit is not None and found > limit:
+                reason = "oversize" if key == "packing.seq_length" else f"too_many_{what.replace(' ', '_')}"
+                return Excess(reason=reason, limit=key, detail=f"{found} {what} of at most {limit} ({key})")
+        return None
+
+
+def _named(limits: LimitsConfig, name: str) -> tuple[int | None, str]:
+    return getattr(limits, name), f"encoder.limits.{name}"
+
+
+def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds) -> Measured:
+    """Measures a conversation, changed where it must be, within all limits.
+
+    Raises:
+        SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
+            ``oversize`` where no allowed action helps; whatever ``measure`` raises.
+        ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
+    """
+    measured = measure(conversation, ())
+    own = dataclasses.replace(bounds, row=None)
+    for action in bounds.limits.when_over:
+        over = own.excess(measured)
+        if over is None or action == "drop":
+            break
+        if action == "raise":
+            raise ConfigError(
+                f"Sample {conversation.key} has {over.detail}. Raise the limit, or name another action in "
+                "encoder.limits.when_over."
+            )
+        changed = (
+            resized(conversation, measured, measure, resizer, own)
+            if action == "resize"
+            else truncated(conversation, measured, measure, own)
+        )
+        measured = measured if changed is None else _noted(measured, changed, over, conversation)
+    over = own.excess(measured)
+    if over is None and bounds.row is not None:
+        over = bounds.excess(measured)
+        cut = truncated(conversation, measured, measure, bounds) if over is not None else None
+        if over is not None and cut is not None:
+            return _noted(measured, cut, over, conversation)
+    if over is not None:
+        raise SampleRejected(over.reason, over.detail)
+    return measured
+
+
+def resized(
+    conversation: Conversation, measured: Measured, measure: Measure, resizer: Resizer, bounds: Bounds
+) -> Measured | None:
+    """The sample with fewer frames and smaller media, or None where that does not bring it within the limits."""
+    limits = bounds.limits
+    if limits.max_images is not None and sum(plan.kind == "image" for plan in measured.plans) > limits.max_images:
+        return None
+    settings: Settings | None = measured.settings
+    if limits.max_frames is not None and frames_of(measured.plans) > limits.max_frames:
+        settings = resizer.fewer_frames(conversation.media, measured.settings, limits.max_frames)
+        if settings is None:
+            return None
+        measured = measure(conversation, settings)
+    visual = tokens_of(measured.plans)
+    room = min(
+        visual if limits.max_visual_tokens is None else limits.max_visual_tokens,
+        visual if bounds.most_tokens is None else bounds.most_tokens - (measured.length - visual),
+    )
+    if visual > room:
+        settings = resizer.fewer_tokens(conversation.media, measured.settings, room)
+        if settings is None:
+            return None
+        measured = measure(conversation, settings)
+    return measured if bounds.excess(measured) is None else None
+
+
+def truncated(conversation: Conversation, measured: Measured, measure: Measure, bounds: Bounds) -> Measured | None:
+    """The longest beginning of the conversation that ends with an assistant turn and is within the limits.
+
+    A cut between two turns never parts a medium from its tokens. None where not even the first answer fits, or
+    nothing of what fits is trained.
+    """
+    ends = [at for at, turn in enumerate(conversation.turns, 1) if turn.role == "assistant"]
+    ends = [end for end in ends if end < measured.turns]
+    best: Measured | None = None
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            tried = measure(beginning(conversation, ends[middle]), measured.settings)
+        except SampleRejected as error:
+            if error.reason != "nothing_to_learn":
+                raise
+            low = middle + 1  # no target yet: a shorter beginning has none either
+            continue
+        if bounds.excess(tried) is None:
+            best, low = tried, middle + 1
+        else:
+            high = middle
+    return best
+
+
+def beginning(conversation: Conversation, turns: int) -> Conversation:
+    """The first turns of a conversation with the media that they name."""
+    kept = conversation.turns[:turns]
+    media = sum(isinstance(part, MediaPart) for turn in kept for part in turn.parts)
+    return dataclasses.replace(conversation, turns=kept, media=conversation.media[:media])
+
+
+def _noted(before: Measured, after: Measured, over: Excess, conversation: Conversation) -> Measured:
+    if after.turns < before.turns:
+        how, what = "truncated", f"kept {after.turns} of {len(conversation.turns)} turns, {after.length} tokens"
+    else:
+        how = "resized"
+        what = (
+            ", ".join(f"{name}={value}" for name, value in after.settings) + f": {tokens_of(after.plans)} visual tokens"
+        )
+    return dataclasses.replace(after, changes=(*before.changes, (how, f"{over.detail}; {what}")))

@@ -1,0 +1,169 @@
+"""Making the media of one sample smaller than the run's limits say, by the family's own rules.
+
+A sample that is over a limit is planned again as if the configuration's upper limits (`FIELDS`) were lower for it
+alone: the family and its processor are built again with those limits, so that what is planned here and what `render`
+makes of the pixels follow from one set of numbers. All media of a sample are lowered by the same number of steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily
+
+Settings = tuple[tuple[str, int], ...]
+"""Fields of `EncoderConfig` with the values that replace the run's for one sample, by name."""
+
+STEPS_AN_OCTAVE = 8
+"""Pixel limits are lowered in steps of a factor 2**(1/8): the side of an image loses 4 % a step."""
+_PIXELS = tuple(round(2 ** (step / STEPS_AN_OCTAVE)) for step in range(4 * STEPS_AN_OCTAVE, 32 * STEPS_AN_OCTAVE + 1))
+FIELDS: dict[str, tuple[int, ...]] = {"max_pixels": _PIXELS, "video_max_pixels": _PIXELS}
+"""Upper limits that bound what an image or video costs, each with the values it is lowered to, ascending."""
+FAMILIES_KEPT = 128
+
+
+class Resizer:
+    """Finds lower limits for single samples.
+
+    Args:
+        family: of the run; its processor is never changed.
+    """
+
+    def __init__(self, family: VisionFamily) -> None:
+        self._family = family
+        self._made: OrderedDict[Settings, VisionFamily | None] = OrderedDict([((), family)])
+
+    def family(self, settings: Settings) -> VisionFamily:
+        """The run's family under other upper limits.
+
+        Raises:
+            ConfigError: the family does not read one of the settings, or cannot go as low.
+        """
+        family = self._try(settings)
+        if family is None:
+            raise ConfigError(f"The family {self._family.name} cannot be limited to {dict(settings)}.")
+        return family
+
+    def fewer_frames(self, media: Sequence[Media], settings: Settings, most: int) -> Settings | None:
+        """Settings under which all videos together have at most ``most`` sampled frames; None where there are none."""
+        plans = self._plans(media, settings)
+        videos = [len(plan.frame_indices) for plan in plans or () if plan.kind == "video"]
+        if not videos or most < len(videos):
+            return None
+        cap = _level(videos, most)
+
+        def fits(frames: int) -> bool:
+            tried = self._plans(media, (*settings, ("video_max_frames", frames)))
+            return tried is not None and frames_of(tried) <= most
+
+        # A family may round the cap down, never up, except to a minimum of its own, below which no cap helps.
+        found = _largest(1, cap, fits)
+        return None if found is None else (*settings, ("video_max_frames", found))
+
+    def fewer_tokens(self, media: Sequence[Media], settings: Settings, most: int) -> Settings | None:
+        """Settings under which all media together cost at most ``most`` tokens; None where there are none."""
+        plans = self._plans(media, settings)
+        if plans is None or most <= 0:
+            return None
+        before = tokens_of(plans)
+
+        def tokens(more: Settings) -> int | None:
+            tried = self._plans(media, (*settings, *more))
+            return None if tried is None else tokens_of(tried)
+
+        ladders = []
+        for name, lowest in self._lowest.items():
+            values = FIELDS[name]
+            # The lowest value that still changes nothing: from there on, each step down counts for all media alike.
+            top = _smallest(lowest, len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            if top is not None and top > lowest:
+                ladders.append((name, lowest, top))
+        if not ladders:
+            return None
+
+        def lowered(steps: int) -> Settings:
+            return tuple((name, FIELDS[name][max(lowest, top - steps)]) for name, lowest, top in ladders)
+
+        def fits(steps: int) -> bool:
+            found = tokens(lowered(steps))
+            return found is not None and found <= most
+
+        steps = _smallest(1, max(top - lowest for _, lowest, top in ladders), fits)
+        return None if steps is None else (*settings, *lowered(steps))
+
+    @cached_property
+    def _lowest(self) -> dict[str, int]:
+        """Position in `FIELDS` of the lowest value that the family takes, for each field that it reads."""
+        result = {}
+        for name, values in FIELDS.items():
+            lowest = _smallest(0, len(values) - 1, lambda at: self._try(((name, values[at]),)) is not None)  # noqa: B023
+            if lowest is not None:
+                result[name] = lowest
+        return result
+
+    def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:
+        family = self._try(settings)
+        if family is None:
+            return None
+        try:
+            return family.plans(media)
+        except SampleRejected:
+            return None
+
+    def _try(self, settings: Settings) -> VisionFamily | None:
+        if settings in self._made:
+            self._made.move_to_end(settings)
+            return self._made[settings]
+        own = self._family.processor
+        processor = copy.copy(own)
+        for name in ("image_processor", "video_processor"):
+            if getattr(own, name, None) is not None:
+                setattr(processor, name, copy.deepcopy(getattr(own, name)))
+        changed: dict[str, Any] = dict(settings)
+        family: VisionFamily | None = None
+        with contextlib.suppress(ConfigError):  # lower than the family can go, or a setting that it refuses
+            family = type(self._family)(processor, dataclasses.replace(self._family.config, **changed))
+        self._made[settings] = family
+        while len(self._made) > FAMILIES_KEPT:
+            self._made.popitem(last=False)
+        return family
+
+
+def frames_of(plans: Sequence[MediaPlan]) -> int:
+    """Frames that are decoded of all videos."""
+    return sum(len(plan.frame_indices) for plan in plans)
+
+
+def tokens_of(plans: Sequence[MediaPlan]) -> int:
+    """Placeholder tokens of all media."""
+    return sum(plan.tokens for plan in plans)
+
+
+def _level(counts: Sequence[int], most: int) -> int:
+    """The largest cap c for which the sum of ``min(count, c)`` is at most ``most``."""
+    return _largest(1, max(counts), lambda cap: sum(min(count, cap) for count in counts) <= most) or 1
+
+
+def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
+    """The smallest number in ``[low, high]`` for which a property holds that, once true, stays true."""
+    if low > high or not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low
+
+
+def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
+    """The largest number in ``[low, high]`` for which a property holds that, once false, stays false."""
+    first_false = _smallest(low, high, lambda at: not holds(at))
+    last = high if first_false is None else first_false - 1
+    return last if last >= low else None

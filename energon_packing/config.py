@@ -153,6 +153,10 @@ class EncoderConfig:
                 raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
 
 
+PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
+"""The fields of `PackingConfig` that limit a pack besides its tokens."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingConfig:
     """How samples share a row."""
@@ -161,6 +165,18 @@ class PackingConfig:
     """Tokens of a row, alignment padding included: no pack is ever longer."""
     window: int = 256
     """Measured samples held for selection. More fills better and delays longer; a sample costs about 3 KB."""
+    policy: str = "window"
+    """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
+    ``balanced``, or a name given to ``register_policy``; see docs/packing.md."""
+    max_images_per_pack: int | None = None
+    """Images of a pack, tiles counted one by one where the family cuts images up; None sets no limit. A sample that
+    exceeds a limit alone is handled as ``oversize`` says, with the reason ``over_limit``."""
+    max_patches_per_pack: int | None = None
+    """Rows of vision input of a pack: what bounds the memory of the vision encoder."""
+    max_segments_per_pack: int | None = None
+    """Samples of a pack; a masked tail of a row of fixed width comes on top."""
+    max_cost_per_pack: float | None = None
+    """Cost of a pack in tokens without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch 0.098."""
     balance_window: int = 1
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
@@ -175,6 +191,14 @@ class PackingConfig:
     def __post_init__(self) -> None:
         sizes = {"seq_length": self.seq_length, "window": self.window, "balance_window": self.balance_window}
         _at_least("packing", sizes, 1)
+        limits = {name: getattr(self, name) for name in PACK_LIMITS}
+        _at_least("packing", limits, 1)
+        if self.max_cost_per_pack is not None and not math.isfinite(self.max_cost_per_pack):
+            raise ConfigError(f"packing.max_cost_per_pack is {self.max_cost_per_pack}; None sets no limit.")
+        if self.policy != "window":  # the registry needs numpy
+            from energon_packing.packing.per_window import check_online_policy
+
+            check_online_policy(self.policy)
         if not 0.0 <= self.drop_budget <= 1.0:
             raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it is a share between 0 and 1.")
 

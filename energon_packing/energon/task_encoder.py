@@ -18,7 +18,7 @@ from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
 from megatron.energon.cache import FileStore
 
 from energon_packing import thd
-from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.cookers import RECORD_COOKER
@@ -34,11 +34,10 @@ from energon_packing.energon.samples import ConversationSample, MeasuredSample, 
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
-from energon_packing.packing import pack_lengths
-from energon_packing.packing.window import drain_window, select_from_window
-
-LINEAR_COST = 24576.0
-"""Tokens of context at which attention costs as much as the linear layers, in a model of 7 billion parameters."""
+from energon_packing.packing.balance import pack_cost, serpentine_order
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.per_window import next_pack
+from energon_packing.packing.policy import pack_lengths
 
 
 class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -78,6 +77,14 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
                 f"sizes need; use {down or self.multiple} or {down + self.multiple}."
             )
+        self.limits = PackLimits(
+            tokens=packing.seq_length,
+            multiple=self.multiple,
+            images=packing.max_images_per_pack,
+            patches=packing.max_patches_per_pack,
+            segments=packing.max_segments_per_pack,
+            cost=packing.max_cost_per_pack,
+        )
         self.encoder = ConversationEncoder(encoder, processor=processor)
         self.cookers = (*cookers, RECORD_COOKER)
         self._extra_fingerprint = dict(fingerprint or {})
@@ -91,13 +98,15 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "window": self.packing.window,
             "balance_window": self.packing.balance_window,
             "oversize": self.packing.oversize,
+            "policy": self.packing.policy,
+            **{name: getattr(self.packing, name) for name in PACK_LIMITS},
             "position_ids": self.encoder.config.position_ids,
             **self._extra_fingerprint,
         }
 
     def aligned(self, measured: Measured) -> int:
         """Tokens that a sample occupies in a row."""
-        return -(-measured.length // self.multiple) * self.multiple
+        return self.limits.aligned(measured)
 
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
@@ -121,15 +130,20 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def _check_size(self, measured: Measured) -> None:
-        if self.aligned(measured) <= self.packing.seq_length:
-            return
-        length = f"{measured.length} tokens" + (f", {self.aligned(measured)} aligned" if self.multiple > 1 else "")
-        detail = f"{length}; a row holds packing.seq_length={self.packing.seq_length}"
+        if self.limits.too_long(measured):
+            aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
+            reason = "oversize"
+            detail = f"{measured.length} tokens{aligned}; a row holds packing.seq_length={self.packing.seq_length}"
+        else:
+            reason, exceeded = "over_limit", self.limits.exceeded(measured)
+            if exceeded is None:
+                return
+            detail = exceeded
         if self.packing.oversize == "raise":
             raise ConfigError(
                 f"Sample {measured.key} has {detail}. Raise it, or drop such samples with packing.oversize=drop."
             )
-        raise SampleRejected("oversize", detail)
+        raise SampleRejected(reason, detail)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
@@ -146,7 +160,14 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
         good = [sample for sample in samples if sample.measured is not None]
-        groups = pack_lengths(self._lengths(good), self.packing.seq_length, policy="best_fit")
+        measured = [sample.measured for sample in good if sample.measured is not None]
+        costs = self.limits.costs(measured)
+        groups = pack_lengths(
+            [self.limits.length_units(sample) for sample in measured],
+            self.limits.units,
+            policy="best_fit",
+            constraints={name: (costs[name], limit) for name, limit in self.limits.limited.items()},
+        )
         return [[good[int(position)] for position in group] for group in groups]
 
     @stateless
@@ -243,24 +264,25 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
         return Ledger(self.packing.ledger, budget=self.packing.drop_budget, name=name)
 
-    def _lengths(self, samples: Sequence[MeasuredSample]) -> list[int]:
-        return [self.aligned(sample.measured) for sample in samples if sample.measured is not None]
-
     def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        lengths = self._lengths(samples)
-        if ended:  # the first of the packs that best-fit decreasing makes of the rest; the others come out the same
-            return drain_window(lengths, self.packing.seq_length)[0]
-        return select_from_window(lengths, self.packing.seq_length)
+        measured = [sample.measured for sample in samples if sample.measured is not None]
+        return next_pack(
+            self.packing.policy,
+            [self.limits.length_units(sample) for sample in measured],
+            self.limits.units,
+            self.limits.costs(measured),
+            self.limits.limited,
+            ended=ended,
+        )
 
     def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
-        costs = [sum(_cost(sample.measured) for sample in plan if sample.measured) for plan in plans]
-        return sorted(range(len(plans)), key=costs.__getitem__, reverse=bool(block % 2))
-
-
-def _cost(measured: Measured) -> float:
-    """Relative step time of one segment: linear layers, attention inside the segment, and the vision encoder."""
-    return LINEAR_COST * (measured.length + measured.patches / 4) + float(measured.length) ** 2
+        measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
+        costs = [
+            pack_cost([sample.length for sample in plan], patches=sum(sample.patches for sample in plan))
+            for plan in measured
+        ]
+        return serpentine_order(costs, block)
 
 
 def _read(store: FileStore | None, name: str) -> bytes:

@@ -1,0 +1,101 @@
+"""What a pack may hold, for samples whose length, images and patches are known before any pixel is.
+
+Tokens are counted in units of the alignment multiple: a sample of 13 tokens at a multiple of 8 takes 2 of them. That is
+exact, and the subset sum of the ``window`` policy works on so much shorter integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from energon_packing.errors import ConfigError
+from energon_packing.packing.balance import LINEAR, pack_cost
+
+
+class Sized(Protocol):
+    """A sample that has been measured; `energon_packing.encoders.measured.Measured` is one."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def images(self) -> int: ...
+    @property
+    def patches(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackLimits:
+    """The limits of one pack.
+
+    Attributes:
+        tokens: of the row, alignment padding included; a multiple of `multiple`.
+        multiple: tokens that every segment is padded to a multiple of.
+        images: images of all samples, tiles counted one by one where the family cuts images up; None for no limit.
+        patches: rows of vision input of all media.
+        segments: samples; a masked tail of a row of fixed width comes on top.
+        cost: of all segments by `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+    """
+
+    tokens: int
+    multiple: int = 1
+    images: int | None = None
+    patches: int | None = None
+    segments: int | None = None
+    cost: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.multiple < 1 or self.tokens % self.multiple:
+            raise ConfigError(f"a pack of {self.tokens} tokens is no multiple of {self.multiple}, or below 1")
+        for name, limit in self.limited.items():
+            if limit < 1:
+                raise ConfigError(f"a pack that may hold {limit} {name} holds no sample at all")
+
+    @property
+    def units(self) -> int:
+        """Capacity of a pack in alignment units."""
+        return self.tokens // self.multiple
+
+    @property
+    def limited(self) -> dict[str, int]:
+        """Limits besides tokens, by name; cost in the unit of `pack_cost`."""
+        found = {
+            "images": self.images,
+            "patches": self.patches,
+            "segments": self.segments,
+            "cost": None if self.cost is None else int(self.cost * LINEAR),
+        }
+        return {name: limit for name, limit in found.items() if limit is not None}
+
+    def aligned(self, sample: Sized) -> int:
+        """Tokens that a sample occupies."""
+        return self.length_units(sample) * self.multiple
+
+    def length_units(self, sample: Sized) -> int:
+        """Alignment units that a sample occupies."""
+        return -(-sample.length // self.multiple)
+
+    def costs(self, samples: Sequence[Sized]) -> dict[str, list[int]]:
+        """For each limited name one cost a sample."""
+        measures = {
+            "images": lambda sample: sample.images,
+            "patches": lambda sample: sample.patches,
+            "segments": lambda sample: 1,
+            "cost": lambda sample: pack_cost((sample.length,), patches=sample.patches),
+        }
+        return {name: [measures[name](sample) for sample in samples] for name in self.limited}
+
+    def too_long(self, sample: Sized) -> bool:
+        """Whether a sample is longer than a whole row."""
+        return self.length_units(sample) > self.units
+
+    def exceeded(self, sample: Sized) -> str | None:
+        """The first limit besides tokens that a sample exceeds alone, as part of a sentence; None where it fits."""
+        for name, (cost,) in self.costs([sample]).items():
+            limit = self.limited[name]
+            if cost > limit:
+                if name == "cost":
+                    return f"a cost of {cost / LINEAR:.0f} tokens; a pack holds packing.max_cost_per_pack={self.cost}"
+                return f"{cost} {name}; a pack holds packing.max_{name}_per_pack={limit}"
+        return None

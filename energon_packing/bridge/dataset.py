@@ -79,6 +79,11 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     decode_seconds: float | None = None
 
     window: int = 256
+    policy: str = "window"
+    max_images_per_pack: int | None = None
+    max_patches_per_pack: int | None = None
+    max_segments_per_pack: int | None = None
+    max_cost_per_pack: float | None = None
     balance_window: int = 1
     oversize: Oversize = "drop"
     drop_budget: float = 0.1
@@ -170,6 +175,11 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             packing=PackingConfig(
                 seq_length=self.seq_length,
                 window=self.window,
+                policy=self.policy,
+                max_images_per_pack=self.max_images_per_pack,
+                max_patches_per_pack=self.max_patches_per_pack,
+                max_segments_per_pack=self.max_segments_per_pack,
+                max_cost_per_pack=self.max_cost_per_pack,
                 balance_window=self.balance_window,
                 oversize=self.oversize,
                 pad_to_max_length=self.pad_to_max_length,

@@ -42,7 +42,9 @@ def test_a_text_only_pack_gets_ordinary_positions(encoders, family, kind, multip
 
 def test_no_token_of_a_pack_of_conversations_learns_the_next_conversation(encoders):
     encoder = encoders["text"]
-    rows = [encoder.render(encoder.measure(text_conversation(f"t{words}", words)), lambda name: b"") for words in (3, 9)]
+    rows = [
+        encoder.render(encoder.measure(text_conversation(f"t{words}", words)), lambda name: b"") for words in (3, 9)
+    ]
     batch = thd.assemble(rows)
     for start, row in zip(batch.boundaries.tolist(), rows, strict=False):
         own = row["input_ids"]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from energon_packing.bridge import cpu_stand_ins
 from energon_packing.errors import ConfigError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
@@ -129,6 +128,9 @@ def hugging_face_config(
 
 def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = None, seq_length: int = 4096) -> Any:
     """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
+    # Here and not above: `hugging_face_config` serves machines without Megatron-Core too.
+    from energon_packing.bridge import cpu_stand_ins
+
     cpu_stand_ins.install()
     from megatron.bridge import AutoBridge
 

@@ -56,6 +56,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.convert:convert",
         summary="Turn conversation files into an Energon data set.",
     ),
+    "parity": Subcommand(
+        target="energon_packing.cli.parity:parity",
+        summary="Compare packs with their samples alone, on a model.",
+    ),
     "preview": Subcommand(
         target="energon_packing.cli.preview:preview",
         summary="Build real packs and show each segment.",

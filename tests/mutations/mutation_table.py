@@ -267,7 +267,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=TRAP_TESTS + "test_no_token_of_a_pack_of_conversations_learns_the_next_conversation",
         oracle="the token ids of the sample",
         edits=(
-            ("encoders/encoder.py", "labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]", "labels[:] = np.roll(ids, -1)"),
+            (
+                "encoders/encoder.py",
+                "labels[:-1][learned[:-1]] = ids[1:][learned[:-1]]",
+                "labels[:] = np.roll(ids, -1)",
+            ),
         ),
     ),
     Mutation(

@@ -1,0 +1,238 @@
+"""`energon-packing parity`: does a pack of your data give what its samples give alone, on a model?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from energon_packing.config import RunConfig, load_config
+from energon_packing.errors import UserError
+
+_EXAMPLES = """
+Examples:
+
+\b
+  energon-packing parity --config run.yaml
+  energon-packing parity --config run.yaml --model path/or/name --packs 4
+  energon-packing parity --config run.yaml --cp 2
+  energon-packing parity --config run.yaml --break boundaries     the control: must exit with 1
+
+Exit codes: 0 packed and alone agree, 1 they do not, 2 the input cannot be used.
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration of the run.")
+@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
+@click.option("--model", metavar="PATH", help="Hugging Face model. Without it: a tiny random one of the family.")
+@click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="How many packs to compare.")
+@click.option("--cp", "cp_size", type=click.IntRange(min=1), help="Context-parallel ranks. Default: the file's.")
+@click.option(
+    "--attention",
+    type=click.Choice(["mask", "positions"]),
+    default="mask",
+    show_default=True,
+    help="How the Hugging Face model keeps segments apart: a written-out mask, or positions that start again.",
+)
+@click.option("--device", default="cpu", show_default=True, help="Where the Hugging Face model runs.")
+@click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), help="Largest difference. [default: 1e-4]")
+@click.option("--bridge/--no-bridge", default=True, help="Compare on a tiny Megatron-Bridge model too, if installed.")
+@click.option(
+    "--break",
+    "break_",
+    type=click.Choice(["boundaries", "positions", "labels"]),
+    help="The control: make this mistake on purpose and see it found (on the Hugging Face model).",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.pass_context
+def parity(
+    ctx: click.Context,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    model: str | None,
+    packs: int,
+    cp_size: int | None,
+    attention: Any,
+    device: str,
+    tolerance: float | None,
+    bridge: bool,
+    break_: Any,
+    as_json: bool,
+) -> None:
+    """Compare packs of the data set with their samples alone: logits, loss and gradient of each segment.
+
+    Then change one segment of each pack and see that no other one notices.
+    """
+    config = load_config(config_path, overrides)
+    if cp_size is not None:
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, context_parallel=cp_size))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+    outcome = _compare(config, model, packs, attention, device, tolerance, bridge and not break_, break_)
+    if as_json:
+        click.echo(json.dumps(outcome, indent=2))
+    else:
+        _print(outcome)
+    if outcome["failures"]:
+        ctx.exit(1)
+
+
+def _compare(
+    config: RunConfig,
+    model: str | None,
+    packs: int,
+    attention: Any,
+    device: str,
+    tolerance: float | None,
+    bridge: bool,
+    break_: Any,
+) -> dict[str, Any]:
+    import torch
+
+    from energon_packing.encoders.encoder import ConversationEncoder
+    from energon_packing.report.parity import TOLERANCE, compare_pack
+    from energon_packing.report.parity_models import load_subject
+
+    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
+        raise UserError(f"There is no device {device!r} here; use --device cpu.")
+    limit = TOLERANCE if tolerance is None else tolerance
+    cp_size = config.parallel.context_parallel
+    encoder = ConversationEncoder(config.encoder)
+    subject = load_subject(
+        encoder, model=model, seq_length=config.packing.seq_length, attention=attention, device=device
+    )
+    config = _with_positions_of(config, subject)
+    batches = _packs(config, packs)
+    results = [
+        compare_pack(subject, batch, number=number, cp_size=cp_size, break_=break_)
+        for number, batch in enumerate(batches)
+    ]
+    failures = [sentence for result in results for sentence in result.failures(limit)]
+    bridged: list[dict[str, Any]] = []
+    if bridge and importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.bridge"):
+        bridged = _on_bridge(encoder, batches)
+        failures += [f"Bridge, pack {entry['pack']}: {sentence}" for entry in bridged for sentence in entry["failures"]]
+    kind = type(subject.model).__name__
+    return {
+        "model": f"{kind} {model}" if model else f"{kind}, tiny and random",
+        "attention": f"{attention}, {subject.model.config.get_text_config()._attn_implementation}",
+        "context_parallel": cp_size,
+        "multiple": config.parallel.multiple,
+        "broken": break_,
+        "tolerance": limit,
+        "segments": [dataclasses.asdict(segment) for result in results for segment in result.segments],
+        "perturbations": [dataclasses.asdict(result.perturbation) for result in results],
+        "bridge": bridged,
+        "failures": failures,
+    }
+
+
+def _with_positions_of(config: RunConfig, subject: Any) -> RunConfig:
+    """The configuration with the positions that the model takes, so that the pack's own positions are compared."""
+    changes: dict[str, Any] = {"position_ids": "mrope" if subject.mrope else "1d"}
+    vision = getattr(subject.model.config, "vision_config", None)
+    if getattr(vision, "tokens_per_second", None):
+        changes["tokens_per_second"] = int(vision.tokens_per_second)
+    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, **changes))
+
+
+def _packs(config: RunConfig, count: int) -> list[Any]:
+    from energon_packing.energon.loader import build_loader
+
+    batches = [pack.batch for pack in itertools.islice(build_loader(config), count)]
+    if not batches:
+        raise UserError(f"The data set {config.data.path} gives no pack; `energon-packing stats` says why.")
+    return batches
+
+
+def _on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
+    """The same packs on a tiny Bridge model, which makes three-axis positions itself."""
+    import torch
+
+    from energon_packing.bridge import cpu_stand_ins, parity, tiny_models, training_run
+    from energon_packing.report.parity_models import special_tokens, tiny_family
+    from energon_packing.thd import unpack
+
+    family = tiny_family(encoder)
+    if family is None:
+        return []
+    found = []
+    with contextlib.redirect_stdout(io.StringIO()), cpu_stand_ins.quiet(), training_run.process_groups():
+        model = training_run.build_model(
+            tiny_models.provider(
+                family,
+                vocab_size=max(encoder.tokenizer.get_vocab().values()) + 1,
+                tokens=special_tokens(encoder),
+                seq_length=max(batch.total_tokens for batch in batches),
+            )
+        )
+        for number, batch in enumerate(batches):
+            starts = torch.repeat_interleave(batch.boundaries[:-1].long(), batch.boundaries.diff().long())
+            counted = torch.arange(batch.total_tokens) - starts
+            batch = dataclasses.replace(batch, position_ids=counted[None])
+            result = parity.compare(model, batch.to_bridge(), parity.row_batches(unpack(batch)))
+            found.append(
+                {
+                    "pack": number,
+                    "model": type(model).__name__,
+                    "segments": len(result.segments),
+                    "logits": result.logits,
+                    "loss": result.loss,
+                    "gradient": result.gradient,
+                    "boundaries_ignored": result.control,
+                    "failures": result.failures(),
+                }
+            )
+    return found
+
+
+def _print(outcome: dict[str, Any]) -> None:
+    console = Console()
+    console.print(
+        f"{outcome['model']}; attention: {outcome['attention']}; context parallel {outcome['context_parallel']}, "
+        f"multiple {outcome['multiple']}" + (f"; broken on purpose: {outcome['broken']}" if outcome["broken"] else ""),
+        highlight=False,
+    )
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("pack.seg", "key", "tokens", "logits", "at", "loss", "diff", "gradient", "diff"):
+        table.add_column(name, justify="left" if name == "key" else "right", no_wrap=name != "key")
+    for row in outcome["segments"]:
+        table.add_row(
+            *(f"{row['pack']}.{row['index']}", escape(row["key"]), str(row["tokens"])),
+            *(f"{row['logits']:.1e}", str(row["at"]), f"{row['loss']:.4f}"),
+            f"{abs(row['loss'] - row['loss_alone']):.1e}",
+            *(f"{row['gradient_norm']:.3f}", f"{row['gradient']:.1e}"),
+        )
+    console.print(table)
+    for row in outcome["perturbations"]:
+        console.print(
+            f"pack {row['pack']}: segment {row['index']} changed, its logits move by {row['own']:.1e}, all others by "
+            f"{row['others']:.1e}",
+            highlight=False,
+        )
+    for row in outcome["bridge"]:
+        console.print(
+            f"pack {row['pack']} on Bridge ({row['model']}): logits {row['logits']:.1e}, loss {row['loss']:.1e}, "
+            f"gradient {row['gradient']:.1e}; boundaries ignored {row['boundaries_ignored']:.1e}",
+            highlight=False,
+        )
+    worst = max(outcome["segments"], key=lambda row: row["logits"])
+    console.print(
+        f"largest difference of a logit: {worst['logits']:.1e} in pack {worst['pack']}, segment {worst['index']} "
+        f"({escape(worst['key'])}), token {worst['at']}",
+        highlight=False,
+    )
+    for sentence in outcome["failures"]:
+        console.print(f"[red]differs[/red]  {escape(sentence)}", highlight=False)
+    console.print("[bold red]not equal[/bold red]" if outcome["failures"] else "[green]packed equals alone[/green]")

@@ -1,0 +1,118 @@
+"""The models that `energon_packing.report.parity` compares on: a given one, or a tiny one for the processor's family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.errors import UserError
+from energon_packing.report.parity import Attention, Subject
+
+_TINY = {"qwen2_vl": "qwen2_5_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
+
+
+def special_tokens(encoder: ConversationEncoder) -> Any:
+    """`energon_packing.bridge.tiny_models.SpecialTokens` of the encoder's tokenizer; None for text."""
+    from energon_packing.bridge.tiny_models import SpecialTokens
+
+    if not encoder.family.placeholder_ids:
+        return None
+    return SpecialTokens(
+        vision_start=encoder.family.check_token("<|vision_start|>"),
+        vision_end=encoder.family.check_token("<|vision_end|>"),
+        image=encoder.family.placeholder_ids["image"],
+        video=encoder.family.placeholder_ids["video"],
+    )
+
+
+def tiny_family(encoder: ConversationEncoder) -> str | None:
+    """The tiny model that serves the encoder's family; None where there is none."""
+    return _TINY.get(encoder.family.name)
+
+
+def load_subject(
+    encoder: ConversationEncoder,
+    *,
+    model: str | None = None,
+    seq_length: int = 4096,
+    attention: Attention = "mask",
+    device: str = "cpu",
+    seed: int = 1234,
+) -> Subject:
+    """A model in fp32 and evaluation mode.
+
+    Args:
+        encoder: of the packs; names the family and its media tokens.
+        model: directory or hub name of a Hugging Face model; None makes a tiny one with random weights.
+        seq_length: longest row, for the tiny model.
+        attention: see `Subject`; ``positions`` on a CUDA device takes flash attention where it is installed (bf16).
+        device: ``"cpu"``, ``"cuda"``.
+        seed: of random weights.
+
+    Raises:
+        UserError: a model that cannot be loaded, has too small a vocabulary, or a family without a tiny model.
+    """
+    tokenizer = encoder.tokenizer
+    highest = max(tokenizer.get_vocab().values())
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        loaded = _load(model) if model else _tiny(encoder, highest + 1, seq_length)
+    rows = int(loaded.get_input_embeddings().weight.shape[0])
+    if rows <= highest:
+        raise UserError(
+            f"The model {model} knows {rows} tokens, but the processor's vocabulary goes up to {highest}; name the "
+            "processor that belongs to the model (encoder.processor)."
+        )
+    flash = attention == "positions" and device.startswith("cuda") and _has_flash_attention()
+    loaded.set_attn_implementation("flash_attention_2" if flash else "sdpa")
+    loaded = loaded.to(device=device, dtype=torch.bfloat16 if flash else torch.float32).eval()
+    special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    plain = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64)
+    kinds = {"image": 1, "video": 2}
+    media = {token_id: kinds[kind] for kind, token_id in encoder.family.placeholder_ids.items()}
+    subject = Subject(model=loaded, media_types=media, plain_ids=plain, attention=attention)
+    # Only models that make three-axis positions want to be told which tokens are media.
+    return subject if subject.mrope else Subject(model=loaded, media_types={}, plain_ids=plain, attention=attention)
+
+
+def _has_flash_attention() -> bool:
+    from transformers.utils import is_flash_attn_2_available
+
+    return bool(is_flash_attn_2_available())
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return transformers.AutoModelForCausalLM if type(config) in known else transformers.AutoModelForImageTextToText
+
+
+def _load(model: str) -> Any:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return _auto_class(config).from_pretrained(
+            model, config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(f"No model can be loaded from {model!r} (--model): {lines[0] if lines else error!r}") from error
+
+
+def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
+    from energon_packing.bridge.tiny_models import hugging_face_config
+
+    family = tiny_family(encoder)
+    if family is None:
+        raise UserError(
+            f"There is no tiny model for the family {encoder.family.name!r}; name one with --model (families with a "
+            f"tiny model: {', '.join(sorted(_TINY))})."
+        )
+    config = hugging_face_config(
+        family, vocab_size=vocab_size, tokens=special_tokens(encoder), seq_length=max(seq_length, 64)
+    )
+    return _auto_class(config).from_config(config)

@@ -1,0 +1,134 @@
+"""`energon-packing parity` on real packs: equal where they are right, and every mistake made on purpose is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Directory of a small converted data set, and of configuration files beside it."""
+    root = tmp_path_factory.mktemp("parity")
+    source = make_data(root / "raw", conversations=24, seed=3, defects=False)
+    convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 1.0}, workers=1))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(data):
+    """``run(family, *options)``: exit code and the JSON that the command prints."""
+
+    def call(family, *options, length=1024):
+        file = data / f"{family}.yaml"
+        file.write_text(
+            f"data: {{path: {data / 'data'}, shuffle_buffer: 1}}\n"
+            f"encoder: {{processor: {processor_path(family)}}}\n"
+            f"packing: {{seq_length: {length}, window: 16, drop_budget: 1.0}}\n"
+        )
+        arguments = ["parity", "--config", str(file), "--packs", "1", "--json", *options]
+        result = CliRunner().invoke(cli, arguments)
+        return result.exit_code, json.loads(result.stdout)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2_5_vl", ()),
+        ("qwen3_vl", ("--cp", "2")),
+        ("qwen3_vl", ("--attention", "positions")),
+        ("text", ("--cp", "4")),
+    ],
+)
+def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
+    code, outcome = run(family, "--no-bridge", *options)
+    assert outcome["failures"] == []
+    assert code == 0
+    assert len(outcome["segments"]) > 1
+    for segment in outcome["segments"]:
+        assert segment["logits"] < 1e-5
+        assert segment["gradient"] < 1e-5
+        assert segment["gradient_norm_alone"] > 0.1
+        assert segment["loss"] == pytest.approx(segment["loss_alone"], abs=1e-4)
+    (perturbation,) = outcome["perturbations"]
+    assert perturbation["others"] == 0
+    assert perturbation["own"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [("boundaries", "logits of segment"), ("positions", "logits differ"), ("labels", "the gradient differs")],
+)
+def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, mistake, sentence):
+    code, outcome = run("qwen2_5_vl", "--break", mistake)
+    assert code == 1
+    assert any(sentence in failure for failure in outcome["failures"])
+
+
+def test_bridge_is_compared_where_it_is_installed(run):
+    pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+    from energon_packing.bridge import cpu_stand_ins
+
+    try:
+        code, outcome = run("text")
+    finally:
+        cpu_stand_ins.uninstall()
+    assert code == 0, outcome["failures"]
+    (entry,) = outcome["bridge"]
+    assert entry["segments"] == len(outcome["segments"])
+    assert entry["logits"] < 1e-5
+    assert entry["boundaries_ignored"] > 1e-2
+
+
+def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data):
+    import transformers
+
+    from energon_packing.bridge.tiny_models import hugging_face_config
+
+    def save(name, vocab_size):
+        torch.manual_seed(0)
+        model = transformers.Qwen2ForCausalLM(hugging_face_config("text", vocab_size=vocab_size))
+        model.save_pretrained(data / name)
+        return str(data / name)
+
+    code, outcome = run("text", "--no-bridge", "--model", save("fits", 4200))
+    assert (code, outcome["failures"]) == (0, [])
+    assert "fits" in outcome["model"]
+    code, outcome = run("text", "--no-bridge", "--model", save("small", 100))
+    assert code == 2
+    assert "knows 100 tokens" in outcome["error"]
+    code, outcome = run("text", "--no-bridge", "--model", str(data / "nothing"))
+    assert code == 2
+    assert "No model can be loaded" in outcome["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--attention", "positions", "--cp", "2"), "use --attention mask"),
+        (("--attention", "positions", "--break", "boundaries"), "use --attention mask"),
+        (("--device", "toaster"), "no device 'toaster'"),
+    ],
+)
+def test_impossible_requests_are_one_sentence(run, options, sentence):
+    code, outcome = run("text", "--no-bridge", *options)
+    assert code == 2
+    assert sentence in outcome["error"]
+
+
+def test_a_row_too_long_for_a_mask_is_refused_before_memory_is_gone(run, monkeypatch):
+    from energon_packing.report import parity
+
+    monkeypatch.setattr(parity, "LONGEST_MASK", 100)
+    code, outcome = run("text", "--no-bridge")
+    assert code == 2
+    assert "needs too much memory" in outcome["error"]

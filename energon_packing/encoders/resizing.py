@@ -12,10 +12,9 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
-from energon_packing.conversation import Media
+from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 
@@ -24,10 +23,10 @@ Settings = tuple[tuple[str, int], ...]
 
 STEPS_AN_OCTAVE = 8
 """Pixel limits are lowered in steps of a factor 2**(1/8): the side of an image loses 4 % a step."""
-_PIXELS = tuple(round(2 ** (step / STEPS_AN_OCTAVE)) for step in range(4 * STEPS_AN_OCTAVE, 32 * STEPS_AN_OCTAVE + 1))
-FIELDS: dict[str, tuple[int, ...]] = {"max_pixels": _PIXELS, "video_max_pixels": _PIXELS}
-"""Upper limits that bound what an image or video costs, each with the values it is lowered to, ascending."""
-FAMILIES_KEPT = 128
+PIXELS = tuple(round(2 ** (step / STEPS_AN_OCTAVE)) for step in range(4 * STEPS_AN_OCTAVE, 32 * STEPS_AN_OCTAVE + 1))
+FIELDS: dict[MediaKind, str] = {"image": "max_pixels", "video": "video_max_pixels"}
+"""The upper limit in `EncoderConfig` that bounds what a medium costs, by its kind."""
+FAMILIES_KEPT = 512
 
 
 class Resizer:
@@ -40,6 +39,7 @@ class Resizer:
     def __init__(self, family: VisionFamily) -> None:
         self._family = family
         self._made: OrderedDict[Settings, VisionFamily | None] = OrderedDict([((), family)])
+        self._floors: dict[str, int] = {}
 
     def family(self, settings: Settings) -> VisionFamily:
         """The run's family under other upper limits.
@@ -80,17 +80,17 @@ class Resizer:
             return None if tried is None else tokens_of(tried)
 
         ladders = []
-        for name, lowest in self._lowest.items():
-            values = FIELDS[name]
+        for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
+            lowest = self._lowest(name)
             # The lowest value that still changes nothing: from there on, each step down counts for all media alike.
-            top = _smallest(lowest, len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            top = _smallest(lowest, len(PIXELS) - 1, lambda at: (tokens(((name, PIXELS[at]),)) or 0) >= before)  # noqa: B023
             if top is not None and top > lowest:
                 ladders.append((name, lowest, top))
         if not ladders:
             return None
 
         def lowered(steps: int) -> Settings:
-            return tuple((name, FIELDS[name][max(lowest, top - steps)]) for name, lowest, top in ladders)
+            return tuple((name, PIXELS[max(lowest, top - steps)]) for name, lowest, top in ladders)
 
         def fits(steps: int) -> bool:
             found = tokens(lowered(steps))
@@ -99,15 +99,12 @@ class Resizer:
         steps = _smallest(1, max(top - lowest for _, lowest, top in ladders), fits)
         return None if steps is None else (*settings, *lowered(steps))
 
-    @cached_property
-    def _lowest(self) -> dict[str, int]:
-        """Position in `FIELDS` of the lowest value that the family takes, for each field that it reads."""
-        result = {}
-        for name, values in FIELDS.items():
-            lowest = _smallest(0, len(values) - 1, lambda at: self._try(((name, values[at]),)) is not None)  # noqa: B023
-            if lowest is not None:
-                result[name] = lowest
-        return result
+    def _lowest(self, name: str) -> int:
+        """Position in `PIXELS` of the lowest limit that the family takes; past the end where it takes none."""
+        if name not in self._floors:
+            found = _smallest(0, len(PIXELS) - 1, lambda at: self._try(((name, PIXELS[at]),)) is not None)
+            self._floors[name] = len(PIXELS) if found is None else found
+        return self._floors[name]
 
     def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:
         family = self._try(settings)

@@ -134,7 +134,9 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: the tokenizer does not have it as one token.
         """
-        token_id = self.tokenizer.get_added_vocab().get(token, self.tokenizer.get_vocab().get(token))
+        token_id = self.tokenizer.get_added_vocab().get(token)
+        if token_id is None:  # the whole vocabulary is a large dictionary, made anew by every call
+            token_id = self.tokenizer.get_vocab().get(token)
         if token_id is None:
             raise ConfigError(
                 f"The tokenizer of {type(self.processor).__name__} has no token {token!r}, which the family "

@@ -1,0 +1,303 @@
+"""What happens to a sample over a limit: resized as its own processor would, cut after a turn, dropped, or an error."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from energon_packing.config import EncoderConfig, LimitsConfig, from_mapping
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.demo import processor_path
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.resizing import PIXELS
+from energon_packing.errors import ConfigError, SampleRejected
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+
+
+@pytest.fixture(scope="module")
+def limited(encoders):
+    """Encoder of a family with limits, on the session's processor (which resizing must never change)."""
+
+    def make(family="qwen2_5_vl", **limits):
+        return ConversationEncoder(EncoderConfig(limits=LimitsConfig(**limits)), processor=encoders[family].processor)
+
+    return make
+
+
+def image(number: int, width: int, height: int) -> Media:
+    return Media(kind="image", name=f"{number}.png", width=width, height=height)
+
+
+def video(number: int, width: int, height: int, frames: int, fps: float = 24.0) -> Media:
+    size = {"width": width, "height": height, "frames": frames, "fps": fps, "duration": frames / fps}
+    return Media(kind="video", name=f"{number}.mp4", **size)
+
+
+def with_media(*media: Media) -> Conversation:
+    turns = (
+        Turn(role="user", parts=(*(MediaPart(index=index) for index in range(len(media))), "What do these show?")),
+        Turn(role="assistant", parts=("A wide field with two trees, and a road that leads to the sea.",)),
+    )
+    return Conversation(key="k", turns=turns, media=media)
+
+
+def dialogue(rounds: int, words: int = 12, pictures: tuple[int, ...] = ()) -> Conversation:
+    """Rounds of question and answer; the rounds in ``pictures`` begin with an image."""
+    turns: list[Turn] = [Turn(role="system", parts=("Be brief.",))]
+    media: list[Media] = []
+    for at in range(rounds):
+        parts: tuple = (f"Question {at}: " + "why " * words,)
+        if at in pictures:
+            parts = (MediaPart(index=len(media)), *parts)
+            media.append(image(at, 280, 280))
+        turns += [Turn(role="user", parts=parts), Turn(role="assistant", parts=(f"Answer {at}: " + "so " * words,))]
+    return Conversation(key="d", turns=tuple(turns), media=tuple(media))
+
+
+def reads(conversation: Conversation):
+    """Reader of PNG bytes of noise in the right sizes."""
+    rng = np.random.default_rng(0)
+    files = {}
+    for media in conversation.media:
+        buffer = io.BytesIO()
+        pixels = rng.integers(0, 256, (media.height, media.width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(buffer, format="PNG")
+        files[media.name] = buffer.getvalue()
+    return files.__getitem__
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(30, 1500), st.integers(30, 1500)), min_size=1, max_size=4),
+    share=st.floats(0.1, 0.95),
+)
+def test_a_resized_sample_fits_and_costs_what_the_processor_says_at_the_lower_limit(
+    encoders, limited, family, sizes, share
+):
+    conversation = with_media(*(image(at, *size) for at, size in enumerate(sizes)))
+    whole = encoders[family].measure(conversation)
+    most = max(1, int(share * sum(plan.tokens for plan in whole.plans)))
+    encoder = limited(family, max_visual_tokens=most, when_over=("resize",), min_active_ratio=0.0)
+    try:
+        measured = encoder.measure(conversation)
+    except SampleRejected as error:
+        assert error.reason == "too_many_visual_tokens"  # noqa: PT017
+        smallest = copy.deepcopy(encoders[family].processor.image_processor)
+        smallest.size = {
+            "shortest_edge": smallest.size["shortest_edge"],
+            "longest_edge": smallest.size["shortest_edge"],
+        }
+        floor = sum(smallest.get_number_of_image_patches(h, w, {}) // smallest.merge_size**2 for w, h in sizes)
+        assert floor > 0.9 * most, "refused although the smallest allowed images would have fitted"
+        return
+    processor = copy.deepcopy(encoders[family].processor.image_processor)
+    processor.size = {
+        "shortest_edge": processor.size["shortest_edge"],
+        "longest_edge": dict(measured.settings)["max_pixels"],
+    }
+    expected = [processor.get_number_of_image_patches(h, w, {}) for w, h in sizes]
+    assert [plan.patches for plan in measured.plans] == expected
+    assert sum(plan.tokens for plan in measured.plans) <= most
+    assert measured.changes[0][0] == "resized"
+    assert len(measured.expand()[0]) == measured.length
+
+
+def test_no_step_larger_would_have_fitted(limited):
+    conversation = with_media(image(0, 1200, 800), image(1, 300, 900))
+    encoder = limited(max_visual_tokens=500, when_over=("resize",))
+    chosen = dict(encoder.measure(conversation).settings)["max_pixels"]
+    above = PIXELS[PIXELS.index(chosen) + 1]
+    larger = encoder._resizer.family((("max_pixels", above),)).plans(conversation.media)
+    assert sum(plan.tokens for plan in larger) > 500
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_pixels_of_a_resized_sample_are_those_of_the_processor_at_the_lower_limit(encoders, limited, family):
+    conversation = with_media(image(0, 640, 480), image(1, 200, 500))
+    encoder = limited(family, max_tokens=250, when_over=("resize",))
+    measured = encoder.measure(conversation)
+    read = reads(conversation)
+    row = encoder.render(measured, read)
+    processor = copy.deepcopy(encoders[family].processor)
+    processor.image_processor.size = {
+        "shortest_edge": processor.image_processor.size["shortest_edge"],
+        "longest_edge": dict(measured.settings)["max_pixels"],
+    }
+    pictures = [Image.open(io.BytesIO(read(media.name))).convert("RGB") for media in conversation.media]
+    text = processor.apply_chat_template(conversation.to_messages(), tokenize=False)
+    whole = processor(text=[text], images=pictures, return_tensors="pt")
+    assert row["input_ids"].tolist() == whole["input_ids"][0].tolist()
+    assert torch.equal(row["visual_inputs"]["pixel_values"], whole["pixel_values"])
+    assert torch.equal(row["visual_inputs"]["image_grid_thw"], whole["image_grid_thw"])
+    assert len(row["input_ids"]) <= 250
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_frames_are_sampled_over_the_whole_clips(encoders, limited, family):
+    conversation = with_media(video(0, 160, 120, 240), video(1, 160, 120, 48))
+    whole = encoders[family].measure(conversation)
+    frames = [len(plan.frame_indices) for plan in whole.plans]
+    encoder = limited(family, max_frames=sum(frames) - 6, when_over=("resize",))
+    measured = encoder.measure(conversation)
+    fewer = [len(plan.frame_indices) for plan in measured.plans]
+    assert sum(fewer) <= sum(frames) - 6
+    assert fewer[0] < frames[0]
+    assert fewer[1] == frames[1], "the short clip was within the cap and keeps its frames"
+    assert measured.plans[0].frame_indices[-1] > 200, "the end of the clip is still sampled"
+
+
+def test_a_video_and_an_image_are_made_smaller_together(encoders, limited):
+    conversation = with_media(image(0, 900, 900), video(1, 640, 480, 96))
+    whole = encoders["qwen2_5_vl"].measure(conversation)
+    measured = limited(max_visual_tokens=whole.length // 3, when_over=("resize",)).measure(conversation)
+    assert all(small.tokens < large.tokens for small, large in zip(measured.plans, whole.plans, strict=True))
+
+
+def test_resizing_leaves_the_runs_own_processor_as_it_was(encoders, limited):
+    before = encoders["qwen2_5_vl"].processor.image_processor.to_dict()
+    encoder = limited(max_visual_tokens=50, when_over=("resize",))
+    conversation = with_media(image(0, 800, 800))
+    assert encoder.measure(conversation).plans[0].tokens <= 50
+    assert encoders["qwen2_5_vl"].processor.image_processor.to_dict() == before
+    small = with_media(image(0, 100, 100))
+    assert encoder.measure(small).settings == ()
+    assert encoder.measure(small).changes == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rounds=st.integers(1, 6), pictures=st.sets(st.integers(0, 5)), most=st.integers(20, 900), words=st.integers(1, 30)
+)
+def test_a_truncated_sample_is_the_longest_beginning_that_fits(encoders, limited, rounds, pictures, most, words):
+    conversation = dialogue(rounds, words, tuple(sorted(pictures)))
+    encoder = limited(max_tokens=most, when_over=("truncate",), min_active_ratio=0.0)
+    plain = encoders["qwen2_5_vl"]
+    ends = [at for at, turn in enumerate(conversation.turns, 1) if turn.role == "assistant"]
+    beginnings = []
+    for end in ends:
+        turns = conversation.turns[:end]
+        count = sum(isinstance(part, MediaPart) for turn in turns for part in turn.parts)
+        beginnings.append(plain._measure(Conversation(key="d", turns=turns, media=conversation.media[:count]), ()))
+    fitting = [measured for measured in beginnings if measured.length <= most]
+    if not fitting:
+        with pytest.raises(SampleRejected, match="too_many_tokens"):
+            encoder.measure(conversation)
+        return
+    measured = encoder.measure(conversation)
+    assert measured.token_ids.tolist() == fitting[-1].token_ids.tolist()
+    assert measured.length == fitting[-1].length
+    assert len(measured.media) == len(fitting[-1].media)
+    assert bool(measured.changes) == (len(fitting) < len(ends))
+    assert measured.targets > 0
+
+
+def test_a_beginning_without_a_target_is_no_sample(limited):
+    turns = list(dialogue(3).turns)
+    turns[2] = Turn(role="assistant", parts=turns[2].parts, loss_weight=0.0)
+    conversation = Conversation(key="d", turns=tuple(turns))
+    first = limited()._measure(dialogue(1), ()).length
+    with pytest.raises(SampleRejected, match="too_many_tokens"):
+        limited(max_tokens=first + 5, when_over=("truncate",)).measure(conversation)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"max_images": 1}, "too_many_images"),
+        ({"max_visual_tokens": 20}, "too_many_visual_tokens"),
+        ({"max_tokens": 40}, "too_many_tokens"),
+    ],
+)
+def test_dropping_and_raising_name_the_limit_and_the_numbers(limited, limits, reason):
+    conversation = with_media(image(0, 300, 300), image(1, 300, 300))
+    with pytest.raises(SampleRejected) as refused:
+        limited(**limits).measure(conversation)
+    assert refused.value.reason == reason
+    name, most = next(iter(limits.items()))
+    assert f"of at most {most} (encoder.limits.{name})" in refused.value.detail
+    with pytest.raises(ConfigError, match=f"encoder.limits.{name}"):
+        limited(**limits, when_over=("raise",)).measure(conversation)
+
+
+def test_images_beyond_the_limit_are_cut_with_their_turns_where_that_is_allowed(limited):
+    conversation = dialogue(4, 5, pictures=(0, 2, 3))
+    measured = limited(max_images=1, when_over=("resize", "truncate")).measure(conversation)
+    assert measured.turns == 5  # system and the first two rounds
+    assert [plan.kind for plan in measured.plans] == ["image"]
+    assert measured.changes[0][0] == "truncated"
+    assert "kept 5 of 9 turns" in measured.changes[0][1]
+
+
+def test_a_row_that_truncates_cuts_a_sample_longer_than_itself(encoders):
+    conversation = dialogue(5)
+    whole = encoders["text"].measure(conversation)
+    cut = encoders["text"].measure(conversation, truncate_to=whole.length - 1)
+    assert cut.turns == 9
+    assert encoders["text"].measure(conversation, truncate_to=whole.length).changes == ()
+    with pytest.raises(SampleRejected, match="oversize"):
+        encoders["text"].measure(conversation, truncate_to=10)
+
+
+def test_a_sample_needs_a_share_of_targets_strictly_above_the_ratio(encoders):
+    conversation = with_media(image(0, 1000, 1000))
+    plain = encoders["qwen2_5_vl"].measure(conversation)
+    processor = encoders["qwen2_5_vl"].processor
+    exact = plain.targets / plain.length
+    for ratio, kept in ((exact, False), (np.nextafter(exact, 0), True), (0.0, True)):
+        encoder = ConversationEncoder(
+            EncoderConfig(limits=LimitsConfig(min_active_ratio=float(ratio))), processor=processor
+        )
+        if kept:
+            assert encoder.measure(conversation).targets == plain.targets
+        else:
+            with pytest.raises(SampleRejected, match="too_few_targets"):
+                encoder.measure(conversation)
+
+
+def test_the_default_ratio_drops_one_target_in_more_than_256_tokens(encoders):
+    turns = (
+        Turn(role="user", parts=("word " * 2000,)),
+        Turn(role="assistant", parts=("Yes.",)),
+    )
+    with pytest.raises(SampleRejected, match="too_few_targets"):
+        encoders["text"].measure(Conversation(key="long", turns=turns))
+
+
+def test_limits_are_read_from_a_file_and_one_action_needs_no_list():
+    config = from_mapping(EncoderConfig, {"limits": {"max_tokens": 99, "when_over": "resize"}}, where="f")
+    assert config.limits == LimitsConfig(max_tokens=99, when_over=("resize",))
+    with pytest.raises(ConfigError, match="Did you mean 'truncate'"):
+        from_mapping(EncoderConfig, {"limits": {"when_over": ["truncat"]}}, where="f")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"when_over": ()},
+        {"when_over": ("drop", "resize")},
+        {"when_over": ("resize", "resize")},
+        {"max_images": -1},
+        {"max_tokens": 1},
+        {"min_active_ratio": 1.0},
+        {"min_active_ratio": -0.1},
+    ],
+)
+def test_limits_that_cannot_work_are_refused(limits):
+    with pytest.raises(ConfigError, match=r"encoder\.limits"):
+        LimitsConfig(**limits)
+
+
+def test_limits_are_part_of_the_fingerprint():
+    path = str(processor_path("text"))
+    plain = ConversationEncoder(EncoderConfig(processor=path)).fingerprint()
+    other = ConversationEncoder(EncoderConfig(processor=path, limits=LimitsConfig(max_tokens=5))).fingerprint()
+    assert {name for name in plain if plain[name] != other[name]} == {"limits"}

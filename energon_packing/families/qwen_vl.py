@@ -12,6 +12,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.qwen_patches import QwenImagePatches
 
 DEFAULT_VIDEO_FPS = 2.0
 
@@ -47,6 +48,7 @@ class Qwen25VL(VisionFamily):
         if config.video_max_frames is not None:
             self.videos.max_frames = config.video_max_frames
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
+        self._image_patches = QwenImagePatches(self.images, self._image_grid)
 
     def plan(self, media: Media) -> MediaPlan:
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
@@ -114,8 +116,7 @@ class Qwen25VL(VisionFamily):
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if images:
-            made = self.images(images=images, return_tensors="pt")
-            result.update(pixel_values=made["pixel_values"], image_grid_thw=made["image_grid_thw"])
+            result.update(self._image_patches(images))
         if videos:
             made = self.videos(videos=videos, do_sample_frames=False, return_tensors="pt")
             result.update(

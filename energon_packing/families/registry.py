@@ -9,6 +9,10 @@ from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.internvl import InternVL
+from energon_packing.families.llava import Llava
+from energon_packing.families.llava_next import LlavaNext
+from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.llava_onevision_1_5 import LlavaOneVision15
 from energon_packing.families.qianfan_vl import QianfanVL
 from energon_packing.families.qwen3_vl import Qwen3VL
 from energon_packing.families.qwen_vl import Qwen2VL, Qwen25VL
@@ -23,7 +27,12 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
     return family
 
 
-for _family in (Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL, Text):
+# Of two families that serve one processor class, `auto` takes the first.
+for _family in (
+    *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
+    *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
+    Text,
+):
     register_family(_family)
 
 

@@ -1,0 +1,112 @@
+"""LLaVA-1.5: every image becomes one square, so every image costs the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+
+
+class Llava(VisionFamily):
+    """Geometry of ``LlavaProcessor`` with a CLIP or SigLIP image processor (transformers 5)."""
+
+    name = "llava"
+    processor_classes: ClassVar[tuple[str, ...]] = ("LlavaProcessor",)
+    unread: ClassVar[tuple[str, ...]] = (
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+        *("video_fps", "video_min_frames", "video_max_frames"),
+    )
+    mrope = False
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.image_token: str = processor.image_token
+        self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
+        self.placeholder_ids = {"image": self.check_token(self.image_token)}
+        self.reserved: tuple[str, ...] = (self.image_token,)
+        self.images = processor.image_processor
+        self.tile = self._tile_size()
+        """Height and width of what the vision encoder sees, in pixels."""
+        self.tile_grid = self._tile_grid()
+        """The same in patches."""
+
+    def _tile_size(self) -> tuple[int, int]:
+        """Asked of the image processor itself, with two small images that only an agreed size makes equal."""
+        made = [
+            self.images(images=[torch.zeros(3, *size, dtype=torch.uint8)], return_tensors="pt")["pixel_values"]
+            for size in ((16, 24), (24, 16))
+        ]
+        first, second = (tuple(pixels.shape[-2:]) for pixels in made)
+        if first != second:
+            raise ConfigError(
+                f"The image processor makes images of several sizes ({first}, {second}), which share no tensor; "
+                "set do_center_crop and crop_size in preprocessor_config.json."
+            )
+        return int(first[0]), int(first[1])
+
+    def _tile_grid(self) -> tuple[int, int]:
+        patch = self._setting("patch_size")
+        return self.tile[0] // patch, self.tile[1] // patch
+
+    def _setting(self, name: str) -> int:
+        value = getattr(self.processor, name, None)
+        if value is None:
+            raise ConfigError(
+                f"The {type(self.processor).__name__} has no {name}, without which it cannot count the tokens of an "
+                "image; set it in processor_config.json to the vision encoder's."
+            )
+        return int(value)
+
+    @property
+    def _dropped(self) -> int:
+        """The strategy ``default`` leaves out the encoder's class token."""
+        return int(self.processor.vision_feature_select_strategy == "default")
+
+    def plan(self, media: Media) -> MediaPlan:
+        return self.checked(media, self._plan)
+
+    def checked(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
+        """``geometry(media, height, width)``, with its errors told as a rejection of the medium."""
+        if media.kind not in self.placeholders:
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        try:
+            return geometry(media, height, width)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise SampleRejected(
+                "media_geometry", f"{media.kind} {media.name!r} of {width}x{height} pixels: {error}"
+            ) from error
+
+    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+        edge = getattr(self.images.size, "shortest_edge", None)
+        if edge is not None:  # the long side grows along before the square is cut out of the middle
+            self.check_area(edge, edge * max(height, width) // min(height, width))
+        rows, columns = self.tile_grid
+        tokens = rows * columns + self.processor.num_additional_image_tokens - self._dropped
+        return MediaPlan(kind="image", grid=(1, rows, columns), runs=(tokens,))
+
+    def check_area(self, height: int, width: int) -> None:
+        """Refuses what would be a bomb on the way: an image one pixel wide, resized by its short side or squared."""
+        if height * width > self.config.max_source_pixels:
+            raise ValueError(
+                f"it would be {width}x{height} pixels on the way, over encoder.max_source_pixels="
+                f"{self.config.max_source_pixels}"
+            )
+
+    def replacement(self, plan: MediaPlan) -> str:
+        return self.image_token
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` ``[images, 3, H, W]``."""
+        if not media:
+            return {}
+        made = self.images(images=list(media), input_data_format="channels_first", return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}

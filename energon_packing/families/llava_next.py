@@ -1,0 +1,55 @@
+"""LLaVA-NeXT: a whole image, and the same image at the best of some resolutions, cut into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from energon_packing.conversation import Media
+from energon_packing.errors import SampleRejected
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.llava import Llava
+
+
+class LlavaNext(Llava):
+    """Geometry of ``LlavaNextProcessor`` (transformers 5).
+
+    An image is fitted into the best of ``image_grid_pinpoints`` and padded; the tokens of the padding are left out, one
+    token ends each row. How many that are is asked of the processor, whose rounding decides.
+    """
+
+    name = "llava_next"
+    processor_classes = ("LlavaNextProcessor",)
+
+    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+        from transformers.image_processing_utils import select_best_resolution
+
+        best = select_best_resolution((height, width), self.images.image_grid_pinpoints)
+        if best is None:  # every resolution leaves a side below one pixel
+            raise ValueError("its side ratio fits none of the image_grid_pinpoints")
+        tokens = int(self.processor._get_number_of_features(height, width, *self.tile)) - self._dropped
+        rows, columns = (-(-side // tile) for side, tile in zip(best, self.tile, strict=True))
+        tiles = 1 + rows * columns
+        return MediaPlan(kind="image", grid=(tiles, *self.tile_grid), runs=(tokens,), tiles=tiles)
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
+
+        The processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which samples of
+        one pack could not share; the models take the tiles without that padding just as well.
+        """
+        images = [(plan, tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
+        if not images:
+            return {}
+        made = self.images(images=[[tensor for _, tensor in images]], do_pad=False, input_data_format="channels_first")
+        for (plan, _), tiles in zip(images, made["pixel_values"], strict=True):
+            if len(tiles) != plan.tiles:
+                raise SampleRejected("media_changed", f"an image became {len(tiles)} tiles, measured {plan.tiles}")
+        result = {
+            "pixel_values": torch.cat(list(made["pixel_values"])),
+            "image_sizes": torch.tensor([list(size) for size in made["image_sizes"]], dtype=torch.int64),
+        }
+        if "batch_num_images" in made:
+            result["batch_num_images"] = torch.tensor(made["batch_num_images"], dtype=torch.int64)
+        return result

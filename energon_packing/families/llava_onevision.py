@@ -1,0 +1,103 @@
+"""LLaVA-OneVision: anyres tiles for a single image, one square an image for several, pooled frames for a video."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import MediaPlan, require
+from energon_packing.families.llava_next import LlavaNext
+from energon_packing.families.uniform_frames import uniform_frames
+
+DEFAULT_VIDEO_FRAMES = 32
+"""Frames of a video where neither the configuration nor the processor says how many; the published number."""
+
+
+class LlavaOneVision(LlavaNext):
+    """Geometry of ``LlavaOnevisionProcessor`` (transformers 5).
+
+    The cost of an image depends on its sample: an only image is cut into tiles (`LlavaNext`), one of several is padded
+    to a square and seen once. Frames of a video are pooled two by two, and one token ends the video.
+    """
+
+    name = "llava_onevision"
+    processor_classes = ("LlavaOnevisionProcessor",)
+    unread = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_min_frames")
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.videos = processor.video_processor
+        if self.videos is not None:
+            self.video_token: str = processor.video_token
+            self.placeholders = {"image": self.image_token, "video": self.video_token}
+            self.placeholder_ids = {
+                "image": self.check_token(self.image_token),
+                "video": self.check_token(self.video_token),
+            }
+            self.reserved = (self.image_token, self.video_token)
+            size = self.videos.size
+            if (size.get("height"), size.get("width")) != self.tile:
+                raise ConfigError(
+                    f"The processor resizes images to {self.tile} and frames to {dict(size)}; the vision encoder takes "
+                    "one size: set both in preprocessor_config.json and video_preprocessor_config.json."
+                )
+        self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
+
+    def _tile_grid(self) -> tuple[int, int]:
+        side = math.isqrt(self._setting("num_image_tokens"))
+        return side, side
+
+    def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
+        several = sum(medium.kind == "image" for medium in media) > 1
+        return tuple(
+            self.checked(medium, self._squared) if several and medium.kind == "image" else self.plan(medium)
+            for medium in media
+        )
+
+    def _squared(self, media: Media, height: int, width: int) -> MediaPlan:
+        """One image of several: padded to a square, and a token that ends it."""
+        self.check_area(max(height, width), max(height, width))
+        tokens = self._setting("num_image_tokens") + 1 - self._dropped
+        return MediaPlan(kind="image", grid=(1, *self.tile_grid), runs=(tokens,))
+
+    def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
+        if media.kind == "image":
+            return super()._plan(media, height, width)
+        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
+        indices = uniform_frames(self.videos, total, fps, rate=None, fewest=1, most=self.video_frames)
+        rows, columns = self.tile_grid
+        pooled = -(-rows // 2) * -(-columns // 2)
+        return MediaPlan(
+            kind="video",
+            grid=(self.video_frames, rows, columns),
+            runs=(self.video_frames * pooled + 1,),
+            frame_indices=indices,
+            tiles=self.video_frames,
+        )
+
+    def replacement(self, plan: MediaPlan) -> str:
+        return self.image_token if plan.kind == "image" else self.video_token
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """`LlavaNext`'s, ``batch_num_images`` ``[1]`` (how many images the sample has, which tells single images from
+        one of several) and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``."""
+        result = super().pixels(plans, media)
+        clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
+        if clips:
+            made = self.videos(
+                videos=clips, do_sample_frames=False, input_data_format="channels_first", return_tensors="pt"
+            )
+            result["pixel_values_videos"] = made["pixel_values_videos"]
+        return result
+
+    def spread(self, clip: torch.Tensor) -> torch.Tensor:
+        """Frames of a clip, those of a short one repeated evenly: videos of all samples share one tensor."""
+        if len(clip) == self.video_frames:
+            return clip
+        return clip[torch.linspace(0, len(clip) - 1, self.video_frames).round().long()]

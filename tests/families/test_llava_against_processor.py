@@ -1,0 +1,235 @@
+"""LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision against their Hugging Face processors and models."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoTokenizer,
+    CLIPImageProcessor,
+    LlavaNextImageProcessor,
+    LlavaNextProcessor,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    LlavaProcessor,
+    SiglipImageProcessor,
+)
+from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
+
+from energon_packing.conversation import Conversation, MediaPart, Turn
+from energon_packing.demo import processor_path
+from energon_packing.errors import ConfigError, SampleRejected
+
+SIDE, FRAMES = 28, 6
+PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in range(1, 5) for columns in range(1, 5)]
+SQUARE = {"height": SIDE, "width": SIDE}
+CLIP = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+
+
+def llava(side: int = 336, images=None, **settings) -> LlavaProcessor:
+    images = images or CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(image_token="<image>"),
+        chat_template=chatml("<image>\n"),
+        **(CLIP | settings),
+    )
+
+
+def llava_next(side: int = 336, pinpoints=None) -> LlavaNextProcessor:
+    images = LlavaNextImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    if pinpoints:
+        images.image_grid_pinpoints = pinpoints
+    return LlavaNextProcessor(
+        image_processor=images, tokenizer=tokenizer(image_token="<image>"), chat_template=chatml("<image>\n"), **CLIP
+    )
+
+
+def onevision(side: int = 384, tokens: int = 729, pinpoints=None) -> LlavaOnevisionProcessor:
+    size = {"height": side, "width": side}
+    images = LlavaOnevisionImageProcessor(size=size)
+    if pinpoints:
+        images.image_grid_pinpoints = pinpoints
+    return LlavaOnevisionProcessor(
+        image_processor=images,
+        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        tokenizer=tokenizer(image_token="<image>", video_token="<video>"),
+        num_image_tokens=tokens,
+        vision_feature_select_strategy="full",
+        chat_template=chatml("<image>\n", "<video>\n"),
+    )
+
+
+@cache
+def published(name: str):
+    return encoder({"llava": llava, "llava_next": llava_next, "llava_onevision": onevision}[name]())
+
+
+@cache
+def small(name: str):
+    """Small squares, so that pixels are quick."""
+    if name == "llava":
+        return encoder(llava(SIDE))
+    if name == "llava_next":
+        return encoder(llava_next(SIDE, PINPOINTS))
+    return encoder(onevision(SIDE, 9, PINPOINTS), video_max_frames=FRAMES)
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+@settings(max_examples=2000, deadline=None)
+@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
+def test_a_single_image_of_any_size_costs_the_tokens_that_the_processor_says(name, width, height):
+    family = published(name).family
+    try:
+        said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
+    except (TypeError, ZeroDivisionError):
+        with pytest.raises(SampleRejected, match="media_geometry"):
+            family.plan(image(width, height))
+    else:
+        assert family.plan(image(width, height)).tokens == said
+
+
+@settings(max_examples=2000, deadline=None)
+@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
+def test_every_image_of_llava_costs_the_tokens_that_the_processor_says(width, height):
+    family = published("llava").family
+    said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
+    if 336 * 336 * max(width, height) // min(width, height) > family.config.max_source_pixels:
+        with pytest.raises(SampleRejected, match="on the way"):
+            family.plan(image(width, height))
+    else:
+        assert [family.plan(image(width, height)).tokens] == said == [576]
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+@settings(max_examples=100, deadline=None)
+@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
+def test_a_single_image_of_any_size_becomes_the_planned_tiles(name, width, height):
+    """The whole image processor on an image without storage, so that no size is too large."""
+    family = published(name).family
+    pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+    try:
+        made = family.images(images=[[pixels]], input_data_format="channels_first")
+    except TypeError:
+        with pytest.raises(SampleRejected, match="media_geometry"):
+            family.plan(image(width, height))
+    else:
+        assert tuple(made["pixel_values"][0].shape) == (family.plan(image(width, height)).tiles, 3, *family.tile)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next"])
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations(kinds=("image",)))
+def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_images(name, conversation):
+    check(name, conversation)
+
+
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations(kinds=("image", "video"), frames=(1, 20)))
+def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_images_and_videos(conversation):
+    check("llava_onevision", conversation)
+
+
+@settings(max_examples=30, deadline=None)
+@given(conversation=conversations(kinds=("image",), most=1))
+def test_tokens_and_pixels_equal_the_processor_on_a_sample_of_one_image(conversation):
+    check("llava_onevision", conversation)
+
+
+def check(name, conversation):
+    ours = small(name)
+    media = conversation.media
+    try:
+        ours.family.plans(media)
+    except SampleRejected:
+        texts, images = ["<image>"], [[torch.zeros(3, m.height, m.width, dtype=torch.uint8)] for m in media]
+        with pytest.raises(TypeError):  # one of the images finds no resolution in the processor either
+            [ours.processor(text=texts, images=[alone], return_tensors="pt") for alone in images]
+        return
+    ids, visual, whole, measured = both_ways(ours, conversation, prepare=lambda plan, clip: ours.family.spread(clip))
+    assert ids.tolist() == whole["input_ids"][0].tolist()
+    assert set(visual) == set(whole) - {"input_ids", "attention_mask"}
+    for key in set(visual) - {"pixel_values"}:
+        assert torch.equal(visual[key], whole[key]), key
+    if "pixel_values" in whole:
+        pixels = whole["pixel_values"]
+        images = [plan for plan in measured.plans if plan.kind == "image"]
+        if pixels.dim() == 5:
+            assert pixels.shape[1] == max(plan.tiles for plan in images)
+            pixels = torch.cat([tiles[: plan.tiles] for plan, tiles in zip(images, pixels, strict=True)])
+        assert torch.equal(visual["pixel_values"], pixels)
+
+
+@settings(max_examples=200, deadline=None)
+@given(frames=st.integers(1, 5000), fps=st.sampled_from([1.0, 23.976, 60.0]))
+def test_a_video_of_any_length_costs_its_frames_pooled(frames, fps):
+    plan = published("llava_onevision").family.plan(video(frames, fps, 320, 240))
+    assert plan.tokens == 32 * 14 * 14 + 1
+    assert len(plan.frame_indices) == min(32, frames)
+    assert plan.frame_indices[-1] < frames
+
+
+def test_an_image_that_would_grow_beyond_memory_on_the_way_is_refused():
+    with pytest.raises(SampleRejected, match="max_source_pixels"):
+        published("llava").family.plan(image(1, 20000))
+    with pytest.raises(SampleRejected, match="max_source_pixels"):
+        published("llava_onevision").family.plans([image(20000, 20), image(30, 30)])
+    assert published("llava_onevision").family.plans([image(20000, 20)])[0].tiles > 1
+
+
+def test_other_image_processors_are_asked_for_their_size():
+    siglip = SiglipImageProcessor(size={"height": 56, "width": 56})
+    ours = encoder(llava(images=siglip, num_additional_image_tokens=0, vision_feature_select_strategy="full"))
+    assert ours.family.plan(image(500, 30)).tokens == 16
+    uncropped = CLIPImageProcessor(size={"shortest_edge": 28}, do_center_crop=False)
+    with pytest.raises(ConfigError, match="several sizes"):
+        encoder(llava(images=uncropped))
+
+
+def test_what_the_families_cannot_do_is_refused_by_name():
+    with pytest.raises(SampleRejected, match="takes no videos"):
+        published("llava").family.plan(video(8, 2.0, 30, 30))
+    for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("position_ids", "mrope")):
+        with pytest.raises(ConfigError, match=name):
+            encoder(onevision(SIDE, 9), **{name: value})
+    with pytest.raises(ConfigError, match="patch_size"):
+        encoder(llava(SIDE, patch_size=None))
+
+
+def test_special_tokens_of_the_tokenizer_are_added_where_the_processor_adds_them():
+    """Vicuna's template begins without the start token, so the tokenizer puts it there; one that has it stays."""
+    words = AutoTokenizer.from_pretrained(processor_path("text"), extra_special_tokens={"image_token": "<image>"})
+    words.add_special_tokens({"bos_token": "<s>"})
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", words.convert_tokens_to_ids("<s>"))]
+    )
+    for start in ("", "<s>"):
+        processor = llava(SIDE)
+        processor.tokenizer, processor.chat_template = words, start + chatml("<image>\n")
+        ours = encoder(processor)
+        turns = (Turn(role="user", parts=(MediaPart(index=0), "Hello")), Turn(role="assistant", parts=("Fine.",)))
+        measured = ours.measure(Conversation(key="k", turns=turns, media=(image(30, 30),)))
+        text = processor.apply_chat_template(
+            [
+                {"role": t.role, "content": [{"type": "image"}, {"type": "text", "text": "Hello"}]}
+                if t.role == "user"
+                else {"role": t.role, "content": t.text}
+                for t in turns
+            ]
+        )
+        made = processor(
+            text=[text],
+            images=[torch.zeros(3, 30, 30, dtype=torch.uint8)],
+            add_special_tokens=not text.startswith("<s>"),
+        )
+        assert measured.expand()[0].tolist() == made["input_ids"][0]
+        assert made["input_ids"][0].count(words.bos_token_id) == 1
+        first = np.flatnonzero(np.unpackbits(measured.trained))[0]
+        assert words.decode(measured.token_ids[first:]).startswith("Fine.")

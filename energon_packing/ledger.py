@@ -101,15 +101,13 @@ class Ledger:
                 f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. Mend the data, or raise the budget."
             )
 
-    def emit(self, pack: int, keys: Sequence[str]) -> None:
-        """Enters the samples of a pack."""
+    def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
+        """Enters the samples of a pack, and how some of them differ from their sources."""
         self.emitted += len(keys)
         self._write({"pack": pack, "keys": list(keys)})
-
-    def change(self, changed: ChangedSample) -> None:
-        """Enters how an emitted sample differs from its source; it still counts as emitted, not as dropped."""
-        self.changes[changed.how] += 1
-        self._write({"changed": changed.key, "how": changed.how, "detail": changed.detail})
+        for entry in changed:
+            self.changes[entry.how] += 1
+            self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """What was dropped since the last call; it travels with the next pack."""

@@ -11,7 +11,7 @@ from megatron.energon.cache import FileStore
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import PackingError
-from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
 
 
@@ -73,6 +73,7 @@ class RenderedSample(Sample):
     """A sample with its tensors: the row that `energon_packing.thd.assemble` takes."""
 
     row: dict[str, Any]
+    changes: tuple[tuple[str, str], ...] = ()
 
 
 @edataclass
@@ -82,11 +83,13 @@ class Pack(Sample):
     Attributes:
         batch: the row.
         dropped: ledger entries of this worker since its last pack.
+        changed: how samples of this pack differ from their records.
         index: running number of the pack in its worker, from 0.
         flush: the pack was selected after the source had ended, when no further sample could fill it.
     """
 
     batch: PackedBatch
     dropped: tuple[DroppedSample, ...] = ()
+    changed: tuple[ChangedSample, ...] = ()
     index: int = 0
     flush: bool = False

@@ -33,7 +33,7 @@ from energon_packing.energon.internals import (
 from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, Problem, RenderedSample
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
-from energon_packing.ledger import Ledger
+from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.packing.per_window import next_pack
@@ -117,7 +117,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
-                measured = self.encoder.measure(sample.conversation)
+                row = self.packing.seq_length if self.packing.oversize == "truncate" else None
+                measured = self.encoder.measure(sample.conversation, truncate_to=row)
                 self._check_size(measured)
             except SampleRejected as error:
                 problem = Problem(reason=error.reason, detail=error.detail)
@@ -155,7 +156,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         row = self.encoder.render(sample.measured, functools.partial(_read, sample.store))
-        return RenderedSample.derive_from(sample, row=row)
+        return RenderedSample.derive_from(sample, row=row, changes=sample.measured.changes)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
@@ -187,6 +188,11 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             __subflavors__=samples[0].__subflavors__,
             __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
             batch=batch,
+            changed=tuple(
+                ChangedSample(key=sample.__key__, how=how, detail=detail)
+                for sample in samples
+                for how, detail in sample.changes
+            ),
         )
 
     @stateless

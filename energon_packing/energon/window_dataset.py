@@ -215,7 +215,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         pack.index = index
         pack.flush = self._draining
         pack.dropped = self.ledger.take_dropped()
-        self.ledger.emit(index, [sample.__key__ for sample in rendered])
+        self.ledger.emit(index, [sample.__key__ for sample in rendered], changed=pack.changed)
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:

@@ -220,7 +220,7 @@ def prepare(data: tuple[Path, ...], out: Path, conversations: int, seed: int, ov
 @click.option("--window", default=256, show_default=True, help="Measured samples held for selection.")
 @click.option("--steps", default=20, show_default=True, help="Optimiser steps a model; 0 trains nothing.")
 @click.option("--learning-rate", default=2e-3, show_default=True)
-@click.option("--conversations", default=640, show_default=True, help="Conversations that the demo makes.")
+@click.option("--conversations", default=480, show_default=True, help="Conversations that the demo makes.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
     "--out", default=ROOT / ".demo", type=click.Path(path_type=Path), help="Working directory [default: .demo]."

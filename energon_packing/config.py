@@ -106,6 +106,11 @@ class EncoderConfig:
     chat_template: str | None = None
     """Path of a Jinja file that replaces the processor's own chat template."""
     train_on: TrainOn = "assistant"
+    loss_weighting: LossWeighting = "token"
+    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x); docs/limits.md."""
+    loss_scale: int | None = None
+    """What all weights are multiplied by, so that Bridge's whole number of tokens keeps their sum. None is 1 for
+    ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
     trust_remote_code: bool = False
     position_ids: PositionIds = "auto"
     """``1d`` counts tokens, ``mrope`` gives ``[3, 1, T]``; ``auto`` is ``1d``, since Bridge's models make their own."""
@@ -147,6 +152,7 @@ class EncoderConfig:
             small, large = getattr(self, low), getattr(self, high)
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
+        _at_least("encoder", {"loss_scale": self.loss_scale}, 1)
         for name in ("video_fps", "decode_seconds"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):

@@ -22,6 +22,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.encoders.fitting import Bounds, fit
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.resizing import Resizer, Settings
+from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.registry import build_family, load_processor
@@ -99,6 +100,7 @@ class ConversationEncoder:
             "video_frames": str(getattr(self.family, "video_frames", None)),
             "position_ids": f"{self.config.position_ids}, {self.config.tokens_per_second} tokens a second",
             "limits": repr(self.config.limits),
+            "loss_weighting": f"{self.config.loss_weighting}, scale {self.config.loss_scale}",
         }
 
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Measured:
@@ -160,6 +162,7 @@ class ConversationEncoder:
             media=conversation.media,
             length=len(ids) + int(lengths.sum()) - len(lengths),
             turns=len(conversation.turns),
+            scale=target_weight(self.config, int(trained[1:].sum())),
             settings=settings,
         )
 

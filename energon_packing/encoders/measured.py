@@ -23,6 +23,7 @@ class Measured:
         run_lengths: int32 ``[r]``, tokens that each run becomes.
         plans: geometry of each medium, in conversation order.
         media: the media, in conversation order.
+        scale: factor of every weight, by ``loss_weighting``.
         length: tokens of the sample once every run is expanded.
         turns: of the conversation that was measured, after any truncation.
         settings: fields of the configuration that are lower for this sample's media, by name.
@@ -39,6 +40,7 @@ class Measured:
     media: tuple[Media, ...]
     length: int
     turns: int
+    scale: float = 1.0
     settings: tuple[tuple[str, int], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
 
@@ -64,6 +66,8 @@ class Measured:
         weights = np.unpackbits(self.trained, count=count).astype(np.float32)
         if self.weights is not None:
             weights *= self.weights
+        if self.scale != 1.0:
+            weights *= np.float32(self.scale)
         ids = self.token_ids.astype(np.int64)
         if len(self.run_positions):
             repeats = np.ones(count, dtype=np.int64)

@@ -16,7 +16,7 @@ from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.uniform_frames import uniform_frames
 
 DEFAULT_VIDEO_FRAMES = 32
-"""Frames of a video where neither the configuration nor the processor says how many; the published number."""
+"""Frames of a video where the video processor has no ``num_frames``; the published number."""
 
 
 class LlavaOneVision(LlavaNext):
@@ -28,7 +28,6 @@ class LlavaOneVision(LlavaNext):
 
     name = "llava_onevision"
     processor_classes = ("LlavaOnevisionProcessor",)
-    unread = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "video_fps", "video_min_frames")
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -47,7 +46,8 @@ class LlavaOneVision(LlavaNext):
                     f"The processor resizes images to {self.tile} and frames to {dict(size)}; the vision encoder takes "
                     "one size: set both in preprocessor_config.json and video_preprocessor_config.json."
                 )
-        self.video_frames = config.video_max_frames or getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
+        # Not from the configuration: videos of all samples share one tensor, so that none may have fewer frames.
+        self.video_frames: int = getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
 
     def _tile_grid(self) -> tuple[int, int]:
         side = math.isqrt(self._setting("num_image_tokens"))

@@ -13,13 +13,20 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlavaNextConfig,
     LlavaNextImageProcessor,
+    LlavaNextModel,
     LlavaNextProcessor,
+    LlavaOnevisionConfig,
     LlavaOnevisionImageProcessor,
+    LlavaOnevisionModel,
     LlavaOnevisionProcessor,
     LlavaOnevisionVideoProcessor,
     LlavaProcessor,
+    Qwen2Config,
     SiglipImageProcessor,
+    SiglipVisionConfig,
 )
 from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
 
@@ -52,14 +59,14 @@ def llava_next(side: int = 336, pinpoints=None) -> LlavaNextProcessor:
     )
 
 
-def onevision(side: int = 384, tokens: int = 729, pinpoints=None) -> LlavaOnevisionProcessor:
+def onevision(side: int = 384, tokens: int = 729, pinpoints=None, frames=None) -> LlavaOnevisionProcessor:
     size = {"height": side, "width": side}
     images = LlavaOnevisionImageProcessor(size=size)
     if pinpoints:
         images.image_grid_pinpoints = pinpoints
     return LlavaOnevisionProcessor(
         image_processor=images,
-        video_processor=LlavaOnevisionVideoProcessor(size=size),
+        video_processor=LlavaOnevisionVideoProcessor(size=size, num_frames=frames),
         tokenizer=tokenizer(image_token="<image>", video_token="<video>"),
         num_image_tokens=tokens,
         vision_feature_select_strategy="full",
@@ -79,7 +86,7 @@ def small(name: str):
         return encoder(llava(SIDE))
     if name == "llava_next":
         return encoder(llava_next(SIDE, PINPOINTS))
-    return encoder(onevision(SIDE, 9, PINPOINTS), video_max_frames=FRAMES)
+    return encoder(onevision(SIDE, 9, PINPOINTS, FRAMES))
 
 
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
@@ -167,6 +174,41 @@ def check(name, conversation):
         assert torch.equal(visual["pixel_values"], pixels)
 
 
+def tiny_model(name: str):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = Qwen2Config(**(sizes | {"num_hidden_layers": 1}), num_key_value_heads=2, vocab_size=64)
+    torch.manual_seed(0)
+    if name == "llava_next":
+        vision = CLIPVisionConfig(**sizes, image_size=SIDE, patch_size=14)
+        config = LlavaNextConfig(vision_config=vision, text_config=text, image_grid_pinpoints=PINPOINTS)
+        return LlavaNextModel(config).eval()
+    vision = SiglipVisionConfig(**sizes, image_size=SIDE, patch_size=9, vision_use_head=False)
+    config = LlavaOnevisionConfig(vision_config=vision, text_config=text, image_grid_pinpoints=PINPOINTS)
+    return LlavaOnevisionModel(config).eval()
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alone(name):
+    """As many as tokens were planned, and those of the processor's padded tensor: our tiles have no padding."""
+    family, model = small(name).family, tiny_model(name)
+    samples = [[(90, 30)], [(31, 33), (120, 4), (5, 50)], [(300, 200)], [(1, 20), (20, 1)]]
+    alone, parts, expected = [], [], []
+    for number, sizes in enumerate(samples):
+        plans = family.plans([image(*size) for size in sizes])
+        tensors = [torch.full((3, height, width), 40 * number + 7, dtype=torch.uint8) for width, height in sizes]
+        parts.append(family.pixels(plans, tensors))
+        expected += [plan.tokens for plan in plans]
+        whole = dict(family.images(images=[tensors], return_tensors="pt"))
+        with torch.no_grad():
+            alone += model.get_image_features(**whole, return_dict=True).pooler_output
+    joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    with torch.no_grad():
+        features = model.get_image_features(**joined, return_dict=True).pooler_output
+    assert [len(image_features) for image_features in features] == expected
+    for ours, theirs in zip(features, alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 @settings(max_examples=200, deadline=None)
 @given(frames=st.integers(1, 5000), fps=st.sampled_from([1.0, 23.976, 60.0]))
 def test_a_video_of_any_length_costs_its_frames_pooled(frames, fps):
@@ -196,7 +238,7 @@ def test_other_image_processors_are_asked_for_their_size():
 def test_what_the_families_cannot_do_is_refused_by_name():
     with pytest.raises(SampleRejected, match="takes no videos"):
         published("llava").family.plan(video(8, 2.0, 30, 30))
-    for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("position_ids", "mrope")):
+    for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("video_max_frames", 8), ("position_ids", "mrope")):
         with pytest.raises(ConfigError, match=name):
             encoder(onevision(SIDE, 9), **{name: value})
     with pytest.raises(ConfigError, match="patch_size"):

@@ -1,0 +1,149 @@
+"""Loss weights by token, by sample and by square root, through Bridge's own loss function."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+
+from energon_packing import thd
+from energon_packing.config import EncoderConfig, from_mapping
+from energon_packing.conversation import Conversation, Turn
+from energon_packing.demo import processor_path
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.weighting import FIXED_POINT
+from energon_packing.errors import ConfigError
+
+VOCABULARY = 4096
+SHARE = {"token": lambda x: 1.0, "sample": lambda x: 1 / x, "square": lambda x: 1 / math.sqrt(x)}
+WORDS = ((1, 70, 3), (200,), (9, 9), (2, 2, 2, 2, 120))
+"""Words of the answers of each sample, by pack: packs of very uneven numbers of targets."""
+
+
+@pytest.fixture(scope="module")
+def bridge_loss():
+    """Bridge's loss function; the installed packages stand on kernels that a machine without an accelerator lacks."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+        pytest.skip("Megatron-Bridge is not installed")
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    from megatron.bridge.training.losses import masked_next_token_loss
+
+    yield masked_next_token_loss
+    cpu_stand_ins.uninstall()
+
+
+def encoder(weighting: str, **settings) -> ConversationEncoder:
+    return ConversationEncoder(
+        EncoderConfig(processor=str(processor_path("text")), loss_weighting=weighting, **settings)
+    )
+
+
+def sample(words: int, weight: float | None = None) -> Conversation:
+    turns = (
+        Turn(role="user", parts=(f"Say {words}.",)),
+        Turn(role="assistant", parts=("and so on " * words,), loss_weight=weight),
+    )
+    return Conversation(key=str(words), turns=turns)
+
+
+def packs(by: ConversationEncoder, multiple: int = 1):
+    """Packs of whole rows, as the loader makes them."""
+    return [
+        thd.assemble([by.render(by.measure(sample(words)), lambda name: b"") for words in pack], multiple=multiple)
+        for pack in WORDS
+    ]
+
+
+def reference(weighting: str, logits: torch.Tensor, made) -> torch.Tensor:
+    """The weighted mean of all targets of all packs, straight from its definition, in double precision."""
+    total = torch.zeros((), dtype=torch.float64)
+    norm = 0.0
+    for batch in made:
+        for row in thd.unpack(batch):
+            at = (row["labels"] != -100).nonzero()[:, 0]
+            losses = torch.nn.functional.cross_entropy(logits[row["input_ids"][at]], row["labels"][at], reduction="sum")
+            share = SHARE[weighting](len(at))
+            total = total + share * losses
+            norm += share * len(at)
+    return total / norm
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("weighting", ["token", "sample", "square"])
+def test_bridges_loss_over_uneven_packs_has_the_gradient_of_the_weighted_mean(bridge_loss, weighting, multiple):
+    made = packs(encoder(weighting), multiple)
+    torch.manual_seed(0)
+    logits = torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, requires_grad=True)  # of a bigram model
+    (expected,) = torch.autograd.grad(reference(weighting, logits, made), logits)
+    value = reference(weighting, logits, made).item()
+
+    total, tokens = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int)
+    for batch in made:
+        losses = torch.nn.functional.cross_entropy(logits[batch.tokens[0]], batch.labels[0], reduction="none")
+        loss, count, _ = bridge_loss(batch.loss_mask, losses.float(), check_for_nan_in_loss=False)
+        assert count.dtype == torch.int
+        exact = batch.loss_mask.double().sum()
+        assert abs(exact - count) <= 1e-4 * exact
+        total = total + loss
+        tokens += count
+    (found,) = torch.autograd.grad(total / tokens, logits)
+    assert (total / tokens).item() == pytest.approx(value, rel=1e-4)
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+def test_without_the_fixed_point_bridge_would_count_no_sample_at_all(bridge_loss):
+    batch = packs(encoder("sample", loss_scale=1))[0]
+    _, count, _ = bridge_loss(batch.loss_mask, torch.ones_like(batch.loss_mask), check_for_nan_in_loss=False)
+    assert abs(int(count) - 3) <= 1
+    single = thd.assemble([thd.unpack(batch)[0] | {"loss_mask": thd.unpack(batch)[0]["loss_mask"] * 0.9}])
+    _, count, _ = bridge_loss(single.loss_mask, torch.ones_like(single.loss_mask), check_for_nan_in_loss=False)
+    assert int(count) == 0
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample", "square"])
+def test_the_weights_of_a_sample_are_its_share_of_the_fixed_point(weighting):
+    made = encoder(weighting)
+    for words in (1, 17, 300):
+        measured = made.measure(sample(words))
+        row = made.render(measured, lambda name: b"")
+        weights = row["loss_mask"][row["labels"] != -100]
+        assert len(weights) == measured.targets
+        scale = 1 if weighting == "token" else FIXED_POINT
+        assert weights.tolist() == pytest.approx([scale * SHARE[weighting](len(weights))] * len(weights))
+        assert row["loss_mask"][row["labels"] == -100].sum() == 0
+
+
+def test_the_smallest_sample_alone_loses_less_than_the_promised_share():
+    assert 1 / FIXED_POINT <= 1e-4
+    assert FIXED_POINT * 131_071 < 2**31
+
+
+def test_weights_of_turns_and_of_samples_multiply():
+    made = encoder("sample")
+    plain, heavy = made.measure(sample(20)), made.measure(sample(20, weight=0.5))
+    assert heavy.expand()[1].sum() == pytest.approx(0.5 * plain.expand()[1].sum())
+
+
+def test_plain_token_weights_stay_ones_unless_a_scale_is_set():
+    assert set(encoder("token").measure(sample(5)).expand()[1]) == {0.0, 1.0}
+    assert set(encoder("token", loss_scale=8).measure(sample(5)).expand()[1]) == {0.0, 8.0}
+
+
+def test_a_state_made_under_another_weighting_is_told_apart():
+    prints = [
+        encoder("token").fingerprint(),
+        encoder("square").fingerprint(),
+        encoder("square", loss_scale=2).fingerprint(),
+    ]
+    assert len({one["loss_weighting"] for one in prints}) == 3
+
+
+def test_an_unknown_weighting_names_the_nearest_and_a_scale_is_at_least_one():
+    with pytest.raises(ConfigError, match="Did you mean 'square'"):
+        from_mapping(EncoderConfig, {"loss_weighting": "squared"}, where="f")
+    with pytest.raises(ConfigError, match=r"encoder\.loss_scale"):
+        EncoderConfig(loss_scale=0)

@@ -49,9 +49,9 @@ class QwenImagePatches:
         )
         try:
             made = self._make([probe])
-        except Exception:  # a processor without these settings: whatever is missing, ours does not apply
+            expected = self._processor(images=[probe], return_tensors="pt")
+        except Exception:  # other settings, or a processor that takes no such image: ours does not apply
             return False
-        expected = self._processor(images=[probe], return_tensors="pt")
         return all(
             made[name].dtype == expected[name].dtype and torch.equal(made[name], expected[name])
             for name in ("pixel_values", "image_grid_thw")

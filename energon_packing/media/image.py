@@ -24,7 +24,7 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
         max_pixels: an image with more is refused from its header, before any pixel is decoded.
 
     Returns:
-        uint8 ``[3, H, W]``.
+        uint8 ``[3, H, W]``, a view of rows of pixels (channels last), which is how resizing is fastest; not writable.
 
     Raises:
         SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above the limit.
@@ -35,14 +35,16 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
         with warnings.catch_warnings():
             # Pillow warns at a limit of its own; ours is checked two lines below, before decoding.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            # torch warns that Pillow's bytes cannot be written to; nobody writes to them.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             with Image.open(io.BytesIO(data), formats=known_formats()) as image:
                 if image.width * image.height > max_pixels:
                     raise SampleRejected(
                         "media_too_large",
                         f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
                     )
-                upright = ImageOps.exif_transpose(image)
-                pixels = np.asarray(upright if upright.mode == "RGB" else to_rgb(upright))
+                ImageOps.exif_transpose(image, in_place=True)  # without it, an upright image would be copied
+                pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image)))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
     except SampleRejected:
@@ -51,7 +53,7 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
         # Pillow's plugins raise OSError, SyntaxError, struct.error, zlib.error, IndexError, ... for bad bytes.
         reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
         raise SampleRejected("corrupt_media", f"the image cannot be decoded: {reason}") from error
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    return pixels.permute(2, 0, 1)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -13,8 +13,8 @@ def rows():
         {
             "key": f"sample{index}",
             "input_ids": torch.arange(4),
-            "labels": torch.arange(1, 5),
-            "loss_mask": torch.ones(4),
+            "labels": torch.tensor([1, 2, 3, thd.IGNORE_INDEX]),
+            "loss_mask": torch.tensor([1.0, 1.0, 1.0, 0.0]),
             "position_ids": torch.arange(4),
             "visual_inputs": {"pixel_values": torch.rand(2 + index, 3, generator=random)},
         }

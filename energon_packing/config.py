@@ -31,6 +31,7 @@ WhenOver = Literal["resize", "truncate", "drop", "raise"]
 LossWeighting = Literal["token", "sample", "square"]
 Thinking = Literal["keep", "strip", "mask"]
 PositionIds = Literal["auto", "1d", "mrope"]
+EpochEnd = Literal["uneven", "drop", "pad"]
 
 
 def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
@@ -53,9 +54,17 @@ class DataConfig:
     shuffle_over_epochs: int = 1
     repeat: bool = True
     """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
+    epoch_end: EpochEnd = "uneven"
+    """With ``repeat: false``, ranks run out of packs at different steps, and a training step in which one of them is
+    missing hangs: ``drop`` stops all ranks with the first, ``pad`` gives a rank that has run out fully masked packs
+    until the last one has; ``uneven`` leaves it to the trainer."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.repeat and self.epoch_end != "uneven":
+            raise ConfigError(
+                f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
+            )
         _at_least("data", {"workers": self.workers, "shuffle_over_epochs": self.shuffle_over_epochs}, 0)
         _at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)
 

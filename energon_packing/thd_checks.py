@@ -188,6 +188,8 @@ def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Itera
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
     tails = real.size - samples
+    if samples == keys == 0 and real.size == 1:
+        return  # nothing but padding, which `_content` holds it to: what a rank without data takes part in a step with
     if samples < 1 or keys != samples or tails not in (0, 1) or (tails and batch.cu_seqlens_padded is not None):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
@@ -255,5 +257,5 @@ def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -
 
 def _first(wrong: Any) -> int | None:
     """Index of the first True, or None: `argmax` stops early and builds no list of indices."""
-    at = int(wrong.argmax())
-    return at if wrong[at] else None
+    at = int(wrong.argmax()) if wrong.size else -1
+    return at if at >= 0 and wrong[at] else None

@@ -6,21 +6,25 @@ import contextlib
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from energon_packing.config import RunConfig
+from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
+from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
+from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.packing.statistics import PackStatistics
 
 FIRST_PACK_SECONDS = 900
 """Energon's watchdog counts the first fill of the window, and a restore, as one sample: give it time."""
 NEXT_PACK_SECONDS = 300
+NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
 class PackLoader:
@@ -29,9 +33,27 @@ class PackLoader:
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker makes ahead.
+        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; of no effect at world size 1.
+        padding: makes a pack of no sample, for ``epoch_end``; `PackingTaskEncoder.padding_pack`.
+        agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
+        group: process group of the data-parallel ranks for that; None is the default group.
+        capacity: ``packing.seq_length``, for `statistics`.
+
+    Attributes:
+        epoch_report: of the current or last epoch, where ``epoch_end`` is in effect; else None.
     """
 
-    def __init__(self, dataset: Any, *, prefetch: int = 2) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prefetch: int = 2,
+        epoch_end: EpochEnd = "uneven",
+        padding: Callable[[], Pack] | None = None,
+        agree: Agree | None = None,
+        group: Any = None,
+        capacity: int | None = None,
+    ) -> None:
         # A checkpoint after every pack costs a quarter of a millisecond with our shallow saves, and a restored loader
         # then renders no pack twice (Energon's default of 60 s replays up to a minute of decoding).
         with _no_pin_memory_warning():
@@ -44,13 +66,43 @@ class PackLoader:
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
             )
         self._started = False
+        self._together = epoch_end != "uneven" and dataset.worker_config.world_size > 1
+        if self._together and padding is None:
+            raise ConfigError(
+                f"PackLoader(epoch_end={epoch_end!r}) needs padding, a function that makes an empty pack."
+            )
+        self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
+        self._monitor = None if capacity is None else PackingMonitor(capacity)
+        self.epoch_report: EpochReport | None = None
 
     def __iter__(self) -> Iterator[Pack]:
         """Yields packs, for ever or for one epoch.
 
         Raises:
             UserError: a mistake that only a worker could notice; its message is the worker's sentence.
+            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
         """
+        packs = self._own_packs()
+        if self._together and self._padding is not None:
+            self.epoch_report = EpochReport()
+            agree = agreement(self._group) if self._agree is None else self._agree
+            packs = even_packs(packs, self._epoch_end, agree, self._padding, self.epoch_report)
+        for pack in packs:
+            if self._monitor is not None:
+                self._monitor.add(pack)
+            yield pack
+
+    def statistics(self) -> PackStatistics:
+        """Fill, padding by cause, delay, samples held and spread of cost of all packs that were yielded so far.
+
+        Raises:
+            PackingError: the loader was made without ``capacity``.
+        """
+        if self._monitor is None:
+            raise PackingError("this PackLoader counts nothing; pass capacity=packing.seq_length, as build_loader does")
+        return self._monitor.statistics()
+
+    def _own_packs(self) -> Iterator[Pack]:
         iterator = iter(self._loader)
         while True:
             try:
@@ -106,7 +158,7 @@ def build_dataset(
         ConfigError: the processor or a size cannot be used.
     """
     if not config.data.path:
-        raise ConfigError("data.path is empty; name the data set that `energon-packing convert` wrote.")
+        raise ConfigError(NO_PATH)
     entry = dataset_entry(config.data.path)
     worker_config = WorkerConfig(
         rank=rank,
@@ -116,9 +168,7 @@ def build_dataset(
         seed_offset=config.data.seed,
     )
     if task_encoder is None:
-        task_encoder = PackingTaskEncoder(
-            config.encoder, config.packing, config.parallel, fingerprint=data_fingerprint(config)
-        )
+        task_encoder = build_task_encoder(config)
     chosen = split or config.data.split
     try:
         return get_train_dataset(
@@ -140,9 +190,44 @@ def build_dataset(
         ) from error
 
 
-def build_loader(config: RunConfig, *, prefetch: int = 2, **arguments: Any) -> PackLoader:
-    """A loader of packs for one data-parallel rank; takes the arguments of `build_dataset`."""
-    return PackLoader(build_dataset(config, **arguments), prefetch=prefetch)
+def build_loader(
+    config: RunConfig,
+    *,
+    prefetch: int = 2,
+    task_encoder: PackingTaskEncoder | None = None,
+    data_parallel_group: Any = None,
+    agree: Agree | None = None,
+    **arguments: Any,
+) -> PackLoader:
+    """A loader of packs for one data-parallel rank.
+
+    Args:
+        prefetch, agree: as `PackLoader`.
+        task_encoder, data_parallel_group, arguments: as `build_dataset`.
+    """
+    if not config.data.path:
+        raise ConfigError(NO_PATH)
+    if task_encoder is None:
+        task_encoder = build_task_encoder(config)
+    dataset = build_dataset(config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, **arguments)
+    return PackLoader(
+        dataset,
+        prefetch=prefetch,
+        epoch_end=config.data.epoch_end,
+        padding=task_encoder.padding_pack,
+        agree=agree,
+        group=data_parallel_group,
+        capacity=config.packing.seq_length,
+    )
+
+
+def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
+    """The task encoder of a configuration.
+
+    Raises:
+        ConfigError: the processor or a size cannot be used.
+    """
+    return PackingTaskEncoder(config.encoder, config.packing, config.parallel, fingerprint=data_fingerprint(config))
 
 
 def data_fingerprint(config: RunConfig) -> dict[str, Any]:

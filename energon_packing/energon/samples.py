@@ -70,10 +70,11 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
 
 @edataclass
 class RenderedSample(Sample):
-    """A sample with its tensors: the row that `energon_packing.thd.assemble` takes."""
+    """A sample with its tensors: the row that `energon_packing.thd.assemble` takes, and its cost by `pack_cost`."""
 
     row: dict[str, Any]
     changes: tuple[tuple[str, str], ...] = ()
+    cost: int = 0
 
 
 @edataclass
@@ -86,6 +87,13 @@ class Pack(Sample):
         changed: how samples of this pack differ from their records.
         index: running number of the pack in its worker, from 0.
         flush: the pack was selected after the source had ended, when no further sample could fill it.
+        cost: of all its segments, by `energon_packing.packing.balance.pack_cost`.
+        occupied: tokens that the samples occupy with their alignment padding; the tail of the row is not among them.
+        delays: for each sample, how many samples its worker measured after it and before this pack.
+        held: samples that the worker held when the pack was made.
+        worker: which worker of the rank made it.
+        ahead: packs that this worker will still make whatever the source holds; 0 where that is unknown.
+        padding: nothing but padding, to give all ranks equally many packs.
     """
 
     batch: PackedBatch
@@ -93,3 +101,10 @@ class Pack(Sample):
     changed: tuple[ChangedSample, ...] = ()
     index: int = 0
     flush: bool = False
+    cost: int = 0
+    occupied: int = 0
+    delays: tuple[int, ...] = ()
+    held: int = 0
+    worker: int = 0
+    ahead: int = 0
+    padding: bool = False

@@ -10,10 +10,12 @@ Energon's own ``packing_buffer_size`` stays usable: then steps 2 to 4 run in its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
 from megatron.energon.cache import FileStore
 
@@ -156,7 +158,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
         row = self.encoder.render(sample.measured, functools.partial(_read, sample.store))
-        return RenderedSample.derive_from(sample, row=row, changes=sample.measured.changes)
+        cost = pack_cost((sample.measured.length,), patches=sample.measured.patches)
+        return RenderedSample.derive_from(sample, row=row, cost=cost, changes=sample.measured.changes)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
@@ -193,7 +196,26 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 for sample in samples
                 for how, detail in sample.changes
             ),
+            cost=sum(sample.cost for sample in samples),
+            occupied=sum(-(-length // self.multiple) * self.multiple for length in batch.sample_lengths),
         )
+
+    def padding_pack(self) -> Pack:
+        """A pack of no sample: one fully masked segment, as long as a row of fixed width or one alignment unit."""
+        length = self.packing.seq_length if self.packing.pad_to_max_length else self.multiple
+        positions = torch.arange(length)
+        row = {
+            "key": "",
+            "input_ids": torch.full((length,), self.encoder.pad_token_id, dtype=torch.int64),
+            "labels": torch.full((length,), thd.IGNORE_INDEX, dtype=torch.int64),
+            "loss_mask": torch.zeros(length),
+            "position_ids": positions.expand(3, length) if self.encoder.config.position_ids == "mrope" else positions,
+        }
+        batch = thd.assemble([row], multiple=self.multiple, pad_token_id=self.encoder.pad_token_id)
+        batch = dataclasses.replace(
+            batch, padding_mask=torch.ones_like(batch.padding_mask), sample_keys=(), sample_lengths=()
+        )
+        return Pack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
 
     @stateless
     def batch(self, samples: list[Pack]) -> Pack:
@@ -226,6 +248,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 balance_window=self.packing.balance_window,
                 select=self._select,
                 order=self._order,
+                fewest=self._fewest,
                 render=self.postencode_sample,
                 assemble=self.pack_selected_samples,
                 ledger=functools.partial(self._ledger, worker_config),
@@ -280,6 +303,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             self.limits.limited,
             ended=ended,
         )
+
+    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
+        units = sum(self.limits.length_units(sample.measured) for sample in samples if sample.measured is not None)
+        return -(-units // self.limits.units)
 
     def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from energon_packing.energon.internals import FlexState, SavableSampleBuffer
+
+
+class Held(NamedTuple):
+    """Samples on their way from one buffer to another.
+
+    Attributes:
+        samples: in order.
+        keys: the stored restore key of each; a sample's own may be another one by now.
+        arrivals: number of each sample in its worker's stream, from 0.
+    """
+
+    samples: list[Any]
+    keys: list[Any]
+    arrivals: list[int]
 
 
 class WindowBuffer(SavableSampleBuffer):
@@ -15,19 +29,36 @@ class WindowBuffer(SavableSampleBuffer):
     deep one, which makes a checkpoint after every pack affordable.
     """
 
-    def take(self, positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """Removes the samples at ``positions``; returns them and their stored restore keys, in that order."""
-        samples = [self._buffer[position] for position in positions]
-        keys = [self._restore_keys[position] for position in positions]
-        gone = set(positions)
-        self._buffer[:] = [sample for at, sample in enumerate(self._buffer) if at not in gone]
-        self._restore_keys[:] = [key for at, key in enumerate(self._restore_keys) if at not in gone]
-        return samples, keys
+    _savable_fields = ("_restore_keys", "_arrivals")
 
-    @property
-    def restore_keys(self) -> list[Any]:
-        """The stored restore keys, beside `buffer`."""
-        return self._restore_keys
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._arrivals: list[int] = []
+
+    def hold(self, sample: Any, arrival: int) -> None:
+        """Appends a sample with its number in the stream."""
+        self.append(sample)
+        self._arrivals.append(arrival)
+
+    def put(self, held: Held) -> None:
+        """Appends samples that were taken out of another buffer."""
+        self.extend(held.samples, held.keys)
+        self._arrivals.extend(held.arrivals)
+
+    def take(self, positions: Sequence[int]) -> Held:
+        """Removes the samples at ``positions``, and returns them in that order."""
+        held = Held(
+            samples=[self._buffer[position] for position in positions],
+            keys=[self._restore_keys[position] for position in positions],
+            arrivals=[self._arrivals[position] for position in positions],
+        )
+        gone = set(positions)
+        columns: tuple[list[Any], ...] = (self._buffer, self._restore_keys, self._arrivals)
+        for column in columns:
+            column[:] = [entry for at, entry in enumerate(column) if at not in gone]
+        return held
 
     def save_state(self) -> FlexState:
-        return FlexState(__class__=type(self).__name__, _restore_keys=list(self._restore_keys))
+        return FlexState(
+            __class__=type(self).__name__, _restore_keys=list(self._restore_keys), _arrivals=list(self._arrivals)
+        )

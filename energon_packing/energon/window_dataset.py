@@ -42,6 +42,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         select: positions in the window of the next pack, ascending, the oldest sample (position 0) among them; its
             second argument says that the source has ended and the window is used up.
         order: the order in which a block of plans is emitted, given the plans and the block's number.
+        fewest: a number of packs that the samples of a window will fill at least.
         render: decodes one sample.
         assemble: makes the pack of the rendered ones.
         ledger: builds the ledger of this worker, on first use inside it.
@@ -55,6 +56,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         "_ready",
         "_block",
         "_draining",
+        "_arrived",
         "_render_index",
         "_pack_index",
     )
@@ -67,6 +69,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         balance_window: int,
         select: Select,
         order: Order,
+        fewest: Callable[[Sequence[MeasuredSample]], int],
         render: Callable[[MeasuredSample], RenderedSample],
         assemble: Callable[[list[RenderedSample]], Pack],
         ledger: Callable[[], Ledger],
@@ -76,7 +79,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         super().__init__(dataset, worker_config=worker_config)
         self.window = window
         self.balance_window = balance_window
-        self._select, self._order = select, order
+        self._select, self._order, self._fewest = select, order, fewest
         self._render, self._assemble = render, assemble
         self._make_ledger = ledger
         self._ledger: Ledger | None = None
@@ -90,6 +93,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._ready = 0  # plans at the front of _planned whose order is final
         self._block = 0  # number of the block that comes after them
         self._draining = False  # the source is exhausted for this epoch
+        self._arrived = 0  # measured samples that came out of the source
         self._render_index = SampleIndex(self.worker_config, src=self)
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
@@ -125,11 +129,11 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
-        self._drop_all(self._window.take(lost)[0])
+        self._drop_all(self._window.take(lost).samples)
         at = 0
         for plan, length in enumerate(self._plan_lengths):
             lost = [at + i for i in range(length) if self._problem(self._planned.buffer[at + i])]
-            self._drop_all(self._planned.take(lost)[0])
+            self._drop_all(self._planned.take(lost).samples)
             self._plan_lengths[plan] -= len(lost)
             at += self._plan_lengths[plan]
 
@@ -154,7 +158,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             if sample.measured is None:
                 account_for(sample, self.ledger)
             else:
-                self._window.append(sample)
+                self._window.hold(sample, self._arrived)
+                self._arrived += 1
         return True
 
     def _plan(self) -> None:
@@ -168,7 +173,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                 f"selection {group} of {len(held)} samples must ascend, hold none twice, and begin with the oldest, "
                 f"{held[0].__key__}"
             )
-        self._planned.extend(*self._window.take(group))
+        self._planned.put(self._window.take(group))
         self._plan_lengths.append(len(group))
 
     def _settle(self) -> bool:
@@ -181,9 +186,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             ends = [sum(self._plan_lengths[: plan + 1]) for plan in range(size)]
             spans = [range(end - self._plan_lengths[plan], end) for plan, end in enumerate(ends)]
             order = self._order([[self._planned.buffer[at] for at in span] for span in spans], self._block)
-            samples, keys = self._planned.take(range(len(self._planned.buffer)))
-            arranged = [at for plan in order for at in spans[plan]] + list(range(ends[-1], len(samples)))
-            self._planned.extend([samples[at] for at in arranged], [keys[at] for at in arranged])
+            later = range(ends[-1], len(self._planned.buffer))
+            self._planned.put(self._planned.take([*(at for plan in order for at in spans[plan]), *later]))
             self._plan_lengths[:size] = [self._plan_lengths[plan] for plan in order]
         self._ready = size
         self._block += 1
@@ -191,11 +195,13 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def _emit(self) -> Pack | None:
         """Renders and assembles the first plan; None where none of its samples could be rendered."""
-        samples, keys = self._planned.take(range(self._plan_lengths.pop(0)))
+        in_window, in_plans = len(self._window.buffer), len(self._planned.buffer)
+        plan = self._planned.take(range(self._plan_lengths.pop(0)))
         self._ready -= 1
         rendered: list[RenderedSample] = []
         restore_keys: list[Any] = []
-        for sample, key in zip(samples, keys, strict=True):
+        delays: list[int] = []
+        for sample, key, arrival in zip(*plan, strict=True):
             with self._render_index.ctx() as index:
                 try:
                     rendered.append(self._render(sample))
@@ -208,6 +214,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                     self.ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
                     continue
             restore_keys.append((type(self).__name__, index, *key))
+            delays.append(self._arrived - 1 - arrival)
         if not rendered:
             return None
         with self._pack_index.ctx() as index:
@@ -215,6 +222,9 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         pack.index = index
         pack.flush = self._draining
         pack.dropped = self.ledger.take_dropped()
+        pack.delays, pack.held = tuple(delays), in_window + in_plans
+        pack.worker = self.worker_config.rank_worker_id()
+        pack.ahead = len(self._plan_lengths) + self._fewest(self._window.buffer)
         self.ledger.emit(index, [sample.__key__ for sample in rendered], changed=pack.changed)
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 

@@ -34,8 +34,8 @@ def train_keys(dataset):
     return sorted(found)
 
 
-@pytest.fixture
-def run_config(dataset):
+@pytest.fixture(scope="session")
+def run_config_of(dataset):
     """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest."""
 
     def make(*, family="qwen2_5_vl", data=None, encoder=None, **packing):
@@ -46,3 +46,9 @@ def run_config(dataset):
         )
 
     return make
+
+
+@pytest.fixture
+def run_config(run_config_of):
+    """`run_config_of` under the name that most tests use."""
+    return run_config_of

@@ -1,0 +1,262 @@
+"""A finite epoch over ranks with unequal data: equally many packs, nobody waits for a rank that has gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing import thd
+from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.energon.epoch_end import EpochReport, even_packs
+from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.errors import ConfigError
+
+PADDING = "padding"
+
+
+class Ranks:
+    """Ranks as threads: an agreement that all of them have to join, or it times out as a hang would."""
+
+    def __init__(self, count):
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.values = [0] * count
+
+    def agree(self, rank):
+        def agree(value, operation):
+            self.values[rank] = value
+            self.barrier.wait()
+            found = (min if operation == "min" else max)(self.values)
+            self.barrier.wait()
+            return found
+
+        return agree
+
+    def run(self, work):
+        """`work(rank, agree)` on every rank at once; results by rank."""
+        results, errors = [None] * len(self.values), []
+
+        def start(rank):
+            try:
+                results[rank] = work(rank, self.agree(rank))
+            except Exception as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(len(self.values))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+
+def stream(kept, promised):
+    """Packs of two workers in turn, each saying how many of its own are sure to come; `kept` False is a lost one."""
+    left = [sum(promised[at] for at in range(worker, len(promised), 2)) for worker in (0, 1)]
+    for at, worth in enumerate(promised):
+        left[at % 2] -= worth
+        if kept[at]:
+            keys = (str(at),)
+            yield SimpleNamespace(worker=at % 2, ahead=left[at % 2], batch=SimpleNamespace(sample_keys=keys))
+
+
+def even(mode, sizes, known):
+    reports = [EpochReport() for _ in sizes]
+
+    def work(rank, agree):
+        packs = stream([True] * sizes[rank], [int(known)] * sizes[rank])
+        return list(even_packs(packs, mode, agree, lambda: PADDING, reports[rank]))
+
+    return Ranks(len(sizes)).run(work), reports
+
+
+@given(sizes=st.lists(st.integers(0, 12), min_size=2, max_size=4), known=st.booleans())
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_all_ranks_emit_equally_many_packs_and_no_step_is_all_padding(mode, sizes, known):
+    emitted, reports = even(mode, sizes, known)
+    assert {len(packs) for packs in emitted} == {min(sizes) if mode == "drop" else max(sizes)}
+    for step in zip(*emitted, strict=True):
+        assert any(pack != PADDING for pack in step)
+    for size, packs, report in zip(sizes, emitted, reports, strict=True):
+        real = [pack for pack in packs if pack != PADDING]
+        assert report.packs == len(real)
+        assert report.padding_packs == len(packs) - len(real)
+        assert report.dropped_packs == len(report.dropped_keys) == size - len(real)
+    assert len({report.agreements for report in reports}) == 1
+
+
+def test_ranks_that_know_packs_ahead_exchange_an_integer_a_window_not_a_pack():
+    _, reports = even("pad", [60, 50, 55], known=True)
+    assert reports[0].agreements <= 5
+    _, reports = even("pad", [60, 50, 55], known=False)
+    assert reports[0].agreements == 61
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_a_promised_pack_that_is_lost_to_bad_media_does_not_hang_the_others(mode, data):
+    sizes = data.draw(st.lists(st.integers(0, 10), min_size=2, max_size=3))
+    kept = [data.draw(st.lists(st.booleans(), min_size=size, max_size=size)) for size in sizes]
+    reports = [EpochReport() for _ in sizes]
+
+    def work(rank, agree):
+        packs = stream(kept[rank], [1] * sizes[rank])
+        return list(even_packs(packs, mode, agree, lambda: PADDING, reports[rank]))
+
+    emitted = Ranks(len(sizes)).run(work)
+    assert len({len(packs) for packs in emitted}) == 1
+    for own, report in zip(kept, reports, strict=True):
+        assert report.packs + report.dropped_packs == sum(own)
+
+
+@pytest.fixture(scope="module", params=[0, 2])
+def skewed_epochs(request, run_config_of):
+    """Packs of three ranks, of which rank 0 drops all but short samples and runs out long before the others."""
+    found = []
+    for rank, length in enumerate((512, 2048, 2048)):
+        config = run_config_of(data={"workers": request.param}, seq_length=length, window=8, drop_budget=1.0)
+        found.append(list(build_loader(config, rank=rank, world_size=3)))
+    assert len(found[0]) < min(len(found[1]), len(found[2]))
+    return found, build_task_encoder(config)
+
+
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_three_ranks_with_skewed_data_finish_an_epoch_together(skewed_epochs, mode):
+    # Energon's worker state is global, so that ranks cannot read in threads: what they read is replayed.
+    epochs, encoder = skewed_epochs
+    reports = [EpochReport() for _ in epochs]
+
+    def work(rank, agree):
+        return list(even_packs(iter(epochs[rank]), mode, agree, encoder.padding_pack, reports[rank]))
+
+    emitted = Ranks(3).run(work)
+    counts = [len(packs) for packs in epochs]
+    assert {len(packs) for packs in emitted} == {min(counts) if mode == "drop" else max(counts)}
+    for packs, report, count in zip(emitted, reports, counts, strict=True):
+        assert report.packs + report.dropped_packs == count
+        assert sum(pack.padding for pack in packs) == report.padding_packs
+    keys = [key for packs in emitted for pack in packs for key in pack.batch.sample_keys]
+    keys += [key for report in reports for key in report.dropped_keys]
+    assert sorted(keys) == sorted(key for packs in epochs for pack in packs for key in pack.batch.sample_keys)
+    assert reports[0].agreements < max(counts)
+
+
+def test_packs_that_a_worker_announces_really_come(skewed_epochs):
+    for packs in skewed_epochs[0]:
+        for at, pack in enumerate(packs):
+            assert sum(later.worker == pack.worker for later in packs[at + 1 :]) >= pack.ahead
+
+
+@pytest.mark.parametrize("width", [False, True])
+@pytest.mark.parametrize("positions", ["1d", "mrope"])
+@pytest.mark.parametrize("parallel", [{}, {"context_parallel": 2}])
+def test_a_padding_pack_is_a_valid_row_that_teaches_nothing(run_config, width, positions, parallel):
+    import dataclasses
+
+    config = run_config(pad_to_max_length=width, encoder={"position_ids": positions})
+    config = dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+    pack = build_task_encoder(config).padding_pack()
+    assert pack.padding
+    assert thd.check_thd(pack.batch, multiple=config.parallel.multiple) == []
+    assert pack.batch.total_tokens == (4096 if width else config.parallel.multiple)
+    assert pack.batch.position_ids.dim() == (3 if positions == "mrope" else 2)
+    assert (pack.batch.labels == thd.IGNORE_INDEX).all()
+    assert pack.batch.padding_mask.all()
+    assert pack.batch.num_samples == 0
+    if len(parallel):
+        thd.slice_for_context_parallel(pack.batch, 2, 1)
+
+
+def test_one_rank_alone_needs_no_agreement(run_config):
+    plain = list(build_loader(run_config()))
+    padded = list(build_loader(run_config(data={"epoch_end": "pad"})))
+    assert [pack.batch.sample_keys for pack in plain] == [pack.batch.sample_keys for pack in padded]
+
+
+def test_settings_that_cannot_work_are_told_in_a_sentence(run_config):
+    with pytest.raises(ConfigError, match=r"data\.repeat"):
+        DataConfig(repeat=True, epoch_end="pad")
+    loader = build_loader(run_config(data={"epoch_end": "pad"}), rank=0, world_size=2)
+    with pytest.raises(ConfigError, match=r"initialise torch\.distributed"):
+        next(iter(loader))
+
+
+TRAINER = """
+import json, sys
+import torch, torch.distributed as dist
+from energon_packing.config import from_mapping, RunConfig
+from energon_packing.energon.loader import build_loader
+
+rank, store, configs = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+loader = build_loader(from_mapping(RunConfig, configs[rank], where="test"), rank=rank, world_size=2)
+steps, tokens = 0, []
+for pack in loader:
+    trained = torch.tensor(float(pack.batch.loss_mask.sum()))
+    dist.all_reduce(trained)  # the gradient of a real trainer: hangs when a rank is missing
+    steps += 1
+    tokens.append(float(trained))
+assert min(tokens) > 0, "a step without a target on any rank"
+print(json.dumps([steps, loader.epoch_report.packs, loader.epoch_report.padding_packs, loader.epoch_report.agreements]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_two_processes_train_through_an_uneven_epoch_without_a_hang(run_config, tmp_path, mode):
+    from energon_packing.config import to_mapping
+
+    configs = [
+        to_mapping(run_config(data={"epoch_end": mode}, seq_length=length, window=8, drop_budget=1.0))
+        for length in (512, 2048)
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINER, str(rank), str(tmp_path / "store"), json.dumps(configs)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    (steps, real, padded, agreements), other = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert steps == other[0] == real + padded
+    assert agreements == other[3]
+    assert (padded + other[2] > 0) == (mode == "pad")
+
+
+def test_statistics_of_the_loader_are_those_of_its_packs(run_config):
+    loader = build_loader(run_config(seq_length=2048, drop_budget=1.0))
+    packs = list(loader)
+    found = loader.statistics()
+    lengths = [length for pack in packs for length in pack.batch.sample_lengths]
+    assert (found.packs, found.samples) == (len(packs), len(lengths))
+    assert found.fill == pytest.approx(sum(lengths) / (2048 * len(packs)))
+    assert found.fill + found.tail_padding + found.alignment_padding == pytest.approx(1)
+    costs = torch.tensor([float(pack.cost) for pack in packs], dtype=torch.float64)
+    assert found.cost_spread == pytest.approx(float(costs.std(unbiased=False) / costs.mean()))
+    delays = sorted(delay for pack in packs for delay in pack.delays)
+    assert found.delay_max == delays[-1] < len(lengths)
+    assert found.delay_p50 == delays[(len(delays) - 1) // 2]
+    assert 0 < found.held <= 32
+    assert min(delays) >= 0

@@ -113,7 +113,11 @@ class EncoderConfig:
     family: str = "auto"
     """Vision family by name; ``auto`` goes by the processor's class."""
     chat_template: str | None = None
-    """Path of a Jinja file that replaces the processor's own chat template."""
+    """What replaces the processor's own chat template: a built-in prompt format by name (chatml, qwen, llama3, ...), or
+    the path of a YAML file of one or of a Jinja file; docs/prompts.md."""
+    thinking: Thinking = "keep"
+    """What becomes of ``<think>`` spans of the assistant: ``keep`` trains them as any text, ``strip`` leaves them out of
+    the text, ``mask`` shows them and does not train them."""
     train_on: TrainOn = "assistant"
     loss_weighting: LossWeighting = "token"
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x); docs/limits.md."""

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energon_packing.config import TrainOn
-from energon_packing.conversation import Conversation
+from energon_packing.chat.thinking import mask_thinking, strip_thinking
+from energon_packing.config import Thinking, TrainOn
+from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
 # Tokens that close a turn in the templates in use. Only those that the tokenizer knows as special tokens count.
@@ -53,13 +54,21 @@ class ChatTemplate:
         tokenizer: a Hugging Face tokenizer; gives the special tokens that templates use.
         source: the Jinja text; None takes the tokenizer's own.
         train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
+        thinking: what becomes of the assistant's ``<think>`` spans.
 
     Raises:
         ConfigError: the tokenizer has no chat template or several, or the template is not valid Jinja or shows no text
             of a plain conversation.
     """
 
-    def __init__(self, tokenizer: Any, *, source: str | None = None, train_on: TrainOn = "assistant") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        source: str | None = None,
+        train_on: TrainOn = "assistant",
+        thinking: Thinking = "keep",
+    ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
             raise ConfigError(
@@ -73,6 +82,7 @@ class ChatTemplate:
             )
         self.source = source
         self.train_on = train_on
+        self.thinking = thinking
         self.marks_generation = _GENERATION.search(source) is not None
         # As apply_chat_template passes them: strings, but a list where a tokenizer keeps several under one name.
         self._special = dict(tokenizer.special_tokens_map)
@@ -90,9 +100,12 @@ class ChatTemplate:
             SampleRejected: ``template_error`` where the template itself refuses the conversation,
                 ``assistant_first`` where it does not show where a leading assistant turn begins,
                 ``loss_weight_mismatch`` where weighted turns are not the spans that it shows,
+                ``unclosed_thinking`` where thinking is to be stripped or masked and a tag has no partner,
                 ``nothing_to_learn`` where no character is trained.
             ConfigError: the template is not prefix-stable and marks no generation.
         """
+        if self.thinking == "strip":
+            conversation = strip_thinking(conversation)
         messages = self._messages(conversation)
         tools = [dict(tool) for tool in conversation.tools] if conversation.tools else None
         weights = [turn.loss_weight for turn in conversation.turns if turn.role == "assistant"]
@@ -108,6 +121,8 @@ class ChatTemplate:
                 spans = _with_gaps(spans, len(text))
             elif self.train_on == "last_assistant":
                 spans = spans[-1:]
+        if self.thinking == "mask":
+            spans = mask_thinking(text, spans)
         trained = tuple(span for span in spans if span.weight > 0 and span.end > span.start)
         if not trained:
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
@@ -210,6 +225,34 @@ class ChatTemplate:
                 "the conversation begins with an assistant turn, and the chat template cannot show where its text "
                 "begins; put a user turn before it, or mark the template with {% generation %}",
             ) from error
+
+
+def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
+    """What stands for one medium of each kind, for prompt formats that leave it to the processor.
+
+    Args:
+        tokenizer: of the processor.
+        source: the processor's own chat template, or None.
+        placeholders: of the family, by kind.
+
+    Returns:
+        ``image`` and ``video``: what the own template writes between two texts, frame included, or the placeholder
+        where it writes none; ``image_token`` and ``video_token``: the placeholder alone.
+    """
+    before, after = "text before a medium", "text after a medium"
+    texts: dict[str, str] = {}
+    for kind, placeholder in placeholders.items():
+        texts[f"{kind}_token"] = texts[kind] = placeholder
+        content = [{"type": "text", "text": before}, {"type": kind}, {"type": "text", "text": after}]
+        try:
+            own = ChatTemplate(tokenizer, source=source)
+            shown, _ = own._run([{"role": "user", "content": content}], None, track=False)
+        except (ConfigError, SampleRejected):
+            continue  # no template of its own, or one that takes no such medium
+        between = shown.partition(before)[2].partition(after)[0]
+        if placeholder in between:
+            texts[kind] = between
+    return texts
 
 
 def _weigh(spans: list[TrainedSpan], weights: list[float | None]) -> list[TrainedSpan]:

@@ -10,13 +10,13 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan
+from energon_packing.chat.prompt_files import template_source
+from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.fitting import Bounds, fit
@@ -61,7 +61,9 @@ class ConversationEncoder:
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
                 "Convert it with transformers (tokenizer.json)."
             )
-        self.template = ChatTemplate(self.tokenizer, source=self._template_source(), train_on=config.train_on)
+        self.template = ChatTemplate(
+            self.tokenizer, source=self._template_source(), train_on=config.train_on, thinking=config.thinking
+        )
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -94,6 +96,7 @@ class ConversationEncoder:
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
             "train_on": self.config.train_on,
+            "thinking": self.config.thinking,
             "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
             # Not in the processor: the family hands it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
@@ -259,18 +262,12 @@ class ConversationEncoder:
         return np.array(encoding.ids, dtype=np.int32), offsets
 
     def _template_source(self) -> str | None:
-        if self.config.chat_template is not None:
-            try:
-                replacement = Path(self.config.chat_template).read_text(encoding="utf-8-sig")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"encoder.chat_template: {self.config.chat_template!r} cannot be read ({error}); give a Jinja file."
-                ) from error
-            if not replacement.strip():
-                raise ConfigError(f"encoder.chat_template: {self.config.chat_template!r} is empty; give a Jinja file.")
-            return replacement
         source = getattr(self.processor, "chat_template", None)
-        return source if isinstance(source, str) else None
+        source = source if isinstance(source, str) else None
+        if self.config.chat_template is None:
+            return source
+        media = media_texts(self.tokenizer, source, self.family.placeholders)
+        return template_source(self.config.chat_template, self.tokenizer, media)
 
     def _replace_placeholders(self, chat: RenderedChat, plans: tuple[MediaPlan, ...]) -> RenderedChat:
         """Puts each medium's text in the place of its placeholder, and moves the spans along."""

@@ -35,7 +35,8 @@ LIMITS = (
     *("size", "crop_size", "do_resize", "do_center_crop", "do_rescale", "do_normalize", "resample"),
     *("image_mean", "image_std", "rescale_factor", "patch_size", "merge_size", "temporal_patch_size"),
     *("fps", "num_frames", "min_frames", "max_frames", "min_patches", "max_patches", "image_grid_pinpoints"),
-    *("image_seq_length", "num_image_tokens", "num_additional_image_tokens"),
+    *("image_seq_length", "num_image_tokens", "num_additional_image_tokens", "spatial_merge_size", "pooling_ratio"),
+    *("tile_size", "max_num_tiles", "size_divisor", "do_pad"),
     *("vision_feature_select_strategy", "vision_aspect_ratio"),
 )
 

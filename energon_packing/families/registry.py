@@ -8,6 +8,7 @@ from typing import Any
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
+from energon_packing.families.hugging_face import HuggingFace
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
 from energon_packing.families.llava_next import LlavaNext
@@ -31,7 +32,7 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
 for _family in (
     *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
     *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
-    Text,
+    *(HuggingFace, Text),
 ):
     register_family(_family)
 
@@ -86,5 +87,6 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
         return Text(processor, config)
     raise ConfigError(
         f"No family serves the processor class {kind}; known families: {', '.join(families())}. "
-        "A new one is registered with energon_packing.families.registry.register_family."
+        "The family 'huggingface' asks the processor itself; "
+        "a new one is registered with energon_packing.families.registry.register_family."
     )

@@ -102,7 +102,7 @@ def test_tokens_and_tiles_equal_the_processor_on_a_sample_of_images_and_videos(s
     assert measured.images == len(visual.get("pixel_values", ()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(frames=st.integers(1, 40), fps=st.sampled_from([1.0, 7.5, 23.976, 60.0]), rate=st.sampled_from([None, 0.5, 2.0]))
 def test_a_video_of_any_length_costs_one_tile_a_sampled_frame(frames, fps, rate):
     """One video a sample here: the processor itself takes several only where all have equally many frames."""

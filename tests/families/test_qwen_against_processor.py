@@ -28,7 +28,7 @@ def image(width: int, height: int) -> Media:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=2000, deadline=None)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_of_any_size_costs_the_patches_that_the_processor_says(encoders, name, width, height):
     processor = encoders[name].processor
@@ -53,7 +53,7 @@ def test_the_processor_makes_the_planned_grid_of_a_real_image(encoders, name, wi
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     frames=st.integers(1, 60),
     fps=st.sampled_from([1.0, 8.0, 23.976, 25.0, 60.0]),

@@ -1,0 +1,146 @@
+"""Any processor that says itself what an image costs: geometry and pixels come from it, nothing is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media, MediaKind
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+
+PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
+"""Height and width of blank images that the processor is asked about before it is trusted."""
+TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class HuggingFace(VisionFamily):
+    """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5).
+
+    Chosen by name only. What the processor says is compared with what it does, on a few blank images, when the family
+    is made; it is refused where the two differ, where an image is not one uninterrupted run of tokens, where a second
+    image changes the first, or where images of several sizes make tensors that cannot be joined.
+    """
+
+    name = "huggingface"
+    processor_classes = ()
+    unread = (
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+        *("video_fps", "video_min_frames", "video_max_frames"),
+    )
+    mrope = False
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        if not getattr(processor, "image_token", None) or not hasattr(processor, "_get_num_multimodal_tokens"):
+            raise self._refusal("it has no image_token or no _get_num_multimodal_tokens")
+        self.image_token: str = processor.image_token
+        self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
+        self.image_id = self.check_token(self.image_token)
+        self.placeholder_ids = {"image": self.image_id}
+        self.reserved = (self.image_token,)
+        self._text, self._overhead = self._learn()
+
+    def _refusal(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"The family {self.name} cannot serve {type(self.processor).__name__}: {what}; write a family of its own "
+            "(docs/families.md)."
+        )
+
+    def _learn(self) -> tuple[str, int]:
+        """The text that stands for an image, and how many tokens are counted for one besides its placeholders."""
+        blank = [torch.full((3, *size), 40 * at, dtype=torch.uint8) for at, size in enumerate(PROBES)]
+        try:
+            alone = [self._ask([image]) for image in blank]
+            together = self._ask(blank)
+            counted = [self._count(*size) for size in PROBES]
+        except Exception as error:
+            # A processor is a program of its own; whatever goes wrong in it here says that this family is none for it.
+            raise self._refusal(f"it fails on blank images ({type(error).__name__}: {error})") from error
+        around, runs = zip(*(self._split(ids) for ids, _ in alone), strict=True)
+        overheads = {count - run for count, run in zip(counted, runs, strict=True)}
+        if len(set(around)) != 1 or len(overheads) != 1:
+            raise self._refusal("what it counts for an image is not what it writes")
+        (before, after), (start, end) = around[0], self._edges()
+        if before[: len(start)] != start or after[len(after) - len(end) :] != end:
+            raise self._refusal("it moves the tokenizer's special tokens")
+        before, after = before[len(start) :], after[: len(after) - len(end)]
+        text = self.tokenizer.decode(before) + self.image_token + self.tokenizer.decode(after)
+        if self._encode(text) != [*start, *before, self.image_id, *after, *end]:
+            raise self._refusal("the text around an image does not come back from its tokens")
+        expected = [token for run in runs for token in (*before, *[self.image_id] * run, *after)]
+        if together[0] != [*start, *expected, *end]:
+            raise self._refusal("several images in one text are not the same images one by one")
+        for name, tensor in together[1].items():
+            parts = [visual.get(name) for _, visual in alone]
+            if any(part is None or part.dim() == 0 or part.shape[1:] != tensor.shape[1:] for part in parts):
+                raise self._refusal(f"its {name} of images of several sizes cannot be joined")
+            if not torch.equal(torch.cat([part for part in parts if part is not None]), tensor):
+                raise self._refusal(f"its {name} of several images is not that of the images one by one")
+        return text, overheads.pop()
+
+    def _ask(self, images: list[torch.Tensor]) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """Token ids and visual inputs of a text that holds nothing but the images."""
+        made = self.processor(text=[self.image_token * len(images)], images=images, return_tensors="pt")
+        visual = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
+        return made["input_ids"][0].tolist(), visual
+
+    def _count(self, height: int, width: int) -> int:
+        said = self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(said["num_image_tokens"][0])
+
+    def _split(self, ids: list[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], int]:
+        """What stands before and after the run of placeholders, and its length."""
+        at = [index for index, token in enumerate(ids) if token == self.image_id]
+        if not at or at[-1] - at[0] + 1 != len(at):
+            raise self._refusal(f"an image becomes {len(at)} tokens {self.image_token!r} that are not one run")
+        return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
+
+    def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the tokenizer itself puts before and after a text."""
+        ids = self._encode(self.image_token)
+        at = ids.index(self.image_id)
+        return tuple(ids[:at]), tuple(ids[at + 1 :])
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text)["input_ids"])
+
+    def plan(self, media: Media) -> MediaPlan:
+        if media.kind != "image":
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        try:
+            run = self._count(height, width) - self._overhead
+        except Exception as error:
+            raise SampleRejected(
+                "media_geometry", f"image {media.name!r} of {width}x{height} pixels: {error}"
+            ) from error
+        if run < 1:
+            raise SampleRejected("media_geometry", f"image {media.name!r} of {width}x{height} pixels costs no token")
+        # How many patches the encoder sees is not asked: a token counts as one.
+        return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
+
+    def replacement(self, plan: MediaPlan) -> str:
+        return self._text
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Whatever the processor makes besides text, in one call with all images of the sample.
+
+        Raises:
+            SampleRejected: ``media_changed`` where it writes another number of tokens than it counted.
+        """
+        if not media:
+            return {}
+        ids, visual = self._ask(list(media))
+        written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
+        if written != planned:
+            raise SampleRejected(
+                "media_changed",
+                f"{type(self.processor).__name__} writes {written} image tokens where it counted {planned}",
+            )
+        return visual

@@ -1,0 +1,130 @@
+"""The generic family on processors that it has no code for, and the ones that it must refuse."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_internvl_against_processor import internvl
+from test_llava_against_processor import PINPOINTS, SIDE, llava, llava_next
+from transformers import (
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
+    PixtralImageProcessor,
+    PixtralProcessor,
+)
+from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
+
+from energon_packing.config import EncoderConfig
+from energon_packing.demo import processor_path
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.registry import build_family, load_processor
+
+
+def glm4v() -> Glm4vProcessor:
+    special = {"image_token": "<|image|>", "video_token": "<|video|>"}
+    return Glm4vProcessor(
+        image_processor=Glm4vImageProcessor(size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}),
+        video_processor=Glm4vVideoProcessor(),
+        tokenizer=tokenizer(**special, begin="<|begin_of_image|>"),
+        chat_template=chatml("<|begin_of_image|><|image|>"),
+    )
+
+
+@cache
+def generic(name: str):
+    if name == "qwen2_5_vl":
+        processor = load_processor(EncoderConfig(processor=str(processor_path(name))))
+    else:
+        processor = {"glm4v": glm4v, "llava": lambda: llava(SIDE), "internvl": lambda: internvl(28, 4)}[name]()
+    return encoder(processor, family="huggingface")
+
+
+@pytest.mark.parametrize("name", ["glm4v", "llava", "internvl", "qwen2_5_vl"])
+@settings(max_examples=25)
+@given(conversation=conversations(kinds=("image",)))
+def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conversation):
+    ours = generic(name)
+    try:
+        ids, visual, whole, _ = both_ways(ours, conversation)
+    except SampleRejected as rejected:
+        (size,) = [m for m in conversation.media if f"{m.width}x{m.height} pixels" in rejected.detail][:1]
+        with pytest.raises(ValueError, match=r"ratio|larger"):
+            ours.processor.image_processor(torch.zeros(3, size.height, size.width, dtype=torch.uint8))
+        return
+    assert ids.tolist() == whole["input_ids"][0].tolist()
+    assert set(visual) == set(whole) - {"input_ids", "attention_mask", "mm_token_type_ids"}
+    for key, tensor in visual.items():
+        assert torch.equal(tensor, whole[key]), key
+
+
+@pytest.mark.parametrize("name", ["glm4v", "internvl", "qwen2_5_vl"])
+@settings(max_examples=300)
+@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
+def test_an_image_costs_what_the_processor_counts_or_both_refuse(name, width, height):
+    ours = generic(name)
+    try:
+        said = ours.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
+    except ValueError:
+        with pytest.raises(SampleRejected, match="media_geometry"):
+            ours.family.plan(image(width, height))
+    else:
+        assert ours.family.plan(image(width, height)).tokens == said - (2 if name == "internvl" else 0)
+
+
+def test_a_family_of_its_own_and_the_generic_one_measure_alike():
+    for name in ("llava", "internvl", "qwen2_5_vl"):
+        processor = generic(name).processor
+        own = build_family(processor, EncoderConfig())
+        for size in ((30, 200), (640, 480), (28, 28)):
+            assert generic(name).family.plan(image(*size)).tokens == own.plan(image(*size)).tokens
+
+
+def pixtral() -> PixtralProcessor:
+    words = tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
+    images = PixtralImageProcessor(patch_size=16, size={"longest_edge": 128})
+    return PixtralProcessor(image_processor=images, tokenizer=words, patch_size=16, chat_template=chatml("[IMG]"))
+
+
+def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():
+    with pytest.raises(ConfigError, match="not one run"):
+        encoder(pixtral(), family="huggingface")
+    with pytest.raises(ConfigError, match=r"pixel_values of .* cannot be joined"):
+        encoder(llava_next(SIDE, PINPOINTS), family="huggingface")
+
+
+def test_a_processor_that_counts_otherwise_than_it_writes_is_refused(monkeypatch):
+    processor = internvl(28, 4)
+    honest = processor._get_num_multimodal_tokens
+    monkeypatch.setattr(processor, "_get_num_multimodal_tokens", lambda image_sizes: honest(image_sizes[:1] * 2))
+    encoder(processor, family="huggingface")
+
+    def off_by_size(image_sizes):
+        said = honest(image_sizes)
+        said.num_image_tokens = [said.num_image_tokens[0] + image_sizes[0][0] % 2]
+        return said
+
+    monkeypatch.setattr(processor, "_get_num_multimodal_tokens", off_by_size)
+    with pytest.raises(ConfigError, match="is not what it writes"):
+        encoder(processor, family="huggingface")
+
+
+def test_an_image_that_becomes_other_tokens_than_were_counted_is_rejected(monkeypatch):
+    ours = encoder(internvl(28, 4), family="huggingface")
+    plan = ours.family.plan(image(28, 28))
+    monkeypatch.setattr(ours.processor.image_processor, "min_patches", 2)
+    with pytest.raises(SampleRejected, match="media_changed"):
+        ours.family.pixels([plan], [torch.zeros(3, 28, 28, dtype=torch.uint8)])
+
+
+def test_it_is_chosen_by_name_only_and_takes_no_videos():
+    with pytest.raises(ConfigError, match="'huggingface' asks the processor itself"):
+        build_family(glm4v(), EncoderConfig())
+    with pytest.raises(SampleRejected, match="takes no videos"):
+        generic("glm4v").family.plan(video(8, 2.0, 30, 30))
+    with pytest.raises(ConfigError, match="no image_token"):
+        build_family(tokenizer(), EncoderConfig(family="huggingface"))

@@ -129,11 +129,11 @@ def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any
         path=config.data.path,
         processor=config.encoder.processor,
         seq_length=length,
-        window=config.packing.window,
-        drop_budget=config.packing.drop_budget,
         num_workers=1,
         num_val_workers=0,
     )
+    dataset.packing.window = config.packing.window
+    dataset.packing.drop_budget = config.packing.drop_budget
     step = "gpt" if family == "text" else "vlm"
     with Steps(f"training {family} ({step}_step)", steps) as progress, training_run.process_groups():
         run = training_run.make_config(model, dataset, steps=steps, eval_iters=2, learning_rate=learning_rate)

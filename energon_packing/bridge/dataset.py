@@ -6,27 +6,23 @@ reads by name from a data set, and when, is told at each field.
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import sys
-from dataclasses import dataclass
+import typing
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.data.packing.config import PackedSequenceSpecs
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
+from megatron.bridge.utils.instantiate_utils import target_allowlist
 
+from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.rules import violations
 from energon_packing.bridge.run_view import view_of
-from energon_packing.config import (
-    DataConfig,
-    EncoderConfig,
-    Oversize,
-    PackingConfig,
-    ParallelConfig,
-    PositionIds,
-    RunConfig,
-    TrainOn,
-)
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, from_mapping
 from energon_packing.energon.loader import PackLoader, build_loader
 from energon_packing.errors import ConfigError
 
@@ -36,7 +32,9 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     """Packs an Energon data set of conversations online, one THD row a micro-batch.
 
     Mutable, because Bridge and Hydra override fields of a recipe's configuration; everything is validated in
-    `finalize`, which ``ConfigContainer.validate()`` calls. All fields are plain values.
+    `finalize`, which ``ConfigContainer.validate()`` calls. What Bridge reads stands here, everything else in the three
+    sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
+    ``dataset.encoder.max_pixels=200704``, ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
     """
 
     path: str = ""
@@ -54,46 +52,22 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     skip_getting_attention_mask_from_dataset: bool = True
     """Packed rows have no attention mask: attention follows ``cu_seqlens``."""
 
-    split: str = "train"
     validation_split: str = "val"
     do_validation: bool = True
     num_val_workers: int | None = None
     """Loader processes for validation; None takes ``num_workers``."""
-    shuffle_buffer_size: int = 100
-    shuffle_over_epochs: int = 1
-    seed: int = 0
 
-    family: str = "auto"
-    chat_template: str | None = None
-    train_on: TrainOn = "assistant"
-    position_ids: PositionIds = "auto"
-    tokens_per_second: int = 2
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    video_min_pixels: int | None = None
-    video_max_pixels: int | None = None
-    video_fps: float | None = None
-    video_min_frames: int | None = None
-    video_max_frames: int | None = None
-    max_source_pixels: int = 120_000_000
-    decode_seconds: float | None = None
+    data: Any = field(default_factory=DataSection)
+    """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
+    encoder: Any = field(default_factory=EncoderSection)
+    """Tokens, targets, pixels and limits of a sample. The fields of `energon_packing.config.EncoderConfig`."""
+    packing: Any = field(default_factory=PackingSection)
+    """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
 
-    window: int = 256
-    policy: str = "window"
-    max_images_per_pack: int | None = None
-    max_patches_per_pack: int | None = None
-    max_segments_per_pack: int | None = None
-    max_cost_per_pack: float | None = None
-    balance_window: int = 1
-    oversize: Oversize = "drop"
-    drop_budget: float = 0.1
-    ledger: str | None = None
-
-    sequence_parallel: bool | None = None
-    """Whether the model uses sequence parallelism. A data set is not told by Bridge; None aligns as if it did, which is
-    always valid and wastes at most ``CP * TP - 1`` tokens a sample."""
-    eval_context_parallel: int | None = None
-    """``dist.eval_context_parallel_size`` where evaluation uses another context parallelism."""
+    _run_layout = (True, None)
+    """Sequence parallelism and evaluation CP, as `finalize` found them in the run. A data set is not told of either;
+    without a run it aligns as if there were sequence parallelism, which is always valid and wastes at most
+    ``CP * TP - 1`` tokens a sample. No annotation: it is no setting."""
 
     @property
     def enable_in_batch_packing(self) -> bool:
@@ -120,6 +94,8 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         Raises:
             ConfigError: the first field that cannot work.
         """
+        _refuse_unknown_names(self)
+        _check_types(self)
         super().finalize()
         if not self.path:
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
@@ -134,10 +110,12 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
             raise ConfigError("dataset.num_workers and num_val_workers are 0 or more.")
-        self.run_config(ParallelConfig(eval_context_parallel=self.eval_context_parallel))
+        self.run_config(ParallelConfig())
         container = _container_under_validation()
         if container is not None and container.dataset is self:
             _enforce_escaped_rules(container)
+            sequence_parallel = bool(getattr(container.model, "sequence_parallel", False))
+            self._run_layout = (sequence_parallel, container.dist.eval_context_parallel_size)
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """The same settings as our own configuration.
@@ -146,45 +124,20 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             ConfigError: a value that cannot work.
         """
         return RunConfig(
-            data=DataConfig(
-                path=self.path,
-                split=self.split,
-                workers=self.num_workers,
-                shuffle_buffer=self.shuffle_buffer_size,
-                shuffle_over_epochs=self.shuffle_over_epochs,
-                seed=self.seed,
-            ),
-            encoder=EncoderConfig(
+            data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
+            encoder=frozen(
+                EncoderConfig,
+                self.encoder,
+                where="dataset.encoder",
                 processor=self.processor,
-                family=self.family,
-                chat_template=self.chat_template,
-                train_on=self.train_on,
                 trust_remote_code=bool(self.trust_remote_code),
-                position_ids=self.position_ids,
-                tokens_per_second=self.tokens_per_second,
-                min_pixels=self.min_pixels,
-                max_pixels=self.max_pixels,
-                video_min_pixels=self.video_min_pixels,
-                video_max_pixels=self.video_max_pixels,
-                video_fps=self.video_fps,
-                video_min_frames=self.video_min_frames,
-                video_max_frames=self.video_max_frames,
-                max_source_pixels=self.max_source_pixels,
-                decode_seconds=self.decode_seconds,
             ),
-            packing=PackingConfig(
+            packing=frozen(
+                PackingConfig,
+                self.packing,
+                where="dataset.packing",
                 seq_length=self.seq_length,
-                window=self.window,
-                policy=self.policy,
-                max_images_per_pack=self.max_images_per_pack,
-                max_patches_per_pack=self.max_patches_per_pack,
-                max_segments_per_pack=self.max_segments_per_pack,
-                max_cost_per_pack=self.max_cost_per_pack,
-                balance_window=self.balance_window,
-                oversize=self.oversize,
                 pad_to_max_length=self.pad_to_max_length,
-                drop_budget=self.drop_budget,
-                ledger=self.ledger,
             ),
             parallel=parallel,
         )
@@ -196,12 +149,13 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             group = getattr(groups, name, None)
             return 1 if group is None else group.size()
 
+        sequence_parallel, eval_context_parallel = self._run_layout
         return ParallelConfig(
             tensor_parallel=size("tp"),
             context_parallel=size("cp"),
             pipeline_parallel=size("pp"),
-            sequence_parallel=size("tp") > 1 if self.sequence_parallel is None else self.sequence_parallel,
-            eval_context_parallel=self.eval_context_parallel,
+            sequence_parallel=sequence_parallel and size("tp") > 1,
+            eval_context_parallel=eval_context_parallel,
         )
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
@@ -226,6 +180,36 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             validation = BridgePackIterator(build_loader(config, split=self.validation_split, workers=workers, **place))
         return train, validation, None
+
+
+# Bridge instantiates what a YAML file names in ``_target_`` only from modules that it was told of: these, and no more.
+for _class in (PackedEnergonDatasetConfig, *SECTIONS.values()):
+    target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+
+
+def _check_types(dataset: PackedEnergonDatasetConfig) -> None:
+    """Holds the fields outside the sections to their annotations, as a configuration file would be."""
+    hints = typing.get_type_hints(PackedEnergonDatasetConfig)
+    plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
+    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
+    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
+
+
+def _refuse_unknown_names(dataset: PackedEnergonDatasetConfig) -> None:
+    """Refuses an attribute that was meant as a setting: misspelt, or one of a section.
+
+    Others are let through: Bridge itself hangs objects on a data set (its tokenizer, paddings).
+    """
+    known = {entry.name for entry in dataclasses.fields(dataset)}
+    for name in set(vars(dataset)) - known:
+        if name.startswith("_"):
+            continue
+        for section in ("data", "encoder", "packing"):
+            if name in {entry.name for entry in dataclasses.fields(SECTIONS[f"{section.title()}Section"])}:
+                raise ConfigError(f"dataset.{name} is no setting; it is dataset.{section}.{name}.")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"dataset.{name} is no setting; did you mean dataset.{near[0]}?")
 
 
 ESCAPED_RULES = ("bridge-06-", "bridge-07-", "bridge-09-", "bridge-10-", "bridge-13-")
@@ -274,7 +258,7 @@ class BridgePackIterator:
                 yield pack.batch.to_bridge()
             if empty:
                 raise ConfigError(
-                    "The data set gave no pack in a whole epoch; see the ledger (dataset.ledger) for why."
+                    "The data set gave no pack in a whole epoch; see the ledger (dataset.packing.ledger) for why."
                 )
 
     def __iter__(self) -> BridgePackIterator:

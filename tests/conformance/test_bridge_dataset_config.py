@@ -42,18 +42,14 @@ def dataset(data):
     from energon_packing.bridge import PackedEnergonDatasetConfig
 
     def make(family):
-        return PackedEnergonDatasetConfig(
-            path=str(data),
-            processor=str(processor_path(family)),
-            seq_length=SEQ_LENGTH,
-            num_workers=0,
-            min_pixels=32 * 32,
-            max_pixels=160 * 160,
-            video_min_pixels=32 * 32,
-            video_max_pixels=160 * 160,
-            window=32,
-            drop_budget=0.5,
+        made = PackedEnergonDatasetConfig(
+            path=str(data), processor=str(processor_path(family)), seq_length=SEQ_LENGTH, num_workers=0
         )
+        made.encoder.min_pixels = made.encoder.video_min_pixels = 32 * 32
+        made.encoder.max_pixels = made.encoder.video_max_pixels = 160 * 160
+        made.packing.window = 32
+        made.packing.drop_budget = 0.5
+        return made
 
     return make
 

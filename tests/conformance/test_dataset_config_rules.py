@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_another_length_of_the_model_is_refused(container):
 def test_a_length_off_the_alignment_is_refused(container, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     container.model.context_parallel_size = 3
-    with pytest.raises(ConfigError, match="bridge-07-.*"):
+    with pytest.raises(ConfigError, match="bridge-07-"):
         container.validate()
 
 
@@ -80,15 +81,52 @@ def test_a_micro_batch_of_two_is_refused_with_the_equivalent_length(container):
         ("processor", "", "dataset.processor is empty"),
         ("dataloader_type", "single", "'external'"),
         ("num_workers", -1, "0 or more"),
-        ("window", 0, "packing.window is 0"),
-        ("min_pixels", 0, "encoder.min_pixels is 0"),
-        ("drop_budget", 2.0, "drop_budget"),
+        ("do_validation", "no", "dataset: do_validation is 'no'; expected bool"),
+        ("encoder", None, "dataset.encoder is None; it is a section"),
+        ("seq_lenght", 512, "did you mean dataset.seq_length"),
+        ("max_pixels", 512, "it is dataset.encoder.max_pixels"),
+        ("packing.window", 0, "packing.window is 0"),
+        ("packing.drop_budget", 2.0, "drop_budget"),
+        ("packing.oversize", "cut", "dataset.packing: oversize is 'cut'"),
+        ("packing.window", "many", "dataset.packing: window is 'many'; expected int"),
+        ("encoder.min_pixels", 0, "encoder.min_pixels is 0"),
+        ("encoder.limits.max_images", -1, "encoder.limits.max_images is -1"),
+        ("data.shuffle_buffer", 0, "data.shuffle_buffer is 0"),
     ],
 )
 def test_every_field_is_validated_when_bridge_validates(container, field, value, message):
-    setattr(container.dataset, field, value)
+    *parents, last = field.split(".")
+    place = container.dataset
+    for parent in parents:
+        place = getattr(place, parent)
+    setattr(place, last, value)
     with pytest.raises(ConfigError, match=message):
         container.validate()
+
+
+def test_a_misspelt_field_of_a_section_raises_where_it_is_set(container):
+    with pytest.raises(AttributeError, match="max_pixel"):
+        container.dataset.encoder.max_pixel = 512
+
+
+@pytest.mark.parametrize(("sequence_parallel", "multiple"), [(False, 1), (True, 2)])
+def test_rows_are_aligned_as_the_validated_run_needs_it(container, monkeypatch, sequence_parallel, multiple):
+    """Bridge tells a data set nothing of sequence parallelism; `finalize` reads it from the run under validation."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    container.model.tensor_model_parallel_size = 2
+    container.model.sequence_parallel = sequence_parallel
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    assert container.dataset.parallel_config(groups).multiple == 2  # not validated yet: the safe side
+    container.validate()
+    assert container.dataset.parallel_config(groups).multiple == multiple
+
+
+def test_evaluation_at_more_context_parallelism_widens_the_alignment(container, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    container.dist.eval_context_parallel_size = 4
+    container.validation.eval_global_batch_size = 4
+    container.validate()
+    assert container.dataset.parallel_config(None).multiple == 8
 
 
 def test_a_direct_finalize_needs_no_container(container):
@@ -99,5 +137,5 @@ def test_bridges_own_packing_checks_see_our_rows(container):
     """Rule 11: Bridge reads ``enable_offline_packing`` from any data set object."""
     container.train.micro_batch_size = 2
     container.train.global_batch_size = 2
-    with pytest.raises((ConfigError, ValueError), match="[Mm]icro"):
+    with pytest.raises((ConfigError, ValueError), match=r"[Mm]icro"):
         container.validate()

@@ -142,8 +142,8 @@ def _with_positions_of(config: RunConfig, subject: Any) -> RunConfig:
     """The configuration with the positions that the model takes, so that the pack's own positions are compared."""
     changes: dict[str, Any] = {"position_ids": "mrope" if subject.mrope else "1d"}
     vision = getattr(subject.model.config, "vision_config", None)
-    if getattr(vision, "tokens_per_second", None):
-        changes["tokens_per_second"] = int(vision.tokens_per_second)
+    if a_second := getattr(vision, "tokens_per_second", None):
+        changes["tokens_per_second"] = int(a_second)
     return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, **changes))
 
 

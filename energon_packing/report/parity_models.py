@@ -1,4 +1,4 @@
-"""The models that `energon_packing.report.parity` compares on: a given one, or a tiny one for the processor's family."""
+"""The models that `energon_packing.report.parity` compares on: a given one, or a tiny one of the same family."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ class Mutation:
 ASSEMBLE = "tests/test_thd_assemble.py::"
 BATCH = "tests/test_thd_batch.py::"
 BRIDGE = "tests/conformance/test_thd_bridge.py::"
+GLOO = "tests/conformance/test_gloo_gradients.py::"
 TRAP_TESTS = "tests/test_silent_traps.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -74,6 +75,15 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=1,
+        name="the physical boundaries of a pack are merged",
+        test="tests/cli/test_parity.py::test_packs_of_real_data_equal_their_samples_alone[text-options3]",
+        oracle="Hugging Face's model on the sample alone",
+        edits=(
+            ("packed_batch.py", "return physical[: self.num_segments + 1]", "return physical[[0, self.num_segments]]"),
+        ),
     ),
     Mutation(
         trap=2,
@@ -255,6 +265,36 @@ MUTATIONS: tuple[Mutation, ...] = (
         needs_bridge=True,
     ),
     Mutation(
+        trap=14,
+        name="loss weights are cut, not gathered",
+        test=GLOO + "test_loss_and_gradient_norm_are_equal_with_and_without_context_parallelism",
+        oracle="the same step with CP 1, two and four processes",
+        edits=(
+            (
+                "context_parallel.py",
+                "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
+                '    parts["loss_mask"] = batch.loss_mask.chunk(cp_size, -1)[cp_rank]\n'
+                "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=15,
+        name="images are shared out over the ranks",
+        test=GLOO + "test_more_context_parallel_ranks_than_images_train_as_one_process_does",
+        oracle="each sample alone, in one process",
+        edits=(
+            (
+                "context_parallel.py",
+                "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
+                "    own = {n: t.chunk(cp_size)[cp_rank] for n, t in (batch.visual_inputs or {}).items()} or None\n"
+                "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank, visual_inputs=own)",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
         trap=16,
         name="targets at the end of a sample are taken",
         test=ASSEMBLE + "test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_next",
@@ -273,6 +313,29 @@ MUTATIONS: tuple[Mutation, ...] = (
                 "labels[:] = np.roll(ids, -1)",
             ),
         ),
+    ),
+    Mutation(
+        trap=17,
+        name="every pack is averaged over its own weights",
+        test=GLOO + "test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data",
+        oracle="each sample alone, in one process",
+        edits=(
+            (
+                "thd.py",
+                "    verify_targets(keys, starts, lengths, labels, loss_mask)\n",
+                "    verify_targets(keys, starts, lengths, labels, loss_mask)\n"
+                "    loss_mask *= np.float32(1024.0) / loss_mask.sum()\n",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=17,
+        name="samples are weighed by the square of their share",
+        test=GLOO + "test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data",
+        oracle="each sample alone, in one process",
+        edits=(("loss_weights.py", '"square_root": 0.5', '"square_root": 2.0'),),
+        needs_bridge=True,
     ),
     Mutation(
         trap=18,

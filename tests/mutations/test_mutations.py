@@ -1,0 +1,64 @@
+"""Every trap has a test, and every such test turns red when the bug is put back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutation_run import ROOT
+from mutation_table import MUTATIONS, TRAPS, Mutation
+
+TABLE = ROOT / "docs" / "correctness.md"
+
+
+def table_row(mutation: Mutation) -> str:
+    """A mutation as a row of the table in ``docs/correctness.md``."""
+    file, _, test = mutation.test.partition("::")
+    return f"| {mutation.trap} | `{Path(file).name}`: `{test}` | {mutation.name} | {mutation.oracle} |"
+
+
+def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
+    assert {mutation.trap for mutation in MUTATIONS} == set(TRAPS) == set(range(1, 19))
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_the_documented_table_is_the_one_that_runs():
+    if not TABLE.exists():
+        pytest.skip("the documentation is not installed")
+    written = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    traps = [f"| {number} | {text} |" for number, text in TRAPS.items()]
+    expected = traps + [table_row(mutation) for mutation in MUTATIONS]
+    assert [line for line in written if line.split("|")[1].strip().isdigit()] == expected
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    """Mutation -> verdict and detail, from one run of all of them in a process of its own."""
+    script = str(Path(__file__).with_name("mutation_run.py"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, script, "--json"], env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return {(row["trap"], row["mutation"]): (row["verdict"], row["detail"]) for row in json.loads(done.stdout)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.trap} {mutation.name}")
+def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
+    verdict, detail = verdicts[mutation.trap, mutation.name]
+    if verdict == "skipped":
+        pytest.skip(detail)
+    assert verdict == "noticed", detail
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_without_any_bug_the_named_tests_are_green(verdicts):
+    verdict, detail = verdicts[0, "none"]
+    assert verdict == "green", detail

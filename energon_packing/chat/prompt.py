@@ -2,7 +2,7 @@ r"""Prompt formats in a few strings: a YAML file becomes a Jinja template that m
 
 ::
 
-    default_system: "Be brief."                                  # where a conversation has no system turn; null for none
+    default_system: "Be brief."                               # where a conversation has no system turn; null for none
     system: "<|im_start|>system\n{content}<|im_end|>"
     user: "<|im_start|>user\n{content}<|im_end|>"
     assistant: "<|im_start|>assistant\n{content}<|im_end|>"      # trained from {content} to the end
@@ -104,7 +104,12 @@ class PromptFormat:
             raise ConfigError("A prompt has either system or system_in_user, not both.")
         if self.default_system is not None and self.system is None and self.system_in_user is None:
             raise ConfigError("The prompt has a default_system, but neither system nor system_in_user to put it into.")
-        for name, wanted in (("definitions", "definitions"), ("call", "name"), ("call", "arguments"), ("calls", "calls")):
+        for name, wanted in (
+            ("definitions", "definitions"),
+            ("call", "name"),
+            ("call", "arguments"),
+            ("calls", "calls"),
+        ):
             text = getattr(self.tools, name)
             if text is not None and text.count(f"{{{wanted}}}") != 1:
                 raise ConfigError(f"The prompt's tools.{name} {text!r} must hold {{{wanted}}} exactly once.")
@@ -114,7 +119,9 @@ class PromptFormat:
     @property
     def needs_eos(self) -> bool:
         """Whether an end-of-sequence token is part of the format."""
-        return any("{eos}" in text for text in (self.user, self.assistant, self.assistant_after_tool or "", self.separator))
+        return any(
+            "{eos}" in text for text in (self.user, self.assistant, self.assistant_after_tool or "", self.separator)
+        )
 
 
 def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str]) -> str:
@@ -185,7 +192,10 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str]) ->
 
     part = (
         "{% if part is string %}{{ part }}"
-        "{% elif part.type == 'image' %}" + medium("image") + "{% elif part.type == 'video' %}" + medium("video")
+        "{% elif part.type == 'image' %}"
+        + medium("image")
+        + "{% elif part.type == 'video' %}"
+        + medium("video")
         + "{% elif part.type == 'text' %}{{ part.text }}"
         "{% else %}" + _refuse("a part of the content is neither text, image nor video") + "{% endif %}"
     )
@@ -200,7 +210,8 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str]) ->
             )
         )
     show = (
-        "{% macro show(content) %}{% if content is string %}{{ content }}{% elif content %}" + parts
+        "{% macro show(content) %}{% if content is string %}{{ content }}{% elif content %}"
+        + parts
         + "{% endif %}{% endmacro %}"
     )
 
@@ -239,27 +250,45 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str]) ->
     assistant = answer(prompt.assistant)
     if prompt.assistant_after_tool is not None:
         assistant = (
-            "{% if loop.previtem is defined and loop.previtem.role == 'tool' %}" + answer(prompt.assistant_after_tool)
-            + "{% else %}" + assistant + "{% endif %}"
+            "{% if loop.previtem is defined and loop.previtem.role == 'tool' %}"
+            + answer(prompt.assistant_after_tool)
+            + "{% else %}"
+            + assistant
+            + "{% endif %}"
         )
     tool = _refuse(f"the prompt {name} defines no tool turn")
     if prompt.tool is not None:
         opening, closing = prompt.tool_group.split("{tools}")
         tool = (
-            "{% if loop.previtem is not defined or loop.previtem.role != 'tool' %}" + text(opening)
-            + "{% else %}" + text(prompt.between_tools) + "{% endif %}" + turn(prompt.tool)
-            + "{% if loop.nextitem is not defined or loop.nextitem.role != 'tool' %}" + text(closing)
-            + text(prompt.separator) + "{% endif %}"
+            "{% if loop.previtem is not defined or loop.previtem.role != 'tool' %}"
+            + text(opening)
+            + "{% else %}"
+            + text(prompt.between_tools)
+            + "{% endif %}"
+            + turn(prompt.tool)
+            + "{% if loop.nextitem is not defined or loop.nextitem.role != 'tool' %}"
+            + text(closing)
+            + text(prompt.separator)
+            + "{% endif %}"
         )
     separator = text(prompt.separator)
     ask = prompt.assistant.split("{content}")[0] if prompt.generation_prompt is None else prompt.generation_prompt
     return (
         show + start + "{% for message in messages[state.first:] %}"
-        "{% if message.role == 'assistant' %}" + assistant + separator
-        + "{% elif message.role == 'user' %}" + user + separator
-        + "{% elif message.role == 'tool' %}" + tool
-        + "{% elif message.role == 'system' %}" + later_system + separator
-        + "{% else %}" + _refuse(f"the prompt {name} knows no such role") + "{% endif %}{% endfor %}"
+        "{% if message.role == 'assistant' %}"
+        + assistant
+        + separator
+        + "{% elif message.role == 'user' %}"
+        + user
+        + separator
+        + "{% elif message.role == 'tool' %}"
+        + tool
+        + "{% elif message.role == 'system' %}"
+        + later_system
+        + separator
+        + "{% else %}"
+        + _refuse(f"the prompt {name} knows no such role")
+        + "{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}" + text(ask) + "{% endif %}"
     )
 

@@ -84,7 +84,9 @@ def _read(path: Path) -> str:
 
 def _compile(name: str, prompt: PromptFormat, tokenizer: Any, media: Mapping[str, str]) -> str:
     if prompt.needs_eos and tokenizer.eos_token is None:
-        raise ConfigError(f"The prompt {name} ends answers with {{eos}}, but the tokenizer has no end-of-sequence token.")
+        raise ConfigError(
+            f"The prompt {name} ends answers with {{eos}}, but the tokenizer has no end-of-sequence token."
+        )
     added = tokenizer.get_added_vocab()
     vocabulary: Mapping[str, int] = added if all(token in added for token in prompt.tokens) else tokenizer.get_vocab()
     for token in prompt.tokens:

@@ -36,7 +36,9 @@ def _stripped(turn: Turn) -> Turn:
         if isinstance(part, str):
             part = _SPAN.sub("", part)
             if _TAG.search(part):
-                raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its partner")
+                raise SampleRejected(
+                    "unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its partner"
+                )
             if not part:
                 continue
         parts.append(part)

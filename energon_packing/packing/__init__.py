@@ -1,6 +1,7 @@
 """Choosing which samples share a pack: pure functions over lengths, numpy in and out.
 
-1. `pack_lengths` packs a whole list by a policy named in `policies`; one policy a file.
+1. `pack_lengths` packs a whole list by a policy named in `policies`; one policy a file. `pack_lengths_flat` does so for
+   millions of samples.
 2. `select_from_window`, `drain_window` and `WindowPacker` make the next pack of a stream; `pack_stream` runs one.
 3. `pack_sequences` and `concatenate_and_pack` work on lists of tokens and return torch tensors.
 4. `balance` orders finished packs by cost, so that data-parallel ranks wait less for each other.
@@ -18,8 +19,16 @@ if TYPE_CHECKING:
     from energon_packing.packing.balance import pack_cost, serpentine_order, simulate_steps
     from energon_packing.packing.bound import lower_bound
     from energon_packing.packing.constraints import Constraints
+    from energon_packing.packing.pack_groups import PackGroups
     from energon_packing.packing.partition import check_groups, check_partition
-    from energon_packing.packing.policy import Policy, get_policy, pack_lengths, policies, register_policy
+    from energon_packing.packing.policy import (
+        Policy,
+        get_policy,
+        pack_lengths,
+        pack_lengths_flat,
+        policies,
+        register_policy,
+    )
     from energon_packing.packing.statistics import PackStatistics
     from energon_packing.packing.stream import pack_stream
     from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
@@ -28,6 +37,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Boundaries": "tokens",
     "Constraints": "constraints",
+    "PackGroups": "pack_groups",
     "PackStatistics": "statistics",
     "PackedRows": "tokens",
     "Policy": "policy",
@@ -40,6 +50,7 @@ _HOME = {
     "lower_bound": "bound",
     "pack_cost": "balance",
     "pack_lengths": "policy",
+    "pack_lengths_flat": "policy",
     "pack_sequences": "tokens",
     "pack_stream": "stream",
     "policies": "policy",
@@ -52,6 +63,7 @@ _HOME = {
 __all__ = [
     "Boundaries",
     "Constraints",
+    "PackGroups",
     "PackStatistics",
     "PackedRows",
     "Policy",
@@ -64,6 +76,7 @@ __all__ = [
     "lower_bound",
     "pack_cost",
     "pack_lengths",
+    "pack_lengths_flat",
     "pack_sequences",
     "pack_stream",
     "policies",

@@ -10,6 +10,8 @@ other. There the packs of the ``window`` policy with a large window are made ins
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
@@ -22,7 +24,7 @@ LIMITED_WINDOW = 1024
 
 def pack_best_fit(
     lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-) -> list[np.ndarray]:
+) -> Sequence[np.ndarray]:
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used."""
     del window
     if constraints:

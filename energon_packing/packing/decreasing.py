@@ -9,43 +9,23 @@ from __future__ import annotations
 
 import numpy as np
 
+from energon_packing.packing.pack_groups import PackGroups, stable_order
 
-def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
+
+def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
     """Groups of indices, each ascending, ordered by their smallest index.
 
     Args:
         lengths: ``[N]`` int64, each 1 to `capacity` tokens.
         capacity: tokens of a pack.
     """
-    return groups_of(_bins(lengths, capacity)) if lengths.size else []
-
-
-def groups_of(pack: np.ndarray) -> list[np.ndarray]:
-    """Index groups from ``[N]`` pack numbers: each ascending, ordered by smallest index."""
-    order = stable_order(pack)
-    numbers = pack[order]
-    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-    ends = np.append(starts[1:], order.size)
-    by_oldest = stable_order(order[starts])
-    return [order[start:end] for start, end in zip(starts[by_oldest].tolist(), ends[by_oldest].tolist(), strict=True)]
-
-
-def stable_order(values: np.ndarray) -> np.ndarray:
-    """Stable ascending order of non-negative integers, ``[N]`` int64.
-
-    numpy sorts 16-bit integers by radix, many times faster than wider ones, so wider ones are sorted in two halves.
-    """
-    top = int(values.max(initial=0))
-    if top < 1 << 16:
-        return np.argsort(values.astype(np.uint16), kind="stable")
-    if top < 1 << 32:
-        order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
-        return order[np.argsort((values >> 16).astype(np.uint16)[order], kind="stable")]
-    return np.argsort(values, kind="stable")
+    if not lengths.size:
+        return PackGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    return PackGroups.of(_bins(lengths, capacity))
 
 
 def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack number of each sample, ``[N]`` int64, by best-fit decreasing on counted lengths."""
+    """Pack number of each sample, ``[N]`` int32, by best-fit decreasing on counted lengths."""
     capacity = min(capacity, int(lengths.sum()))
     # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their units.
     divisor = int(np.gcd.reduce(lengths))
@@ -55,7 +35,7 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
     descending = units[order]
     first = np.flatnonzero(np.diff(descending, prepend=-1))
     counts = np.diff(np.append(first, descending.size))
-    placed = np.empty(lengths.size, dtype=np.int64)
+    placed = np.empty(lengths.size, dtype=np.int32)
     # Packs with `room` free units: a stack of arrays of pack numbers, the fullest choice last in, first out.
     stacks: dict[int, list[np.ndarray]] = {}
     occupied = bytearray(capacity + 1)
@@ -74,7 +54,7 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 # Nothing fits: as many new packs as the rest of this length needs.
                 each = capacity // length
                 new = -(-(end - at) // each)
-                packs = np.arange(opened, opened + new)
+                packs = np.arange(opened, opened + new, dtype=np.int32)
                 opened += new
                 room = capacity
             else:
@@ -99,6 +79,6 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 full += 1
             if full < packs.size:
                 put(room, packs[full:])
-    result = np.empty(lengths.size, dtype=np.int64)
+    result = np.empty(lengths.size, dtype=np.int32)
     result[order] = placed
     return result

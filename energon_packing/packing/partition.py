@@ -8,6 +8,7 @@ import numpy as np
 
 from energon_packing.errors import PackingError
 from energon_packing.packing.constraints import FLOAT_TOLERANCE, Constraints
+from energon_packing.packing.pack_groups import PackGroups
 
 NAMED = 8  # how many indices an error names before it only counts
 
@@ -57,6 +58,12 @@ def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, n
     Raises:
         PackingError: a group is empty; names the groups.
     """
+    if isinstance(groups, PackGroups):
+        flat, starts = groups.order, groups.offsets[:-1]
+        empty = np.flatnonzero(groups.offsets[1:] == starts)
+        if empty.size:
+            raise PackingError(f"selection made empty packs: {_some(empty.tolist())}")
+        return flat, starts
     sizes = np.fromiter(map(len, groups), dtype=np.int64, count=len(groups))
     if not sizes.size:
         return sizes, sizes

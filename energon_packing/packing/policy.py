@@ -11,7 +11,8 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.partition import check_groups
+from energon_packing.packing.pack_groups import PackGroups
+from energon_packing.packing.partition import check_groups, flatten
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
 
@@ -25,7 +26,7 @@ class Policy(Protocol):
 
     def __call__(
         self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-    ) -> list[np.ndarray]: ...
+    ) -> Sequence[np.ndarray]: ...
 
 
 # Name -> module and function, so that asking for the names imports nothing.
@@ -114,6 +115,30 @@ def pack_lengths(
         ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens.
         PackingError: the policy's result is no partition or breaks a limit.
     """
+    return list(
+        pack_lengths_flat(
+            lengths, capacity, policy, constraints=constraints, window=window, oversize=oversize, seed=seed
+        )
+    )
+
+
+def pack_lengths_flat(
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    policy: str | Policy = "best_fit",
+    *,
+    constraints: Mapping[str, tuple[Sequence[int | float] | np.ndarray, int | float]] | None = None,
+    window: int = 256,
+    oversize: Oversize = "raise",
+    seed: int = 0,
+) -> PackGroups:
+    """`pack_lengths` for lists of millions: the same packs in two arrays, which no array a pack is made of.
+
+    Args: as `pack_lengths`.
+
+    Returns:
+        a sequence of index groups that are views; ``order`` and ``offsets`` are the arrays.
+    """
     if isinstance(capacity, bool) or int(capacity) != capacity or capacity < 1:
         raise ConfigError(f"capacity must be a whole number of at least 1 token, not {capacity!r}")
     if window < 1:
@@ -127,7 +152,10 @@ def pack_lengths(
         tokens, limits = tokens[kept], limits.take(kept)
     groups = run(tokens, capacity, limits, window=window, seed=seed)
     check_groups(groups, tokens, capacity, limits)
-    return groups if kept is None else [kept[group] for group in groups]
+    if not isinstance(groups, PackGroups):
+        flat, starts = flatten(groups)
+        groups = PackGroups(flat, np.append(starts, flat.size))
+    return groups if kept is None else PackGroups(kept[groups.order], groups.offsets)
 
 
 def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -129,7 +129,9 @@ def row(weights, key="k"):
     return {"key": key, "loss_mask": torch.tensor(weights)}
 
 
-@pytest.mark.parametrize(("weighting", "sums"), [("token", [4, 1.5]), ("sample", [8, 8]), ("square_root", [16, 8 * 1.5**0.5])])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weighting", "sums"), [("token", [4, 1.5]), ("sample", [8, 8]), ("square_root", [16, 8 * 1.5**0.5])]
+)
 def test_a_weighting_gives_each_sample_its_share_and_keeps_proportions_inside(weighting, sums):
     rows = [row([0.0, 1, 1, 1, 1]), row([1.0, 0.5, 0])]
     weighed = weigh(rows, weighting, scale=8.0)

@@ -1,0 +1,244 @@
+"""Packs of video latents with text conditioning, for diffusion transformers of the Wan kind.
+
+Such a model attends twice: patches of a video among themselves, and patches to the tokens of the text that describes
+the video. So a pack has two kinds of boundaries: queries are cut by patches, keys of the second attention by text.
+Both have real and physical lengths, and both rows are padded.
+
+Megatron-Bridge's Wan data path (``megatron.bridge.diffusion.data.wan``, 0.6.2) pads every text to 512 tokens and calls
+all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, and not for sequence parallelism.
+``compat="bridge"`` does the same, field by field. The default keeps true text lengths and takes the alignment that
+`energon_packing.thd.alignment_multiple` computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from energon_packing.errors import ConfigError, PackingError
+
+BRIDGE_TEXT_LENGTH = 512
+"""Tokens that Bridge's Wan data path pads every text to."""
+
+BRIDGE_LARGEST_LATENT = 1e3
+"""Bridge's Wan data path skips a video with a larger absolute value."""
+
+Compat = Literal["none", "bridge"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanSample:
+    """One video and its text.
+
+    Attributes:
+        key: name, for messages.
+        latent: ``[channels, frames, height, width]``, the encoded video.
+        text: ``[tokens, width]``, embeddings of the text, without padding.
+        metadata: anything, passed on.
+    """
+
+    key: str
+    latent: torch.Tensor
+    text: torch.Tensor
+    metadata: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanPack:
+    """Several videos in one row. Q patches and K text tokens, padding included; n videos.
+
+    Attributes:
+        video_latents: ``[Q, 1, channels * pF * pH * pW]``, patches in the order frame, row, column; padding is 0.
+        context_embeddings: ``[K, 1, width]``.
+        loss_mask: ``[Q, 1]`` bfloat16, 1 at patches, 0 at padding.
+        seq_len_q: int32 ``[n]``, patches of each video.
+        seq_len_q_padded: int32 ``[n]``, the place of each video in the row.
+        seq_len_kv: int32 ``[n]``, text tokens of each video.
+        seq_len_kv_padded: int32 ``[n]``.
+        grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
+        video_metadata: one entry a video.
+        keys: one a video.
+    """
+
+    video_latents: torch.Tensor
+    context_embeddings: torch.Tensor
+    loss_mask: torch.Tensor
+    seq_len_q: torch.Tensor
+    seq_len_q_padded: torch.Tensor
+    seq_len_kv: torch.Tensor
+    seq_len_kv_padded: torch.Tensor
+    grid_sizes: torch.Tensor
+    video_metadata: tuple[Any, ...]
+    keys: tuple[str, ...]
+
+    def to_bridge(self) -> dict[str, Any]:
+        """The batch that Bridge's ``wan_step`` reads."""
+        names = (
+            "video_latents",
+            "context_embeddings",
+            "loss_mask",
+            "seq_len_q",
+            "seq_len_q_padded",
+            "seq_len_kv",
+            "seq_len_kv_padded",
+            "grid_sizes",
+        )
+        return {name: getattr(self, name) for name in names} | {"video_metadata": list(self.video_metadata)}
+
+    def boundaries(self) -> dict[str, torch.Tensor]:
+        """``cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded``: int32 ``[n + 1]``."""
+        return {f"cu_{name}": _boundaries(getattr(self, name)) for name in _LENGTH_FIELDS}
+
+    def packed_seq_params(self) -> dict[str, Any]:
+        """Megatron-Core's ``PackedSeqParams`` of both attentions: ``self_attention`` and ``cross_attention``.
+
+        Queries of both are the patches; keys are patches in the first and text tokens in the second.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        cu = self.boundaries()
+        longest_q, longest_kv = int(self.seq_len_q_padded.max()), int(self.seq_len_kv_padded.max())
+        made = {}
+        for name, keys, longest in (("self_attention", "q", longest_q), ("cross_attention", "kv", longest_kv)):
+            made[name] = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu["cu_seq_len_q"],
+                cu_seqlens_q_padded=cu["cu_seq_len_q_padded"],
+                cu_seqlens_kv=cu[f"cu_seq_len_{keys}"],
+                cu_seqlens_kv_padded=cu[f"cu_seq_len_{keys}_padded"],
+                max_seqlen_q=longest_q,
+                max_seqlen_kv=longest,
+            )
+        return made
+
+
+_LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_padded")
+
+
+def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
+    return functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
+
+    Raises:
+        PackingError: where the latent does not divide into patches.
+    """
+    if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
+        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
+    return frames, height, width
+
+
+def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+    """``[patches, pF * pH * pW * channels]`` of a latent ``[channels, frames, height, width]``, channels fastest."""
+    channels = latent.shape[0]
+    grid = patch_grid(latent.shape[1:], patch)
+    sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
+    return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
+
+
+def pack_wan(
+    samples: Sequence[WanSample],
+    *,
+    multiple: int = 1,
+    patch: tuple[int, int, int] = (1, 2, 2),
+    capacity: int | None = None,
+    compat: Compat = "none",
+) -> WanPack:
+    """Lays videos side by side in one row, and their texts in another.
+
+    Args:
+        samples: in the order of the row.
+        multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
+            ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
+        patch: patch size along frames, height and width.
+        capacity: most patches of the row, padding included; None sets no limit.
+        compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
+
+    Raises:
+        ConfigError: a multiple below 1, an unknown ``compat``.
+        PackingError: an empty pack, a latent or text of a wrong shape, values that are not finite, a text longer than
+            Bridge's with ``compat="bridge"``, or a row above ``capacity``; by key.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")
+    if compat not in ("none", "bridge"):
+        raise ConfigError(f"compat is {compat!r}; it is 'none' or 'bridge'")
+    if not samples:
+        raise PackingError("a pack without videos cannot be made")
+    videos, texts, grids = [], [], []
+    for sample in samples:
+        _check(sample, compat)
+        try:
+            grids.append(patch_grid(sample.latent.shape[1:], patch))
+        except PackingError as error:
+            raise PackingError(f"sample {sample.key}: {error}") from None
+        videos.append(to_patches(sample.latent, patch))
+        text = sample.text
+        if compat == "bridge":
+            text = functional.pad(text, (0, 0, 0, BRIDGE_TEXT_LENGTH - text.shape[0]))
+        texts.append(text)
+    for name, parts in (("latent", videos), ("text", texts)):
+        kinds = {(part.shape[1], part.dtype) for part in parts}
+        if len(kinds) > 1:
+            raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
+    masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
+    lengths = {"q": [len(video) for video in videos], "kv": [len(text) for text in texts]}
+    padded = {kind: [-(-length // multiple) * multiple for length in each] for kind, each in lengths.items()}
+    if capacity is not None and sum(padded["q"]) > capacity:
+        raise PackingError(
+            f"{len(samples)} videos ({samples[0].key} to {samples[-1].key}) occupy {sum(padded['q'])} patches after "
+            f"alignment to {multiple}, more than the row's {capacity}"
+        )
+    sizes = {
+        name: torch.tensor(values, dtype=torch.int32)
+        for name, values in (
+            ("seq_len_q", lengths["q"]),
+            ("seq_len_q_padded", padded["q"]),
+            ("seq_len_kv", lengths["kv"]),
+            ("seq_len_kv_padded", padded["kv"]),
+        )
+    }
+    return WanPack(
+        video_latents=_join(videos, padded["q"])[:, None],
+        context_embeddings=_join(texts, padded["kv"])[:, None],
+        loss_mask=_join(masks, padded["q"])[:, None],
+        grid_sizes=torch.tensor(grids, dtype=torch.int32),
+        video_metadata=tuple(sample.metadata for sample in samples),
+        keys=tuple(sample.key for sample in samples),
+        **sizes,
+    )
+
+
+def _join(parts: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
+    row = parts[0].new_zeros((sum(places), *parts[0].shape[1:]))
+    start = 0
+    for part, place in zip(parts, places, strict=True):
+        row[start : start + len(part)] = part
+        start += place
+    return row
+
+
+def _check(sample: WanSample, compat: Compat) -> None:
+    for name, tensor, axes in (("latent", sample.latent, 4), ("text", sample.text, 2)):
+        if tensor.dim() != axes or 0 in tensor.shape:
+            raise PackingError(
+                f"sample {sample.key}: its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
+            )
+        if not torch.isfinite(tensor).all():
+            raise PackingError(f"sample {sample.key}: its {name} holds values that are not finite")
+    if compat == "bridge" and float(sample.latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+        raise PackingError(
+            f"sample {sample.key}: its latent has values above {BRIDGE_LARGEST_LATENT:g}, as Bridge skips"
+        )
+    if compat == "bridge" and sample.text.shape[0] > BRIDGE_TEXT_LENGTH:
+        raise PackingError(
+            f"sample {sample.key}: its text has {sample.text.shape[0]} tokens, more than the {BRIDGE_TEXT_LENGTH} of "
+            "Bridge's data path; shorten it, or pack with compat='none'"
+        )

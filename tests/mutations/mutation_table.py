@@ -67,6 +67,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "test_changing_one_segment_leaves_the_logits_of_all_others_unchanged[text]",
         oracle="Bridge's model on the row before the change",
         edits=(
+            (
+                "packed_batch.py",
+                "max_seqlen = torch.tensor(self.max_seqlen,",
+                "max_seqlen = torch.tensor(self.total_tokens,",
+            ),
             ("packed_batch.py", '"cu_seqlens_q": self.cu_seqlens,', '"cu_seqlens_q": self.cu_seqlens[[0, -1]],'),
             (
                 "packed_batch.py",
@@ -75,15 +80,6 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         needs_bridge=True,
-    ),
-    Mutation(
-        trap=1,
-        name="the physical boundaries of a pack are merged",
-        test="tests/cli/test_parity.py::test_packs_of_real_data_equal_their_samples_alone[text-options3]",
-        oracle="Hugging Face's model on the sample alone",
-        edits=(
-            ("packed_batch.py", "return physical[: self.num_segments + 1]", "return physical[[0, self.num_segments]]"),
-        ),
     ),
     Mutation(
         trap=2,
@@ -186,7 +182,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=8,
         name="padded boundaries only where something is padded",
-        test=BRIDGE + "test_a_pack_equals_the_one_of_bridges_in_batch_packer_field_by_field",
+        test=ASSEMBLE + "test_a_multiple_above_one_emits_padded_boundaries_even_where_nothing_is_padded",
         oracle="Bridge's in-batch packer",
         edits=(
             (
@@ -195,7 +191,6 @@ MUTATIONS: tuple[Mutation, ...] = (
                 "torch.from_numpy(starts.astype(np.int32)) if width != int(lengths.sum()) else None",
             ),
         ),
-        needs_bridge=True,
     ),
     Mutation(
         trap=9,

@@ -52,6 +52,10 @@ class Subcommand:
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
+    "bench": Subcommand(
+        target="energon_packing.cli.bench:bench",
+        summary="Measure packing, balance, THD assembly and the loader.",
+    ),
     "convert": Subcommand(
         target="energon_packing.cli.convert:convert",
         summary="Turn conversation files into an Energon data set.",

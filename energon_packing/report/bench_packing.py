@@ -2,7 +2,7 @@
 
 The lists are files ``NAME.npz`` with ``length`` ``[N]``, ``images`` ``[N]`` and ``capacity``, or are made here from a
 seed: log-normal text at three means, and two mixes of text, images and video. Policies of other packages take part
-where they are installed (TRL, Megatron-Bridge); each result is one JSON line.
+where they are installed (TRL, binpacking, fast-axolotl, Megatron-Bridge); each result is one JSON line.
 """
 
 from __future__ import annotations
@@ -126,7 +126,33 @@ def peers() -> dict[str, Packer]:
             return [list(sizes) for sizes in packed["seq_lengths"]]
 
         found["trl:bfd"] = trl
+    try:
+        to_constant_volume = import_module("binpacking").to_constant_volume
+    except ImportError:
+        pass
+    else:
+        found["binpacking"] = lambda lengths, capacity: to_constant_volume(list(lengths), capacity)
+    try:
+        concatenate_and_pack = import_module("fast_axolotl").concatenate_and_pack
+    except ImportError:
+        pass
+    else:
+
+        def fast_axolotl(lengths: list[int], capacity: int) -> Sequence[Sequence[int]]:
+            # A token says which sample it belongs to, so that the rows show who lies where.
+            rows = [[number] * length for number, length in enumerate(lengths, start=1)]
+            packed = concatenate_and_pack(rows, rows, [[1] * length for length in lengths], capacity, 0, 0)
+            return [_runs(np.asarray(row)) for row in packed["input_ids"]]
+
+        found["fast-axolotl"] = fast_axolotl
     return found
+
+
+def _runs(row: np.ndarray) -> list[int]:
+    """Lengths of the runs of equal tokens in a row; the zeros of its padding are none."""
+    starts = np.flatnonzero(np.diff(row, prepend=0))
+    lengths = np.diff(np.append(starts, row.size))
+    return [int(length) for length in lengths[row[starts] > 0]]
 
 
 def _bridge_algorithms() -> Any:

@@ -1,0 +1,195 @@
+"""`energon-packing bench`: the benchmarks, as a table or as one JSON line a result."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+_EXAMPLES = """
+Examples:
+
+\b
+  energon-packing bench packing --list a --list d32 --samples 20000
+  energon-packing bench balance --ranks 8 --ranks 64 --window 64
+  energon-packing bench loader --conversations 200 --no-peer --json
+"""
+
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON line a result instead of a table.")
+_LISTS = click.option(
+    "--lists",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Directory of NAME.npz with length, images, capacity; made from a seed by default.",
+)
+_NAMES = click.option("--list", "names", multiple=True, help="One list of it; may be repeated.")
+_SEED = click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0))
+_SAMPLES = click.option(
+    "--samples", default=100_000, show_default=True, type=click.IntRange(min=1), help="Of each list."
+)
+
+
+@click.group(epilog=_EXAMPLES)
+def bench() -> None:
+    """Measure packing, balance, THD assembly and the loader on this machine."""
+
+
+@bench.command()
+@_LISTS
+@_NAMES
+@click.option("--policy", "chosen", multiple=True, help="One policy; may be repeated.")
+@click.option("--window", "windows", multiple=True, type=click.IntRange(min=1), help="Samples held; may be repeated.")
+@_SAMPLES
+@click.option("--image-limit", type=click.IntRange(min=1), help="Images of a pack, as a second limit.")
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(min=1), help="Time is the best of so many.")
+@click.option("--no-peers", is_flag=True, help="Leave packers of other packages out.")
+@_SEED
+@_JSON
+def packing(
+    lists: Path | None,
+    names: tuple[str, ...],
+    chosen: tuple[str, ...],
+    windows: tuple[int, ...],
+    samples: int,
+    image_limit: int | None,
+    repeat: int,
+    no_peers: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Fill against the lower bound, and time, of every policy beside TRL, binpacking, fast-axolotl and Bridge's.
+
+    Packers of other packages take part where they are installed.
+    """
+    from energon_packing.report import bench_packing
+
+    results = bench_packing.run(
+        lists,
+        names=names or None,
+        chosen=chosen or None,
+        windows=windows or bench_packing.DEFAULT_WINDOWS,
+        samples=samples,
+        image_limit=image_limit,
+        repeat=repeat,
+        with_peers=not no_peers,
+        seed=seed,
+    )
+    columns = ("list", "policy", "window", "packs", "bound", "fill_of_bound", "us_per_sample", "delay_p99", "held")
+    _show(results, columns, as_json)
+
+
+@bench.command()
+@_LISTS
+@_NAMES
+@click.option("--ranks", multiple=True, type=click.IntRange(min=1), help="A data-parallel size; may be repeated.")
+@click.option("--window", "windows", multiple=True, type=click.IntRange(min=2), help="Packs sorted; may be repeated.")
+@click.option("--shift", default=2, show_default=True, type=click.IntRange(min=0), help="Packs that ranks are apart.")
+@_SAMPLES
+@_SEED
+@_JSON
+def balance(
+    lists: Path | None,
+    names: tuple[str, ...],
+    ranks: tuple[int, ...],
+    windows: tuple[int, ...],
+    shift: int,
+    samples: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Step efficiency over data-parallel sizes, with packs emitted as selected (window 1) and sorted by cost."""
+    from energon_packing.report import bench_balance
+
+    results = bench_balance.run(
+        lists,
+        names=names or None,
+        ranks=ranks or bench_balance.RANKS,
+        windows=windows or bench_balance.WINDOWS,
+        max_shift=shift,
+        samples=samples,
+        seed=seed,
+    )
+    _show(results, ("list", "ranks", "window", "order", "max_shift", "efficiency", "drift"), as_json)
+
+
+@bench.command()
+@click.option("--repeats", default=200, show_default=True, type=click.IntRange(min=1), help="Calls of each operation.")
+@_JSON
+def thd(repeats: int, as_json: bool) -> None:
+    """Milliseconds of assembling, checking, slicing and moving a packed row."""
+    from energon_packing.report import bench_thd
+
+    columns = ("benchmark", "multiple", "milliseconds", "worst", "limit", "tokens", "samples")
+    _show(bench_thd.run(repeats), columns, as_json)
+
+
+@bench.command()
+@click.option("--conversations", default=500, show_default=True, type=click.IntRange(min=1))
+@click.option("--defects", default=0, show_default=True, type=click.IntRange(min=0), help="Broken or too long samples.")
+@click.option("--realistic", is_flag=True, help="Camera-size images, published pixel limits.")
+@click.option("--seq-length", default=8192, show_default=True, type=click.IntRange(min=1))
+@click.option("--window", default=256, show_default=True, type=click.IntRange(min=1))
+@click.option("--repeat", default=1, show_default=True, type=click.IntRange(min=1), help="Figures are medians.")
+@click.option("--no-peer", is_flag=True, help="Leave Bridge's in-batch packing out.")
+@_SEED
+@_JSON
+def loader(
+    conversations: int,
+    defects: int,
+    realistic: bool,
+    seq_length: int,
+    window: int,
+    repeat: int,
+    no_peer: bool,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Speed, fill, memory and losses of the loader over one epoch of demo data, beside Bridge's in-batch packing."""
+    from energon_packing.report import bench_loader
+
+    chosen = bench_loader.LoaderBench(
+        conversations=conversations,
+        defects=defects,
+        realistic=realistic,
+        seq_length=seq_length,
+        window=window,
+        repeat=repeat,
+        seed=seed,
+        micro_batches=() if no_peer else bench_loader.LoaderBench().micro_batches,
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-loader-") as work:
+        _show(bench_loader.run(chosen, Path(work)), None, as_json)
+
+
+def _show(results: Iterable[dict[str, Any]], columns: Sequence[str] | None, as_json: bool) -> None:
+    """Results as they come, one JSON line each; or a table of `columns`, of all figures side by side for None."""
+    if as_json:
+        for result in results:
+            click.echo(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.table import Column, Table
+
+    rows = list(results)
+    if columns is None:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        table = Table("figure", *(str(number) for number in range(1, len(rows) + 1)))
+        for name in names:
+            table.add_row(name, *(_text(row.get(name)) for row in rows))
+    else:
+        table = Table(*(Column(name, overflow="fold") for name in columns))
+        for row in rows:
+            cells = [_text(row.get(name)) for name in columns]
+            if "error" in row:
+                cells[2:] = [row["error"], *[""] * (len(columns) - 3)]
+            table.add_row(*cells)
+    Console().print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -41,7 +41,7 @@ def run(
 
     Yields:
         ``list, packs, ranks, window`` (1 is the unsorted stream), ``order, max_shift, efficiency`` (share of the time
-        in which ranks compute) and ``drift`` (how far the 5th and 95th percentile of a step's cost lie apart, in means).
+        in which ranks compute) and ``drift`` (distance of the 5th and 95th percentile of a step's cost, in means).
     """
     if min((*ranks, *windows, samples), default=0) < 1 or max_shift < 0:
         raise UserError("data-parallel sizes, windows and samples must be at least 1, the shift at least 0")

@@ -1,8 +1,12 @@
-"""What holds for every list of lengths, whatever the policy."""
+"""What holds for every list of lengths, whatever the policy.
+
+ENERGON_PACKING_EXAMPLES sets how many random lists each property sees: 200 by default, 10,000 before a release.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from itertools import combinations
 
 import numpy as np
@@ -10,18 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing.errors import PackingError
 from energon_packing.packing import (
+    Constraints,
     WindowPacker,
     drain_window,
+    get_policy,
     lower_bound,
     pack_lengths,
     pack_stream,
     policies,
     select_from_window,
 )
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.per_window import next_pack
 from energon_packing.packing.subset_sum import fill_exactly, fill_two
 
-MANY = settings(max_examples=400, deadline=None)
+MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "200")), deadline=None)
 POLICIES = ("window", "best_fit", "first_fit", "next_fit", "balanced", "internvl")
 
 
@@ -88,7 +97,7 @@ def test_each_pack_keeps_every_limit(policy: str, problem) -> None:  # type: ign
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(problem=limited_problems())
-@settings(max_examples=50, deadline=None)
+@MANY
 def test_the_same_lengths_give_the_same_packs(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, window, limits = problem
     once = pack_lengths(lengths, capacity, policy, window=window, constraints=limits)
@@ -98,7 +107,7 @@ def test_the_same_lengths_give_the_same_packs(policy: str, problem) -> None:  # 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(problem=problems())
-@settings(max_examples=100, deadline=None)
+@MANY
 def test_no_policy_beats_the_lower_bound(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, window = problem
     assert len(pack_lengths(lengths, capacity, policy, window=window)) >= lower_bound(lengths, capacity)
@@ -117,7 +126,7 @@ def _naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
 
 
 @given(problem=problems())
-@settings(max_examples=1500, deadline=None)
+@MANY
 def test_best_fit_leaves_the_gaps_of_textbook_best_fit_decreasing(problem) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, _ = problem
     groups = pack_lengths(lengths, capacity, "best_fit")
@@ -189,7 +198,7 @@ def test_the_lower_bound_is_never_above_the_optimum(problem: tuple[int, list[int
 
 
 @given(st.lists(st.integers(1, 40), max_size=10), st.integers(0, 90))
-@settings(max_examples=1000, deadline=None)
+@MANY
 def test_subset_sum_finds_the_brute_force_optimum(lengths: list[int], room: int) -> None:
     sums = [sum(subset) for size in range(len(lengths) + 1) for subset in combinations(lengths, size)]
     chosen = fill_exactly(lengths, room, range(len(lengths)))
@@ -322,3 +331,127 @@ def test_aligned_lengths_pack_as_their_units_do(problem, multiple: int) -> None:
             units = pack_lengths(lengths, capacity, policy, window=window)
             tokens = pack_lengths([n * multiple for n in lengths], capacity * multiple, policy, window=window)
             assert [group.tolist() for group in units] == [group.tolist() for group in tokens]
+
+
+@given(problem=limited_problems())
+@MANY
+def test_a_window_of_one_makes_each_sample_a_pack_of_its_own_in_order(problem) -> None:  # type: ignore[no-untyped-def]
+    lengths, capacity, _, limits = problem
+    groups = pack_lengths(lengths, capacity, "window", window=1, constraints=limits)
+    assert [group.tolist() for group in groups] == [[index] for index in range(len(lengths))]
+
+
+@given(problem=problems(), multiple=st.sampled_from([1, 4, 16]))
+@MANY
+def test_no_pack_of_a_sliding_window_is_over_its_row_after_alignment(problem, multiple: int) -> None:  # type: ignore[no-untyped-def]
+    lengths, units, window = problem
+    limits = PackLimits(tokens=units * multiple, multiple=multiple)
+    samples = [_Sample(max(1, length * multiple - length % multiple)) for length in lengths]
+    for policy in ("window", "best_fit", "next_fit", "first_fit", "balanced"):
+        for pack in _slide(policy, samples, limits, window):
+            assert sum(-(-sample.length // multiple) * multiple for sample in pack) <= units * multiple
+
+
+class _Sample:
+    images = patches = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+def _slide(policy: str, samples: list[_Sample], limits: PackLimits, window: int) -> list[list[_Sample]]:
+    """All packs of a window that is kept full; checks that each sample is in one of them and none waits too long."""
+    held: list[int] = []
+    packs, came, waited = [], 0, dict.fromkeys(range(len(samples)), 0)
+    while held or came < len(samples):
+        while len(held) < window and came < len(samples):
+            held.append(came)
+            came += 1
+        units = [limits.length_units(samples[index]) for index in held]
+        chosen = next_pack(policy, units, limits.units, ended=came == len(samples))
+        assert chosen[0] == 0
+        packs.append([samples[held[position]] for position in chosen])
+        held = [index for position, index in enumerate(held) if position not in set(chosen)]
+        for index in held:
+            waited[index] += 1
+            assert waited[index] < window
+    assert sorted(map(id, samples)) == sorted(id(sample) for pack in packs for sample in pack)
+    return packs
+
+
+# Policies with one bug each. A property that lets one pass would let the bug pass in a real policy.
+
+
+def _groups(lengths, capacity, constraints):  # type: ignore[no-untyped-def]
+    return [list(group) for group in get_policy("window")(lengths, capacity, constraints, window=8, seed=0)]
+
+
+def _ignores_alignment(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    return _groups(np.maximum(lengths - 3, 1), capacity, constraints)
+
+
+def _loses_the_last_sample(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    groups = _groups(lengths, capacity, constraints)
+    return groups[:-1] + ([groups[-1][:-1]] if groups and groups[-1][:-1] else [])
+
+
+def _emits_one_twice(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    groups = _groups(lengths, capacity, constraints)
+    return [*groups, groups[0][:1]] if groups else groups
+
+
+def _swaps_one_for_another(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    groups = _groups(lengths, capacity, constraints)
+    return [[0], *groups[1:]] if groups else groups
+
+
+def _ignores_the_limits(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    return _groups(lengths, capacity, Constraints())
+
+
+def _makes_an_empty_pack(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
+    return [*_groups(lengths, capacity, constraints), []]
+
+
+BROKEN = (
+    _ignores_alignment,
+    _loses_the_last_sample,
+    _emits_one_twice,
+    _swaps_one_for_another,
+    _ignores_the_limits,
+    _makes_an_empty_pack,
+)
+
+
+@pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: policy.__name__.strip("_"))
+def test_a_policy_with_a_planted_bug_fails_the_properties_and_is_refused_by_pack_lengths(policy) -> None:  # type: ignore[no-untyped-def]
+    @given(problem=limited_problems())
+    @settings(max_examples=300, deadline=None, database=None)
+    def checked(problem) -> None:  # type: ignore[no-untyped-def]
+        lengths, capacity, _, limits = problem
+        array = np.array(lengths, dtype=np.int64)
+        found = policy(array, capacity, Constraints.from_pairs(limits, array.size), window=8, seed=0)
+        assert_packs_are_right(found, lengths, capacity, limits)
+        assert all(len(group) for group in found)
+
+    @given(problem=limited_problems())
+    @settings(max_examples=300, deadline=None, database=None)
+    def packed(problem) -> None:  # type: ignore[no-untyped-def]
+        lengths, capacity, _, limits = problem
+        pack_lengths(lengths, capacity, policy, constraints=limits)
+
+    with pytest.raises(AssertionError):
+        checked()
+    with pytest.raises(PackingError):
+        packed()
+
+
+def test_a_window_that_forgets_its_oldest_sample_fails_the_property_of_bounded_delay(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Youngest first, as a stack would: fills as well, and lets the oldest wait for ever."""
+
+    def youngest(policy, lengths, capacity, *, ended):  # type: ignore[no-untyped-def]
+        return sorted(len(lengths) - 1 - position for position in select_from_window(lengths[::-1], capacity))
+
+    monkeypatch.setitem(globals(), "next_pack", youngest)
+    with pytest.raises(AssertionError):
+        _slide("window", [_Sample(length) for length in (5, 4, 3, 6, 2, 7, 5, 1)], PackLimits(tokens=8), 3)

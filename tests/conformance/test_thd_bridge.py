@@ -1,23 +1,18 @@
 """Packed rows against code that we did not write: Megatron-Bridge's own packer and steps, and Megatron-Core's slicing.
 
-Megatron-Bridge imports Transformer Engine, which has no build for machines without CUDA. Where it is missing, the
-placeholder modules below stand in during the import of Bridge and vanish afterwards: nothing that these tests call
-comes from Transformer Engine.
+Where there is no GPU, Bridge is imported and run through `energon_packing.bridge.cpu_stand_ins`. Of these stand-ins the
+tests reach one, which leaves a step's batch on the host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
 import itertools
 import math
-import sys
 import textwrap
-import types
 from dataclasses import fields, make_dataclass
 from types import SimpleNamespace
 
@@ -32,55 +27,16 @@ from energon_packing.errors import PackingError
 mcore_utils = pytest.importorskip("megatron.core.utils")
 
 
-class PlaceholderClass(type):
-    """A class whose attributes are classes again: enough for annotations and base classes at import time."""
-
-    def __getattr__(cls, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return PlaceholderClass(name, (), {})
-
-
-class PlaceholderModule(types.ModuleType):
-    """A module with a placeholder class for every name."""
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return PlaceholderClass(name, (), {})
-
-
-@contextlib.contextmanager
-def transformer_engine_placeholders():
-    """Modules named `transformer_engine` for the duration of an import, where the real package is missing."""
-    # First, so that Megatron-Core notes that Transformer Engine is missing.
-    importlib.import_module("megatron.core.extensions.transformer_engine")
-    names = ("transformer_engine", "transformer_engine.pytorch")
-    if names[0] in sys.modules or importlib.util.find_spec(names[0]) is not None:
-        yield
-        return
-    for name in names:
-        module = PlaceholderModule(name)
-        module.__path__ = []
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__version__ = "2.9.0"
-        sys.modules[name] = module
-    sys.modules[names[0]].pytorch = sys.modules[names[1]]
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
-        mcore_utils._te_version = None
-
-
 @pytest.fixture(scope="module")
 def bridge():
     """Bridge's modules under test."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    with transformer_engine_placeholders():
-        return SimpleNamespace(
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    try:
+        yield SimpleNamespace(
             in_batch=importlib.import_module("megatron.bridge.data.packing.in_batch"),
             packed=importlib.import_module("megatron.bridge.training.utils.packed_seq_utils"),
             gpt_step=importlib.import_module("megatron.bridge.training.gpt_step"),
@@ -89,12 +45,8 @@ def bridge():
             config=importlib.import_module("megatron.bridge.training.config"),
             qwen3_vl=importlib.import_module("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"),
         )
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """`.cuda()` of a step's batch stays on the host."""
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
+    finally:
+        cpu_stand_ins.uninstall()
 
 
 def make_row(length: int, seed: int = 0, axes: int = 1):
@@ -206,9 +158,7 @@ def same_params(first, second) -> None:
 
 @pytest.mark.parametrize(("multiple", "width"), [(1, None), (1, 32), (4, None), (4, 32)])
 @pytest.mark.parametrize("axes", [1, 3])
-def test_vlm_step_reads_our_batch_and_builds_the_packing_parameters_that_we_build(
-    bridge, on_cpu, multiple, width, axes
-):
+def test_vlm_step_reads_our_batch_and_builds_the_packing_parameters_that_we_build(bridge, multiple, width, axes):
     batch = pack(multiple, width, axes, visual=True)
     read = bridge.vlm_step.get_batch_from_iterator(
         iter([batch.to_bridge()]), is_first_pp_stage=True, is_last_pp_stage=True
@@ -223,7 +173,7 @@ def test_vlm_step_reads_our_batch_and_builds_the_packing_parameters_that_we_buil
 
 
 @pytest.mark.parametrize(("multiple", "width"), [(1, 32), (4, None)])
-def test_gpt_step_reads_our_batch_and_builds_the_packing_parameters_that_we_build(bridge, on_cpu, multiple, width):
+def test_gpt_step_reads_our_batch_and_builds_the_packing_parameters_that_we_build(bridge, multiple, width):
     batch = pack(multiple, width)
     read = bridge.gpt_step.get_batch_from_iterator(
         iter([batch.to_bridge()]), is_first_pp_stage=True, is_last_pp_stage=True

@@ -30,7 +30,7 @@ from mutation_table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "energon_packing"
-LIMIT_S = 150
+LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 
 

@@ -144,6 +144,9 @@ class EncoderConfig:
     decode_seconds: float | None = None
     """Wall-clock limit for decoding the media of one sample; None sets none."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    extra_fields: tuple[str, ...] = ()
+    """Values of the trained tokens that a record's ``extras`` hold and batches carry, ``[1, T]`` float32, aligned with
+    ``labels``; ``preference`` is made by us: 1 on chosen targets, -1 on rejected ones. See docs/limits.md."""
 
     def __post_init__(self) -> None:
         names = (
@@ -166,6 +169,8 @@ class EncoderConfig:
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
         _at_least("encoder", {"loss_scale": self.loss_scale}, 1)
+        if len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields):
+            raise ConfigError(f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.")
         for name in ("video_fps", "decode_seconds"):
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -85,6 +85,18 @@ class Turn:
         """All text of the turn, media left out."""
         return "".join(part for part in self.parts if isinstance(part, str))
 
+    def to_record(self) -> dict[str, Any]:
+        """The JSON form."""
+        record: dict[str, Any] = {
+            "role": self.role,
+            "parts": [part if isinstance(part, str) else {"media": part.index} for part in self.parts],
+        }
+        if self.tool_calls:
+            record["tool_calls"] = [dict(call) for call in self.tool_calls]
+        if self.loss_weight is not None:
+            record["loss_weight"] = self.loss_weight
+        return record
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
@@ -96,14 +108,59 @@ class Conversation:
         media: every image and video, in the order of first mention; each index is used by exactly one `MediaPart`
             (a file named twice is listed twice, under one name).
         tools: tool definitions for the chat template (a list of JSON schemas), or None.
+        chosen: for preference data, the turns that follow ``turns`` in the preferred answer; text only.
+        rejected: the turns that follow ``turns`` in the other one. Both or neither are given.
+        extras: further values of the trained tokens by name (advantages, log-probabilities of the sampling policy,
+            rewards): one number for all of them or one for each, in order; for a pair ``{"chosen": ..., "rejected":
+            ...}`` of such, or one number for both.
     """
 
     key: str
     turns: tuple[Turn, ...]
     media: tuple[Media, ...] = ()
     tools: tuple[Mapping[str, Any], ...] | None = None
+    chosen: tuple[Turn, ...] = ()
+    rejected: tuple[Turn, ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether this is a chosen and a rejected answer to one beginning."""
+        return bool(self.chosen)
+
+    def answers(self) -> tuple[Conversation, Conversation]:
+        """The two conversations of a pair, chosen first; in both, of assistant turns only those of the answer train.
+
+        Raises:
+            SampleRejected: ``no_pair`` where the conversation is none.
+        """
+        if not self.is_pair:
+            raise SampleRejected("no_pair", "the record has no chosen and rejected answer")
+        common = tuple(replace(turn, loss_weight=0.0) if turn.role == "assistant" else turn for turn in self.turns)
+        return tuple(  # type: ignore[return-value]
+            replace(
+                self,
+                key=f"{self.key}/{which}",
+                turns=(*common, *turns),
+                chosen=(),
+                rejected=(),
+                extras={
+                    name: value[which] if isinstance(value, Mapping) else value for name, value in self.extras.items()
+                },
+            )
+            for which, turns in (("chosen", self.chosen), ("rejected", self.rejected))
+        )
 
     def __post_init__(self) -> None:
+        if bool(self.chosen) != bool(self.rejected):
+            raise SampleRejected("bad_record", "a pair needs both a chosen and a rejected answer")
+        if any(isinstance(part, MediaPart) for turn in (*self.chosen, *self.rejected) for part in turn.parts):
+            raise SampleRejected("bad_record", "the answers of a pair hold text only; put media before them")
+        for name, value in self.extras.items():
+            if isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
+                raise SampleRejected("bad_record", f"extras {name!r} names parts other than the answers of a pair")
+            if isinstance(value, list | tuple) and self.is_pair:
+                raise SampleRejected("bad_record", f"extras {name!r} of a pair is one list for two answers")
         named = [part.index for turn in self.turns for part in turn.parts if isinstance(part, MediaPart)]
         if named != list(range(len(self.media))):
             raise SampleRejected(
@@ -112,7 +169,7 @@ class Conversation:
             )
         if not self.turns:
             raise SampleRejected("empty_conversation", "the record has no turns")
-        for turn in self.turns:
+        for turn in (*self.turns, *self.chosen, *self.rejected):
             if turn.role not in ROLES:
                 raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is none of {', '.join(ROLES)}")
 
@@ -137,18 +194,12 @@ class Conversation:
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""
-        turns: list[dict[str, Any]] = []
-        for turn in self.turns:
-            record: dict[str, Any] = {
-                "role": turn.role,
-                "parts": [part if isinstance(part, str) else {"media": part.index} for part in turn.parts],
-            }
-            if turn.tool_calls:
-                record["tool_calls"] = [dict(call) for call in turn.tool_calls]
-            if turn.loss_weight is not None:
-                record["loss_weight"] = turn.loss_weight
-            turns.append(record)
-        result: dict[str, Any] = {"version": RECORD_VERSION, "turns": turns}
+        result: dict[str, Any] = {"version": RECORD_VERSION, "turns": [turn.to_record() for turn in self.turns]}
+        if self.is_pair:
+            result["chosen"] = [turn.to_record() for turn in self.chosen]
+            result["rejected"] = [turn.to_record() for turn in self.rejected]
+        if self.extras:
+            result["extras"] = {name: _plain(value) for name, value in self.extras.items()}
         if self.media:
             result["media"] = [media.to_record() for media in self.media]
         if self.tools is not None:
@@ -163,16 +214,34 @@ class Conversation:
             SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a media
                 name is absolute or holds ``..``, and the reasons of `Conversation` itself.
         """
-        _check_keys(record, {"version", "turns", "media", "tools"}, "the record")
+        known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
+        _check_keys(record, known, "the record")
         version = record.get("version")
         if type(version) is not int or version != RECORD_VERSION:
             raise _bad(f"record version {reprlib.repr(version)}, expected {RECORD_VERSION}")
-        turns = tuple(_read_turn(turn, number) for number, turn in enumerate(_list(record, "turns", "the record"), 1))
+        turns, chosen, rejected = (
+            tuple(
+                _read_turn(turn, number, "" if name == "turns" else f"{name} ")
+                for number, turn in enumerate(_list(record, name, "the record", optional=name != "turns"), 1)
+            )
+            for name in ("turns", "chosen", "rejected")
+        )
         media = tuple(_read_media(entry) for entry in _list(record, "media", "the record", optional=True))
         tools = None
         if record.get("tools") is not None:
             tools = _mappings(record, "tools", "the record")
-        return cls(key=key, turns=turns, media=media, tools=tools)
+        extras = record.get("extras", {})
+        if not isinstance(extras, Mapping):
+            raise _bad(f"extras of the record is a {type(extras).__name__}, expected an object")
+        return cls(
+            key=key,
+            turns=turns,
+            media=media,
+            tools=tools,
+            chosen=chosen,
+            rejected=rejected,
+            extras={str(name): _read_extra(name, value) for name, value in extras.items()},
+        )
 
 
 def _bad(what: str) -> SampleRejected:
@@ -210,8 +279,25 @@ def _number(value: Any, what: str, *, whole: bool = False, above_zero: bool = Tr
         raise _bad(f"{what} is outside of what a record may hold")
 
 
-def _read_turn(turn: Any, number: int) -> Turn:
-    where = f"turn {number}"
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    return list(value) if isinstance(value, list | tuple) else value
+
+
+def _read_extra(name: Any, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        _check_keys(value, {"chosen", "rejected"}, f"extras {name!r}")
+        return {which: _read_extra(name, part) for which, part in value.items() if not isinstance(part, Mapping)}
+    numbers = value if isinstance(value, list | tuple) else [value]
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:
+            raise _bad(f"extras {name!r} holds something that is no finite number")
+    return tuple(value) if isinstance(value, list | tuple) else value
+
+
+def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
+    where = f"{which}turn {number}"
     _check_keys(turn, {"role", "parts", "tool_calls", "loss_weight"}, where)
     if not isinstance(turn.get("role"), str):
         raise _bad(f"the role of {where} is a {type(turn.get('role')).__name__}")

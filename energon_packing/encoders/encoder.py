@@ -19,8 +19,10 @@ from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.fitting import Bounds, fit
+from energon_packing.encoders.extras import extra_values, spread
+from energon_packing.encoders.fitting import Bounds, fit, fit_pair
 from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, SampleRejected
@@ -98,6 +100,7 @@ class ConversationEncoder:
             "family": self.family.name,
             "train_on": self.config.train_on,
             "thinking": self.config.thinking,
+            "extra_fields": ", ".join(self.config.extra_fields),
             "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
             # Not in the processor: the family hands it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
@@ -124,7 +127,29 @@ class ConversationEncoder:
         """
         self._check_reserved(conversation)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        measured = fit(conversation, self._measure, self._resizer, bounds)
+        return self._enough_targets(fit(conversation, self._measure, self._resizer, bounds))
+
+    def measure_pair(self, conversation: Conversation) -> MeasuredPair:
+        """Both answers of a preference pair, as one sample that is packed and dropped together.
+
+        The limits hold for the two together; a pair is resized, alike in both, and never truncated.
+
+        Raises:
+            SampleRejected: as `measure`, and ``no_pair`` where the conversation is no pair.
+            ConfigError: ``train_on`` is ``all``, which would train the common beginning twice.
+        """
+        if self.config.train_on == "all":
+            raise ConfigError("encoder.train_on is 'all', but of a chosen/rejected pair only the answers are trained.")
+        answers = conversation.answers()
+        for answer in answers:
+            self._check_reserved(answer)
+        bounds = Bounds(limits=self.config.limits)
+        chosen, rejected = fit_pair(answers, self._measure, self._resizer, bounds)
+        return MeasuredPair(
+            key=conversation.key, chosen=self._enough_targets(chosen), rejected=self._enough_targets(rejected)
+        )
+
+    def _enough_targets(self, measured: Measured) -> Measured:
         ratio = self.config.limits.min_active_ratio
         if measured.targets <= ratio * measured.length:
             raise SampleRejected(
@@ -168,6 +193,7 @@ class ConversationEncoder:
             turns=len(conversation.turns),
             scale=target_weight(self.config, int(trained[1:].sum())),
             settings=settings,
+            extras=extra_values(conversation, self.config.extra_fields, int(trained[1:].sum())),
         )
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
@@ -180,7 +206,7 @@ class ConversationEncoder:
         Returns:
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
-            ``key`` and ``expected_length``.
+            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -196,7 +222,7 @@ class ConversationEncoder:
             positions = self.family.positions(ids, measured.plans)
         else:
             positions = np.arange(len(ids), dtype=np.int64)
-        return {
+        return spread(measured.extras, learned) | {
             "key": measured.key,
             "expected_length": measured.length,
             "input_ids": torch.from_numpy(ids),

@@ -6,8 +6,10 @@ An action either brings the sample within every limit or leaves it as it is, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import Conversation, MediaPart
@@ -52,13 +54,19 @@ class Bounds:
 
     def excess(self, measured: Measured) -> Excess | None:
         """The first limit that a sample is over, or None."""
-        images = sum(plan.kind == "image" for plan in measured.plans)
+        return self.excess_of(measured)
+
+    def excess_of(self, *segments: Measured) -> Excess | None:
+        """The first limit that segments are over together, or None."""
+        plans = [plan for segment in segments for plan in segment.plans]
+        length = sum(segment.length for segment in segments)
+        images = sum(plan.kind == "image" for plan in plans)
         for what, found, limit, key in (
-            ("images", images, self.limits.max_images, "encoder.limits.max_images"),
-            ("frames", frames_of(measured.plans), self.limits.max_frames, "encoder.limits.max_frames"),
-            ("visual tokens", tokens_of(measured.plans), *_named(self.limits, "max_visual_tokens")),
-            ("tokens", measured.length, *_named(self.limits, "max_tokens")),
-            ("tokens", measured.length, self.row, "packing.seq_length"),
+            ("images", images, *_named(self.limits, "max_images")),
+            ("frames", frames_of(plans), *_named(self.limits, "max_frames")),
+            ("visual tokens", tokens_of(plans), *_named(self.limits, "max_visual_tokens")),
+            ("tokens", length, *_named(self.limits, "max_tokens")),
+            ("tokens", length, self.row, "packing.seq_length"),
         ):
             if limit is not None and found > limit:
                 reason = "oversize" if key == "packing.seq_length" else f"too_many_{what.replace(' ', '_')}"
@@ -106,6 +114,64 @@ def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: 
     return measured
 
 
+def fit_pair(
+    answers: Sequence[Conversation], measure: Measure, resizer: Resizer, bounds: Bounds
+) -> tuple[Measured, Measured]:
+    """Both answers of a pair under the same media settings, together within the limits.
+
+    Media stand in the common beginning, so each answer may have half of the limits; tokens are halved unevenly, since
+    the media are resized for the longer answer.
+
+    Raises:
+        SampleRejected, ConfigError: as `fit`; a pair is never truncated.
+    """
+    chosen, rejected = (measure(answer, ()) for answer in answers)
+    over = bounds.excess_of(chosen, rejected)
+    for action in bounds.limits.when_over:
+        if over is None or action == "drop":
+            break
+        if action == "raise":
+            raise ConfigError(f"The pair {answers[0].key} has {over.detail}. Raise the limit, or name another action.")
+        if action == "truncate":
+            continue
+        smaller = resized_pair(answers, (chosen, rejected), measure, resizer, bounds)
+        if smaller is not None:
+            noted = _noted(chosen, smaller[0], over, answers[0])
+            return noted, smaller[1]
+    if over is not None:
+        raise SampleRejected(over.reason, over.detail)
+    return chosen, rejected
+
+
+def resized_pair(
+    answers: Sequence[Conversation],
+    pair: tuple[Measured, Measured],
+    measure: Measure,
+    resizer: Resizer,
+    bounds: Bounds,
+) -> tuple[Measured, Measured] | None:
+    """Both answers with smaller media, or None where that does not bring them within the limits."""
+    limits, media = bounds.limits, answers[0].media
+    settings: Settings | None = ()
+    if limits.max_frames is not None and 2 * frames_of(pair[0].plans) > limits.max_frames:
+        settings = resizer.fewer_frames(media, (), limits.max_frames // 2)
+        if settings is None:
+            return None
+        pair = measure(answers[0], settings), measure(answers[1], settings)
+    visual = 2 * tokens_of(pair[0].plans)
+    text = pair[0].length + pair[1].length - visual
+    room = min(
+        visual if limits.max_visual_tokens is None else limits.max_visual_tokens,
+        visual if limits.max_tokens is None else limits.max_tokens - text,
+    )
+    if visual > room:
+        settings = resizer.fewer_tokens(media, pair[0].settings, room // 2)
+        if settings is None:
+            return None
+        pair = measure(answers[0], settings), measure(answers[1], settings)
+    return pair if bounds.excess_of(*pair) is None else None
+
+
 def resized(
     conversation: Conversation, measured: Measured, measure: Measure, resizer: Resizer, bounds: Bounds
 ) -> Measured | None:
@@ -136,8 +202,11 @@ def truncated(conversation: Conversation, measured: Measured, measure: Measure, 
     """The longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
     A cut between two turns never parts a medium from its tokens. None where not even the first answer fits, or
-    nothing of what fits is trained.
+    nothing of what fits is trained, or the sample has extras with one number a target: which of them to keep is not
+    for us to say.
     """
+    if any(isinstance(value, np.ndarray) for value in measured.extras.values()):
+        return None
     ends = [at for at, turn in enumerate(conversation.turns, 1) if turn.role == "assistant"]
     ends = [end for end in ends if end < measured.turns]
     best: Measured | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -28,6 +29,7 @@ class Measured:
         turns: of the conversation that was measured, after any truncation.
         settings: fields of the configuration that are lower for this sample's media, by name.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
+        extras: name -> one number for all targets, or float32 ``[targets]``.
     """
 
     key: str
@@ -43,6 +45,17 @@ class Measured:
     scale: float = 1.0
     settings: tuple[tuple[str, int], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
+    extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
+
+    @property
+    def segments(self) -> tuple[Measured, ...]:
+        """The rows that this sample becomes: itself."""
+        return (self,)
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return (self.length,)
 
     @property
     def targets(self) -> int:

@@ -6,6 +6,7 @@ into the ledger. An exception inside Energon's map would be printed, counted aga
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import PurePosixPath
 from typing import Any
@@ -54,12 +55,7 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
             raise SampleRejected("media_outside_root", f"{media.kind} {media.name!r} leaves the data set")
     if all(media.width is not None for media in conversation.media):
         return conversation
-    return Conversation(
-        key=conversation.key,
-        turns=conversation.turns,
-        media=tuple(measured(media, store) for media in conversation.media),
-        tools=conversation.tools,
-    )
+    return dataclasses.replace(conversation, media=tuple(measured(media, store) for media in conversation.media))
 
 
 def measured(media: Media, store: FileStore) -> Media:

@@ -177,7 +177,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
             with self._pack_index.ctx() as index:
                 pack.index = index
             pack.dropped = self.accounts.ledger.take_dropped()
-            self.accounts.ledger.emit(index, pack.batch.sample_keys, changed=pack.changed)
+            self.accounts.ledger.emit(index, pack.keys, changed=pack.changed)
             yield add_sample_restore_key(pack, index, src=self)
         self.accounts.check()
 

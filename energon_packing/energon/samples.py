@@ -10,6 +10,7 @@ from megatron.energon.cache import FileStore
 
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.errors import PackingError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
@@ -47,7 +48,7 @@ class ConversationSample(Sample):
 class MeasuredSample(Sample):
     """A sample of known length, in the packing window."""
 
-    measured: Measured | None
+    measured: Measured | MeasuredPair | None
     store: FileStore | None = None
     problem: Problem | None = None
 
@@ -70,9 +71,12 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
 
 @edataclass
 class RenderedSample(Sample):
-    """A sample with its tensors: the row that `energon_packing.thd.assemble` takes, and its cost by `pack_cost`."""
+    """A sample with its tensors: what `energon_packing.thd.assemble` takes, and its cost by `pack_cost`.
 
-    row: dict[str, Any]
+    One row, or two for a preference pair.
+    """
+
+    rows: tuple[dict[str, Any], ...]
     changes: tuple[tuple[str, str], ...] = ()
     cost: int = 0
 
@@ -83,6 +87,7 @@ class Pack(Sample):
 
     Attributes:
         batch: the row.
+        keys: of the source samples, in order; a preference pair is one of them and two segments of the row.
         dropped: ledger entries of this worker since its last pack.
         changed: how samples of this pack differ from their records.
         index: running number of the pack in its worker, from 0.
@@ -97,6 +102,7 @@ class Pack(Sample):
     """
 
     batch: PackedBatch
+    keys: tuple[str, ...] = ()
     dropped: tuple[DroppedSample, ...] = ()
     changed: tuple[ChangedSample, ...] = ()
     index: int = 0

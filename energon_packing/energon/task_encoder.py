@@ -23,6 +23,7 @@ from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.internals import (
@@ -106,7 +107,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             **self._extra_fingerprint,
         }
 
-    def aligned(self, measured: Measured) -> int:
+    def aligned(self, measured: Measured | MeasuredPair) -> int:
         """Tokens that a sample occupies in a row."""
         return self.limits.aligned(measured)
 
@@ -114,13 +115,17 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
         problem = sample.problem
-        measured: Measured | None = None
+        measured: Measured | MeasuredPair | None = None
         if problem is None:
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
                 row = self.packing.seq_length if self.packing.oversize == "truncate" else None
-                measured = self.encoder.measure(sample.conversation, truncate_to=row)
+                measured = (
+                    self.encoder.measure_pair(sample.conversation)
+                    if sample.conversation.is_pair
+                    else self.encoder.measure(sample.conversation, truncate_to=row)
+                )
                 self._check_size(measured)
             except SampleRejected as error:
                 problem = Problem(reason=error.reason, detail=error.detail)
@@ -132,7 +137,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             sample, measured=None if problem else measured, store=sample.store, problem=problem
         )
 
-    def _check_size(self, measured: Measured) -> None:
+    def _check_size(self, measured: Measured | MeasuredPair) -> None:
         if self.limits.too_long(measured):
             aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
             reason = "oversize"
@@ -157,9 +162,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        row = self.encoder.render(sample.measured, functools.partial(_read, sample.store))
-        cost = pack_cost((sample.measured.length,), patches=sample.measured.patches)
-        return RenderedSample.derive_from(sample, row=row, cost=cost, changes=sample.measured.changes)
+        read = functools.partial(_read, sample.store)
+        rows = tuple(self.encoder.render(segment, read) for segment in sample.measured.segments)
+        cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)
+        return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
@@ -178,8 +184,9 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """Assembles the row of one pack."""
         batch = thd.assemble(
-            [sample.row for sample in samples],
+            [row for sample in samples for row in sample.rows],
             multiple=self.multiple,
+            extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,
             pad_token_id=self.encoder.pad_token_id,
         )
@@ -191,6 +198,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             __subflavors__=samples[0].__subflavors__,
             __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
             batch=batch,
+            keys=tuple(sample.__key__ for sample in samples),
             changed=tuple(
                 ChangedSample(key=sample.__key__, how=how, detail=detail)
                 for sample in samples
@@ -211,7 +219,13 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "loss_mask": torch.zeros(length),
             "position_ids": positions.expand(3, length) if self.encoder.config.position_ids == "mrope" else positions,
         }
-        batch = thd.assemble([row], multiple=self.multiple, pad_token_id=self.encoder.pad_token_id)
+        extra = {name: torch.zeros(length) for name in self.encoder.config.extra_fields}
+        batch = thd.assemble(
+            [row | extra],
+            multiple=self.multiple,
+            pad_token_id=self.encoder.pad_token_id,
+            extra_fields=dict.fromkeys(extra, 0.0),
+        )
         batch = dataclasses.replace(
             batch, padding_mask=torch.ones_like(batch.padding_mask), sample_keys=(), sample_lengths=()
         )
@@ -312,7 +326,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
         measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
         costs = [
-            pack_cost([sample.length for sample in plan], patches=sum(sample.patches for sample in plan))
+            pack_cost(
+                [length for sample in plan for length in sample.segment_lengths],
+                patches=sum(sample.patches for sample in plan),
+            )
             for plan in measured
         ]
         return serpentine_order(costs, block)

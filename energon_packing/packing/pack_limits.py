@@ -25,6 +25,11 @@ class Sized(Protocol):
     def patches(self) -> int: ...
 
 
+def _segments(sample: Sized) -> tuple[int, ...]:
+    """Tokens of each segment: of a preference pair there are two, of which each is aligned for itself."""
+    return getattr(sample, "segment_lengths", (sample.length,))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackLimits:
     """The limits of one pack.
@@ -74,15 +79,15 @@ class PackLimits:
 
     def length_units(self, sample: Sized) -> int:
         """Alignment units that a sample occupies."""
-        return -(-sample.length // self.multiple)
+        return sum(-(-length // self.multiple) for length in _segments(sample))
 
     def costs(self, samples: Sequence[Sized]) -> dict[str, list[int]]:
         """For each limited name one cost a sample."""
         measures = {
             "images": lambda sample: sample.images,
             "patches": lambda sample: sample.patches,
-            "segments": lambda sample: 1,
-            "cost": lambda sample: pack_cost((sample.length,), patches=sample.patches),
+            "segments": lambda sample: len(_segments(sample)),
+            "cost": lambda sample: pack_cost(_segments(sample), patches=sample.patches),
         }
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 

@@ -116,11 +116,11 @@ class EncoderConfig:
     """What replaces the processor's own chat template: a built-in prompt format by name (chatml, qwen, llama3, ...), or
     the path of a YAML file of one or of a Jinja file; docs/prompts.md."""
     thinking: Thinking = "keep"
-    """What becomes of ``<think>`` spans of the assistant: ``keep`` trains them as any text, ``strip`` leaves them out of
-    the text, ``mask`` shows them and does not train them."""
+    """What becomes of ``<think>`` spans of the assistant: ``keep`` trains them as any text, ``strip`` leaves them out,
+    ``mask`` shows them and does not train them."""
     train_on: TrainOn = "assistant"
     loss_weighting: LossWeighting = "token"
-    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x); docs/limits.md."""
+    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
     loss_scale: int | None = None
     """What all weights are multiplied by, so that Bridge's whole number of tokens keeps their sum. None is 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""

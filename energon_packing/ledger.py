@@ -98,7 +98,8 @@ class Ledger:
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
                 f"{self.dropped} of {seen} samples were dropped ({common}), more than "
-                f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. Mend the data, or raise the budget."
+                f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. "
+                "Mend the data, or raise the budget."
             )
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:

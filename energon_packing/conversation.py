@@ -20,6 +20,8 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
 LARGEST_NUMBER = 2**31 - 1
 """Of any number in a record (pixels, frames, frames a second, seconds, weights): above it, arithmetic overflows."""
+PREFERENCE = "preference"
+"""The extra that is made and not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
 SMALLEST_NUMBER = 1e-6
 """Of a size, a rate or a duration: a clip of one frame in eleven days is a mistake, and dividing by less overflows."""
 
@@ -131,6 +133,8 @@ class Conversation:
     def answers(self) -> tuple[Conversation, Conversation]:
         """The two conversations of a pair, chosen first; in both, of assistant turns only those of the answer train.
 
+        Their ``extras`` hold `PREFERENCE` besides those of the record: 1 for the chosen one, -1 for the rejected one.
+
         Raises:
             SampleRejected: ``no_pair`` where the conversation is none.
         """
@@ -145,10 +149,11 @@ class Conversation:
                 chosen=(),
                 rejected=(),
                 extras={
-                    name: value[which] if isinstance(value, Mapping) else value for name, value in self.extras.items()
+                    **{name: part[which] if isinstance(part, Mapping) else part for name, part in self.extras.items()},
+                    PREFERENCE: sign,
                 },
             )
-            for which, turns in (("chosen", self.chosen), ("rejected", self.rejected))
+            for which, sign, turns in (("chosen", 1.0, self.chosen), ("rejected", -1.0, self.rejected))
         )
 
     def __post_init__(self) -> None:
@@ -157,6 +162,8 @@ class Conversation:
         if any(isinstance(part, MediaPart) for turn in (*self.chosen, *self.rejected) for part in turn.parts):
             raise SampleRejected("bad_record", "the answers of a pair hold text only; put media before them")
         for name, value in self.extras.items():
+            if name == PREFERENCE and (self.is_pair or not isinstance(value, int | float)):
+                raise SampleRejected("bad_record", f"extras {name!r} is made from the answers of a pair")
             if isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
                 raise SampleRejected("bad_record", f"extras {name!r} names parts other than the answers of a pair")
             if isinstance(value, list | tuple) and self.is_pair:
@@ -327,12 +334,12 @@ def _read_media(entry: Any) -> Media:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise SampleRejected("media_outside_root", f"{kind} {reprlib.repr(name)} leaves the data set")
-    for field in ("width", "height", "frames"):
-        if entry.get(field) is not None:
-            _number(entry[field], f"{field} of {reprlib.repr(name)}", whole=True)
-    for field in ("fps", "duration"):
-        if entry.get(field) is not None:
-            _number(entry[field], f"{field} of {reprlib.repr(name)}")
+    for what in ("width", "height", "frames"):
+        if entry.get(what) is not None:
+            _number(entry[what], f"{what} of {reprlib.repr(name)}", whole=True)
+    for what in ("fps", "duration"):
+        if entry.get(what) is not None:
+            _number(entry[what], f"{what} of {reprlib.repr(name)}")
     return Media(**entry)
 
 

@@ -119,8 +119,7 @@ def fit_pair(
 ) -> tuple[Measured, Measured]:
     """Both answers of a pair under the same media settings, together within the limits.
 
-    Media stand in the common beginning, so each answer may have half of the limits; tokens are halved unevenly, since
-    the media are resized for the longer answer.
+    Media stand in the common beginning, so each of them counts twice.
 
     Raises:
         SampleRejected, ConfigError: as `fit`; a pair is never truncated.

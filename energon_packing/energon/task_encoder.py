@@ -33,6 +33,7 @@ from energon_packing.energon.internals import (
     get_failure_tolerance,
     get_stateless,
 )
+from energon_packing.energon.lowered_limits import lower_limits
 from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, Problem, RenderedSample
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
@@ -88,7 +89,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             segments=packing.max_segments_per_pack,
             cost=packing.max_cost_per_pack,
         )
-        self.encoder = ConversationEncoder(encoder, processor=processor)
+        self.encoder = ConversationEncoder(lower_limits(encoder, packing), processor=processor)
         self.cookers = (*cookers, RECORD_COOKER)
         self._extra_fingerprint = dict(fingerprint or {})
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from energon_packing.energon.loader import build_loader
+from energon_packing.config import LimitsConfig
+from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.errors import ConfigError
 
 LIMITS = {
@@ -73,3 +74,24 @@ def test_a_state_made_under_other_limits_or_another_policy_is_refused_by_name(ru
     other = build_loader(run_config(data={"repeat": True}, drop_budget=1.0, **{**limits, **changed}))
     with pytest.raises(ConfigError, match=next(iter(changed))):
         other.restore_state(state)
+
+
+def test_sample_limits_above_those_of_a_pack_are_lowered_with_one_warning(run_config):
+    limits = LimitsConfig(max_tokens=9999, max_images=40, max_visual_tokens=3000, when_over=("resize", "drop"))
+    config = run_config(encoder={"limits": limits}, max_images_per_pack=8)
+    with pytest.warns(
+        UserWarning, match="max_tokens 9999 to packing.seq_length 4096, encoder.limits.max_images 40"
+    ) as found:
+        encoder = build_task_encoder(config).encoder
+    assert len(found) == 1
+    assert encoder.config.limits == LimitsConfig(
+        max_tokens=4096, max_images=8, max_visual_tokens=3000, when_over=("resize", "drop")
+    )
+    assert encoder.fingerprint()["limits"] == repr(encoder.config.limits)
+
+
+def test_limits_that_a_pack_can_hold_are_left_alone_in_silence(run_config, recwarn):
+    for limits in (LimitsConfig(), LimitsConfig(max_tokens=4096, max_images=8)):
+        config = run_config(encoder={"limits": limits}, max_images_per_pack=8)
+        assert build_task_encoder(config).encoder.config.limits == limits
+    assert not [warning for warning in recwarn if "lowered" in str(warning.message)]

@@ -149,9 +149,8 @@ def _plant(raw: Path, defects: int, random: Random) -> set[str]:
     source = raw / "sharegpt.json"
     records = json.loads(source.read_text(encoding="utf-8"))
     for record in random.sample(records, defects - defects // 2):
-        turn = next(turn for turn in record["conversations"] if turn["from"] == "human")
-        turn["value"] += f" {turn['value'].replace('<image>', '').replace('<video>', '')}" * OVERLONG
-        turn["value"] = turn["value"][:OVERLONG]
+        turn = next(turn for turn in record["conversations"] if turn["from"] == "gpt")
+        turn["value"] = (f"{turn['value']} " * OVERLONG)[:OVERLONG]
     source.write_text(json.dumps(records, ensure_ascii=False), encoding="utf-8")
     return cut
 

@@ -44,7 +44,7 @@ def measure(job: LoaderJob) -> dict[str, Any]:
     window = _window_of(dataset)
     give_back()
     held = [*window._window.buffer, *window._planned.buffer]
-    keys = [*window._window.restore_keys, *window._planned.restore_keys]
+    keys = [*window._window._restore_keys, *window._planned._restore_keys]
     return {
         "held": len(held),
         "media": sum(len(sample.measured.media) for sample in held),

@@ -307,13 +307,20 @@ def _cpu_device(*_args: Any, **_kwargs: Any) -> torch.device:
 
 
 class _NoStream:
-    """A CUDA stream on a machine without one: work is done in order, so there is nothing to wait for."""
+    """The CUDA stream of a machine without one: work is done in order, so there is nothing to wait for."""
 
     wait_stream = synchronize = _nothing
 
+    def record_event(self) -> _NoStream:
+        """An event of a stream with nothing to wait for is as good as the stream."""
+        return self
+
+
+_THE_STREAM = _NoStream()
+
 
 def _no_stream(*_args: Any, **_kwargs: Any) -> _NoStream:
-    return _NoStream()
+    return _THE_STREAM
 
 
 @contextlib.contextmanager

@@ -72,8 +72,26 @@ def _mrope(sections: list[int]) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}}
 
 
+def _experts(count: int) -> dict[str, Any]:
+    return {
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _HIDDEN,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.1,
+    }
+
+
 def hugging_face_config(
-    family: str, *, vocab_size: int, tokens: SpecialTokens | None = None, seq_length: int = 4096
+    family: str,
+    *,
+    vocab_size: int,
+    tokens: SpecialTokens | None = None,
+    seq_length: int = 4096,
+    experts: int = 0,
+    layers: int = _LAYERS,
 ) -> Any:
     """The tiny model as a Hugging Face configuration.
 
@@ -85,15 +103,24 @@ def hugging_face_config(
         vocab_size: rows of the embedding; larger than every token id.
         tokens: needed by the vision families.
         seq_length: longest row in tokens.
+        experts: of each layer, two of them for a token; 0 makes a dense model. Not for ``qwen2_5_vl``; ``text`` becomes
+            a Qwen3 mixture of experts.
+        layers: transformer layers.
 
     Raises:
-        ConfigError: for an unknown family, and for missing or too large token ids.
+        ConfigError: for an unknown family, one without a mixture of experts, and missing or too large token ids.
     """
     import transformers
 
     if family not in FAMILIES:
         raise ConfigError(f"There is no tiny model for the family {family!r}; there is {', '.join(FAMILIES)}.")
-    text = _text_config(vocab_size, seq_length)
+    if experts and family == "qwen2_5_vl":
+        raise ConfigError("There is no mixture of experts in the family qwen2_5_vl; use qwen3_vl or text.")
+    text = _text_config(vocab_size, seq_length) | {"num_hidden_layers": layers} | (_experts(experts) if experts else {})
+    if family == "text" and experts:
+        return transformers.Qwen3MoeConfig(
+            **text, head_dim=_HEAD_WIDTH, architectures=["Qwen3MoeForCausalLM"], tie_word_embeddings=False
+        )
     if family == "text":
         return transformers.Qwen2Config(**text, architectures=["Qwen2ForCausalLM"], tie_word_embeddings=False)
     if tokens is None:
@@ -117,16 +144,25 @@ def hugging_face_config(
             tie_word_embeddings=False,
             **ids,
         )
-    return transformers.Qwen3VLConfig(
+    kind, name = (transformers.Qwen3VLMoeConfig, "Moe") if experts else (transformers.Qwen3VLConfig, "")
+    return kind(
         text_config=text | {"head_dim": _HEAD_WIDTH} | _mrope([4, 2, 2]),
         vision_config=vision | {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
-        architectures=["Qwen3VLForConditionalGeneration"],
+        architectures=[f"Qwen3VL{name}ForConditionalGeneration"],
         tie_word_embeddings=False,
         **ids,
     )
 
 
-def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = None, seq_length: int = 4096) -> Any:
+def provider(
+    family: str,
+    *,
+    vocab_size: int,
+    tokens: SpecialTokens | None = None,
+    seq_length: int = 4096,
+    experts: int = 0,
+    layers: int = _LAYERS,
+) -> Any:
     """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
     # Here and not above: `hugging_face_config` serves machines without Megatron-Core too.
     from energon_packing.bridge import cpu_stand_ins
@@ -134,7 +170,9 @@ def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = Non
     cpu_stand_ins.install()
     from megatron.bridge import AutoBridge
 
-    config = hugging_face_config(family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length)
+    config = hugging_face_config(
+        family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers
+    )
     with cpu_stand_ins.quiet():
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     fields: dict[str, Any] = {
@@ -162,6 +200,9 @@ def provider(family: str, *, vocab_size: int, tokens: SpecialTokens | None = Non
         fields["mrope_section"] = _QWEN25_SECTIONS
     if family == "qwen3_vl":
         fields["language_max_sequence_length"] = seq_length
+    if experts:  # grouped and fused expert kernels are CUDA code as well
+        fields |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
+        fields |= {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": False}
     for name, value in fields.items():
         if not hasattr(made, name):
             raise AttributeError(f"{type(made).__name__} has no field {name!r}")

@@ -23,7 +23,8 @@ import torch
 from energon_packing.bridge import cpu_stand_ins
 from energon_packing.errors import ConfigError, UserError
 
-StepName = Literal["vlm", "gpt"]
+StepName = Literal["vlm", "gpt", "packed"]
+"""``packed`` is `energon_packing.bridge.step`, the others are Bridge's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,15 +188,16 @@ def run(
 
     Args:
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
-        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``.
+        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``, ``"packed"`` for
+            ours, which calls one of the two.
         on_step: called after each step.
         quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
 
     Raises:
         ConfigError: for an unknown forward step.
     """
-    if forward_step not in ("vlm", "gpt"):
-        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm" or "gpt".')
+    if forward_step not in ("vlm", "gpt", "packed"):
+        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or "packed".')
     cpu_stand_ins.install()
     if not quiet:
         return _run(config, forward_step, on_step)
@@ -234,7 +236,13 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
     from megatron.bridge.training.train import train
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    step_function = vlm_step.forward_step if forward_step == "vlm" else gpt_step.forward_step
+    from energon_packing.bridge import step as packed_step
+
+    step_function = {
+        "vlm": vlm_step.forward_step,
+        "gpt": gpt_step.forward_step,
+        "packed": packed_step.forward_step,
+    }[forward_step]
     runtime_config_update(config)
     state = GlobalState()
     state.cfg = config

@@ -1,0 +1,177 @@
+"""A forward step for packed rows: Bridge's own, plus what the installed Bridge drops on the way to the model.
+
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds two things:
+
+* **Padding reaches the routers.** Both steps drop ``padding_mask``, so experts balance their load over padding tokens
+  too. Here every layer with experts gets the mask of its own tokens. It travels on the row's ``PackedSeqParams``, which
+  Megatron-Core hands to every layer of every pipeline stage, and again to a layer that is recomputed; so the mask is
+  that of the right micro-batch where several are in flight.
+* **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
+  declare packed rows; those stages would attend across samples.
+
+A dense model on the first or last stage gets exactly Bridge's step.
+
+    from energon_packing.bridge.step import forward_step
+    pretrain(cfg, forward_step)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.bridge.training.state import GlobalState
+from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_cp_partition_indices
+from megatron.bridge.training.utils.pg_utils import get_pg_collection
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+from megatron.core.utils import get_model_config
+
+from energon_packing.errors import ConfigError
+
+_ON_PARAMS = "energon_packing_padding_mask"
+_HOOKED = "_energon_packing_hooked"
+
+
+def forward_step(
+    state: GlobalState, data_iterator: Any, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """One micro-batch forward, as Bridge calls it.
+
+    Args:
+        state: of the run.
+        data_iterator: gives batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
+        model: the model chunk of this rank, wrapped or not.
+        return_schedule_plan: as in Bridge; refused for packed rows.
+
+    Returns:
+        The model's output and its loss function.
+
+    Raises:
+        ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
+            plans take no boundaries, so every token would attend to the samples before its own.
+    """
+    inner = _innermost(model)
+    step = _bridge_step(inner)
+    if data_iterator is None:
+        return step(state, data_iterator, model, return_schedule_plan)
+    batch = next(data_iterator)
+    packed = batch.get("cu_seqlens_q") is not None
+    if packed and return_schedule_plan:
+        raise ConfigError(
+            "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan takes no boundaries of packed rows; "
+            "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
+        )
+    with contextlib.ExitStack() as added:
+        if packed:
+            added.enter_context(_declared_packed(state.cfg.dataset))
+            mask = batch.get("padding_mask")
+            if mask is not None and _hook_expert_layers(inner):
+                added.enter_context(_travelling(mask, inner, model))
+        return step(state, iter((batch,)), model, return_schedule_plan)
+
+
+def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
+    """The part of a row's padding mask whose tokens a rank's layers hold.
+
+    Args:
+        mask: ``[1, T]`` bool, True where the token is padding.
+        params: the row's ``PackedSeqParams``.
+        groups: the ``ProcessGroupCollection`` of the model.
+        sequence_parallel: whether layers hold ``1 / TP`` of their tokens.
+
+    Returns:
+        ``[1, T / CP]``, or ``[1, T / (CP * TP)]`` with sequence parallelism; bool.
+    """
+    cp, tp = groups.cp.size(), groups.tp.size()
+    if cp > 1:
+        indices = get_packed_seq_cp_partition_indices(
+            params,
+            total_tokens=mask.size(1),
+            cp_size=cp,
+            cp_rank=groups.cp.rank(),
+            device=mask.device,
+            cp_group=groups.cp,
+        )
+        mask = mask.index_select(1, indices)
+    if sequence_parallel and tp > 1:
+        mask = mask.chunk(tp, dim=1)[groups.tp.rank()]
+    return mask.contiguous()
+
+
+def _innermost(model: Any) -> Any:
+    """The model without its wrappers (data parallel, mixed precision)."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def _bridge_step(inner: Any) -> Any:
+    # Here and not above: gpt_step imports the distillation package, which vision runs need not have.
+    if hasattr(inner, "language_model") or "pixel_values" in inspect.signature(inner.forward).parameters:
+        from megatron.bridge.training.vlm_step import forward_step as step
+    else:
+        from megatron.bridge.training.gpt_step import forward_step as step
+    return step
+
+
+@contextlib.contextmanager
+def _declared_packed(dataset: Any) -> Iterator[None]:
+    """Lets ``gpt_step`` see that rows are packed, for the length of the call."""
+    names = ("enable_offline_packing", "enable_in_batch_packing")
+    if any(getattr(dataset, name, False) for name in names):
+        yield
+        return
+    had = hasattr(dataset, names[0])
+    setattr(dataset, names[0], True)
+    try:
+        yield
+    finally:
+        if had:
+            setattr(dataset, names[0], False)
+        else:
+            delattr(dataset, names[0])
+
+
+def _hook_expert_layers(inner: Any) -> bool:
+    """Makes the layers with experts look for a mask on their ``packed_seq_params``; whether there is such a layer.
+
+    Once for each model; the hooks do nothing for a row without a mask.
+    """
+    found: bool | None = getattr(inner, _HOOKED, None)
+    if found is None:
+        layers = [module for module in inner.modules() if isinstance(getattr(module, "mlp", None), BaseMoELayer)]
+        for layer in layers:
+            layer.register_forward_pre_hook(_take_mask_from_params, with_kwargs=True)
+        found = bool(layers)
+        setattr(inner, _HOOKED, found)
+    return found
+
+
+def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
+    if mask is None or keywords.get("padding_mask") is not None:
+        return None
+    return arguments, {**keywords, "padding_mask": mask}
+
+
+@contextlib.contextmanager
+def _travelling(mask: torch.Tensor, inner: Any, model: Any) -> Iterator[None]:
+    """Puts the mask on the ``PackedSeqParams`` that the model is called with."""
+    groups, config = get_pg_collection(model), get_model_config(model)
+
+    def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+        params = keywords["packed_seq_params"]
+        device = params.cu_seqlens_q.device
+        local = local_padding_mask(
+            mask.to(device=device, non_blocking=True), params, groups, sequence_parallel=config.sequence_parallel
+        )
+        setattr(params, _ON_PARAMS, local)
+
+    handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,219 @@
+"""Our forward step: Bridge's own on dense models, and padding without effect on a mixture of experts."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from energon_packing import thd
+from energon_packing.errors import ConfigError
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge import cpu_stand_ins, training_run
+
+BRIDGES = {"qwen2_5_vl": "vlm", "qwen3_vl": "vlm", "text": "gpt"}
+WIDTH = 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+def packs_of(make_samples, family):
+    packs = []
+    for seed in range(3):
+        samples = make_samples(family, seed)
+        if family == "text":
+            packs.append([samples.draw("text", length) for length in (31, 12, 45 + seed)])
+        else:
+            packs.append([samples.draw("image", (1, 4, 6)), samples.draw("text", 21), samples.draw("text", 9 + seed)])
+    return packs
+
+
+@pytest.fixture
+def losses_and_norms(tiny_provider, ready_batches):
+    """Three optimiser steps of a tiny model; losses and gradient norms as Bridge reports them."""
+
+    def run(family, batches, forward_step, *, experts=0, recompute=False):
+        with training_run.process_groups():
+            provider = tiny_provider(family, seq_length=WIDTH, experts=experts)
+            if experts:
+                provider.moe_aux_loss_coeff = 1.0
+                provider.moe_z_loss_coeff = 0.1
+            if recompute:
+                provider.recompute_granularity, provider.recompute_method = "full", "uniform"
+                provider.recompute_num_layers = 1
+            config = training_run.make_config(provider, ready_batches(train=batches), steps=3, learning_rate=1e-2)
+            result = training_run.run(config, forward_step=forward_step)
+        return torch.tensor([[step.loss, step.grad_norm] for step in result.steps])
+
+    return run
+
+
+@pytest.mark.parametrize("family", BRIDGES)
+def test_a_dense_model_trains_exactly_as_with_bridges_own_step(family, losses_and_norms, make_samples):
+    batches = [thd.assemble(rows, multiple=8, width=WIDTH).to_bridge() for rows in packs_of(make_samples, family)]
+    assert torch.equal(losses_and_norms(family, batches, "packed"), losses_and_norms(family, batches, BRIDGES[family]))
+
+
+@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+def test_without_padding_a_mixture_of_experts_trains_exactly_as_with_bridges_own_step(
+    family, losses_and_norms, make_samples
+):
+    batches = [thd.assemble(rows).to_bridge() for rows in packs_of(make_samples, family)]
+    assert not any(batch["padding_mask"].any() for batch in batches)
+    ours = losses_and_norms(family, batches, "packed", experts=4)
+    torch.testing.assert_close(
+        ours, losses_and_norms(family, batches, BRIDGES[family], experts=4), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.fixture
+def no_cuda_random_states(monkeypatch):
+    """Recomputation saves and restores CUDA's random states; nothing here is random."""
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(random, "_get_all_rng_states", lambda *_: ())
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *_: None)
+
+
+@pytest.mark.usefixtures("no_cuda_random_states")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+def test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges(
+    family, multiple, recompute, losses_and_norms, make_samples
+):
+    """Load balancing and router z-loss are on: what Bridge 0.6.2 lets padding take part in."""
+    packs = packs_of(make_samples, family)
+    tight = [thd.assemble(rows).to_bridge() for rows in packs]
+    padded = [thd.assemble(rows, multiple=multiple, width=WIDTH).to_bridge() for rows in packs]
+    expected = losses_and_norms(family, tight, "packed", experts=4, recompute=recompute)
+    ours = losses_and_norms(family, padded, "packed", experts=4, recompute=recompute)
+    theirs = losses_and_norms(family, padded, BRIDGES[family], experts=4, recompute=recompute)
+    print(f"\n{family}: ours {(ours - expected).abs().max():.1e}, Bridge {(theirs - expected).abs().max():.1e}")
+    torch.testing.assert_close(ours, expected, rtol=2e-4, atol=1e-5)
+    assert (theirs - expected).abs().max() > 1e-2
+
+
+class Group:
+    """A process group as far as a rank and a size go."""
+
+    def __init__(self, size=1, rank=0):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def groups_speak_for_themselves(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank())
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size())
+
+
+@pytest.mark.parametrize(("cp", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+def test_every_rank_gets_the_mask_of_its_own_tokens(cp, tp, make_samples, monkeypatch):
+    from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
+
+    from energon_packing.bridge.step import local_padding_mask
+
+    groups_speak_for_themselves(monkeypatch)
+    # Transformer Engine's kernel, for which tests/conformance/test_thd_bridge.py holds ours to be a stand-in.
+    kernel = lambda boundaries, _tokens, size, rank: thd.context_parallel_indices(boundaries, size, rank)  # noqa: E731
+    monkeypatch.setattr("megatron.core.utils.tex", SimpleNamespace(thd_get_partitioned_indices=kernel))
+    samples = make_samples("text", 1)
+    multiple = thd.alignment_multiple(tp, cp, tp > 1)
+    batch = thd.assemble([samples.draw("text", n) for n in (13, 3, 30)], multiple=multiple, width=64).to_bridge()
+    keys = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q")
+    params = get_packed_seq_params({key: batch[key] for key in keys if batch.get(key) is not None})
+    physical = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+    for cp_rank in range(cp):
+        parts = [
+            local_padding_mask(
+                batch["padding_mask"],
+                params,
+                SimpleNamespace(cp=Group(cp, cp_rank), tp=Group(tp, tp_rank)),
+                sequence_parallel=tp > 1,
+            )
+            for tp_rank in range(tp)
+        ]
+        assert {part.shape for part in parts} == {(1, 64 // cp // tp)}
+        mine = thd.context_parallel_indices(physical, cp, cp_rank)
+        assert torch.equal(torch.cat(parts, dim=1), batch["padding_mask"][:, mine])
+
+
+class Stage(torch.nn.Module):
+    """A middle pipeline stage that keeps what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(sequence_parallel=False, mtp_num_layers=None, seq_length=64)
+        one = Group()
+        self.pg_collection = SimpleNamespace(pp=Group(4, 2), cp=one, tp=one, dp=one, dp_cp=one, mp=one)
+        self.called = None
+
+    def forward(self, **keywords):
+        self.called = keywords
+        return torch.zeros(1)
+
+
+@pytest.fixture
+def state():
+    """What a step reads of Bridge's global state; the data set declares nothing."""
+
+    class Quiet:
+        def __call__(self, *_args, **_kwargs):
+            return self
+
+        def start(self, *_args, **_kwargs):
+            return self
+
+        stop = __enter__ = start
+
+        def __exit__(self, *_error):
+            return False
+
+    rerun = SimpleNamespace(check_for_nan_in_loss=False, check_for_spiky_loss=False)
+    config = SimpleNamespace(dataset=SimpleNamespace(), rerun_state_machine=rerun, model=SimpleNamespace())
+    return SimpleNamespace(timers=Quiet(), straggler_timer=Quiet(), cfg=config)
+
+
+def test_a_middle_stage_sees_the_boundaries_also_of_a_data_set_that_does_not_declare_its_rows(
+    state, make_samples, monkeypatch
+):
+    from megatron.bridge.training import gpt_step
+
+    from energon_packing.bridge.step import forward_step
+
+    samples = make_samples("text", 2)
+    batch = thd.assemble([samples.draw("text", n) for n in (20, 12, 5)], multiple=8, width=64).to_bridge()
+    groups_speak_for_themselves(monkeypatch)
+    bridges = Stage()
+    gpt_step.forward_step(state, iter([batch]), bridges)
+    assert "packed_seq_params" not in bridges.called  # the middle stage would attend across samples
+    ours = Stage()
+    forward_step(state, iter([batch]), ours)
+    assert ours.called["packed_seq_params"].cu_seqlens_q.tolist() == [0, 20, 32, 37]
+    assert ours.called["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 24, 40, 64]
+    assert vars(state.cfg.dataset) == {}  # nothing stays behind
+
+
+def test_a_schedule_plan_without_boundaries_is_refused(state, make_samples):
+    from energon_packing.bridge.step import forward_step
+
+    batch = thd.assemble([make_samples("text", 2).draw("text", 20)]).to_bridge()
+    with pytest.raises(ConfigError, match="overlap_moe_expert_parallel_comm"):
+        forward_step(state, iter([batch]), Stage(), return_schedule_plan=True)

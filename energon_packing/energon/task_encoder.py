@@ -121,12 +121,12 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
-                row = self.packing.seq_length if self.packing.oversize == "truncate" else None
-                measured = (
-                    self.encoder.measure_pair(sample.conversation)
-                    if sample.conversation.is_pair
-                    else self.encoder.measure(sample.conversation, truncate_to=row)
-                )
+                if sample.conversation.is_pair:
+                    measured = self.encoder.measure_pair(sample.conversation)
+                elif self.packing.oversize == "truncate":
+                    measured = self.encoder.measure(sample.conversation, truncate_to=self.packing.seq_length)
+                else:
+                    measured = self.encoder.measure(sample.conversation)
                 self._check_size(measured)
             except SampleRejected as error:
                 problem = Problem(reason=error.reason, detail=error.detail)

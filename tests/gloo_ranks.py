@@ -127,7 +127,7 @@ def new_model() -> TinyTransformer:
 def reference(kind: str, weighting: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Weighted loss and its gradient, each sample alone: no pack, no mask but the causal one, no library of ours."""
     model = new_model()
-    power = {"token": 0.0, "sample": 1.0, "square_root": 0.5}[weighting]
+    power = {"token": 0.0, "sample": 1.0, "square": 0.5}[weighting]
     loss, total = torch.zeros(()), 0.0
     for pack in make_packs(kind):
         for row in pack:
@@ -161,7 +161,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.transformer import TransformerConfig
 
     from energon_packing import thd
-    from energon_packing.loss_weights import weigh
+    from energon_packing.config import EncoderConfig
+    from energon_packing.encoders.weighting import target_weight
 
     cp_size = case["cp"]
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size, create_gloo_process_groups=False)
@@ -169,9 +170,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     cp_rank = cp_group.rank()
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
+    settings = EncoderConfig(loss_weighting=case["weighting"], loss_scale=case["scale"])
     batches = []
     for rows in make_packs(case["kind"]):
-        weighed = weigh(rows, case["weighting"], scale=case["scale"])
+        weighed = [
+            dict(row, loss_mask=row["loss_mask"] * target_weight(settings, int((row["loss_mask"] > 0).sum())))
+            for row in rows
+        ]
         batches.append(thd.assemble(weighed, multiple=MULTIPLE, extra_fields={"media": -1}))
     same_slices = all(gathered_equals_whole(batch, cp_group) for batch in batches)
 

@@ -329,7 +329,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="samples are weighed by the square of their share",
         test=GLOO + "test_the_packed_gradient_is_the_weighted_gradient_of_the_unpacked_data",
         oracle="each sample alone, in one process",
-        edits=(("loss_weights.py", '"square_root": 0.5', '"square_root": 2.0'),),
+        edits=(("encoders/weighting.py", "math.sqrt(targets)", "targets**2"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -25,6 +25,4 @@ def encoders():
     """Family name -> encoder on the shipped processor of that family (``text`` included)."""
     from energon_packing.encoders.encoder import ConversationEncoder
 
-    return {
-        name: ConversationEncoder(EncoderConfig(processor=str(processor_path(name)))) for name in (*VISION, "text")
-    }
+    return {name: ConversationEncoder(EncoderConfig(processor=str(processor_path(name)))) for name in (*VISION, "text")}

@@ -207,6 +207,9 @@ class PackingConfig:
     """A sample longer than a row is dropped into the ledger, stops the run, or is cut after the last turn that fits."""
     pad_to_max_length: bool = False
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
+    dummy_image: bool = False
+    """True adds the smallest image of the family, masked and of weight zero, to packs without media, so that every
+    micro-step has media on all ranks and collectives inside a vision tower cannot hang. Packs keep room for it."""
     drop_budget: float = 0.1
     """Share of samples that may be dropped before the run stops; 1.0 never stops."""
     ledger: str | None = None

@@ -61,9 +61,11 @@ class PackedBatch:
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
         visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,
             ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw``, ``second_per_grid_ts``); None for text.
-        visual_counts: name -> how many entries of the first axis of that tensor each sample brought.
+        visual_counts: name -> how many entries of the first axis of that tensor each sample, then each filler, brought.
         sample_keys: one key for each sample, in order.
         sample_lengths: real length of each sample, in tokens.
+        fillers: segments after the samples that are none and hold nothing but padding: a dummy image, or the only
+            segment of a row that takes part in a step without data. They may bring media, counted in ``visual_counts``.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.
         boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
             a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
@@ -84,6 +86,7 @@ class PackedBatch:
     visual_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sample_keys: tuple[str, ...] = ()
     sample_lengths: tuple[int, ...] = ()
+    fillers: int = 0
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
     boundary_padding: int | None = None
     cp_size: int = 1
@@ -91,7 +94,7 @@ class PackedBatch:
 
     @property
     def num_samples(self) -> int:
-        """How many samples the row holds; a masked tail segment is none."""
+        """How many samples the row holds; fillers and a masked tail are none."""
         return len(self.sample_lengths)
 
     @property

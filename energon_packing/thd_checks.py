@@ -187,10 +187,9 @@ def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Itera
 
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
-    tails = real.size - samples
-    if samples == keys == 0 and real.size == 1:
-        return  # nothing but padding, which `_content` holds it to: what a rank without data takes part in a step with
-    if samples < 1 or keys != samples or tails not in (0, 1) or (tails and batch.cu_seqlens_padded is not None):
+    rows = samples + batch.fillers  # that fillers hold nothing but padding, `_content` checks
+    tails = real.size - rows
+    if rows < 1 or keys != samples or tails not in (0, 1) or (tails and batch.cu_seqlens_padded is not None):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
     wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))
@@ -199,7 +198,7 @@ def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
         yield f"samples: {batch.sample_keys[at]} has length {batch.sample_lengths[at]}, its segment {real[at]}"
     for name, tensor in (batch.visual_inputs or {}).items():
         counts = batch.visual_counts.get(name, ())
-        if len(counts) != samples or sum(counts) != tensor.shape[0]:
+        if len(counts) != rows or sum(counts) != tensor.shape[0]:
             yield f"visual_counts: {name} has {tensor.shape[0]} entries, its {len(counts)} counts add to {sum(counts)}"
 
 

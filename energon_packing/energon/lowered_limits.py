@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
 
 from energon_packing.config import EncoderConfig, PackingConfig
 
@@ -22,7 +23,7 @@ def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfi
         ("max_visual_tokens", "seq_length"),
         ("max_images", "max_images_per_pack"),
     )
-    lowered: dict[str, int] = {}
+    lowered: dict[str, Any] = {}
     sentences = []
     for name, of_pack in pairs:
         own, most = getattr(encoder.limits, name), getattr(packing, of_pack)

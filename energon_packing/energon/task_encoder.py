@@ -10,7 +10,6 @@ Energon's own ``packing_buffer_size`` stays usable: then steps 2 to 4 run in its
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
+from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
 from energon_packing.energon.internals import (
     BatchDataset,
     MapDataset,
@@ -81,15 +81,21 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
                 f"sizes need; use {down or self.multiple} or {down + self.multiple}."
             )
+        self.encoder = ConversationEncoder(lower_limits(encoder, packing), processor=processor)
+        self.dummy = DummyImage(self.encoder) if packing.dummy_image else None
+        reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
+        if reserved >= packing.seq_length:
+            raise ConfigError(
+                f"packing.dummy_image takes {reserved} tokens of packing.seq_length {packing.seq_length}; raise it."
+            )
         self.limits = PackLimits(
-            tokens=packing.seq_length,
+            tokens=packing.seq_length - reserved,
             multiple=self.multiple,
             images=packing.max_images_per_pack,
             patches=packing.max_patches_per_pack,
             segments=packing.max_segments_per_pack,
             cost=packing.max_cost_per_pack,
         )
-        self.encoder = ConversationEncoder(lower_limits(encoder, packing), processor=processor)
         self.cookers = (*cookers, RECORD_COOKER)
         self._extra_fingerprint = dict(fingerprint or {})
 
@@ -103,6 +109,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "balance_window": self.packing.balance_window,
             "oversize": self.packing.oversize,
             "policy": self.packing.policy,
+            "dummy_image": self.packing.dummy_image,
             **{name: getattr(self.packing, name) for name in PACK_LIMITS},
             "position_ids": self.encoder.config.position_ids,
             **self._extra_fingerprint,
@@ -142,7 +149,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if self.limits.too_long(measured):
             aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
             reason = "oversize"
-            detail = f"{measured.length} tokens{aligned}; a row holds packing.seq_length={self.packing.seq_length}"
+            less = "" if self.dummy is None else f" less {self.packing.seq_length - self.limits.tokens} for dummy_image"
+            detail = (
+                f"{measured.length} tokens{aligned}; a row holds packing.seq_length={self.packing.seq_length}{less}"
+            )
         else:
             reason, exceeded = "over_limit", self.limits.exceeded(measured)
             if exceeded is None:
@@ -184,13 +194,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """Assembles the row of one pack."""
-        batch = thd.assemble(
-            [row for sample in samples for row in sample.rows],
-            multiple=self.multiple,
-            extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
-            width=self.packing.seq_length if self.packing.pad_to_max_length else None,
-            pad_token_id=self.encoder.pad_token_id,
-        )
+        batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
         return Pack(
@@ -210,27 +214,35 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def padding_pack(self) -> Pack:
-        """A pack of no sample: one fully masked segment, as long as a row of fixed width or one alignment unit."""
-        length = self.packing.seq_length if self.packing.pad_to_max_length else self.multiple
-        positions = torch.arange(length)
-        row = {
-            "key": "",
-            "input_ids": torch.full((length,), self.encoder.pad_token_id, dtype=torch.int64),
-            "labels": torch.full((length,), thd.IGNORE_INDEX, dtype=torch.int64),
-            "loss_mask": torch.zeros(length),
-            "position_ids": positions.expand(3, length) if self.encoder.config.position_ids == "mrope" else positions,
-        }
-        extra = {name: torch.zeros(length) for name in self.encoder.config.extra_fields}
-        batch = thd.assemble(
-            [row | extra],
-            multiple=self.multiple,
-            pad_token_id=self.encoder.pad_token_id,
-            extra_fields=dict.fromkeys(extra, 0.0),
-        )
-        batch = dataclasses.replace(
-            batch, padding_mask=torch.ones_like(batch.padding_mask), sample_keys=(), sample_lengths=()
-        )
+        """A pack of no sample: one fully masked segment, the dummy image where there is one."""
+        batch = self._assemble([])
         return Pack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
+
+    def _assemble(self, rows: list[dict[str, Any]]) -> thd.PackedBatch:
+        """The row of samples, with the dummy image where they bring no media; a filler where there are none."""
+        extra = dict.fromkeys(self.encoder.config.extra_fields, 0.0)
+        fillers: list[dict[str, Any]] = []
+        if self.dummy is not None and needs_dummy(rows):
+            fillers = [self.dummy.row]
+        elif not rows:
+            positions = torch.zeros(3 if self.encoder.config.position_ids == "mrope" else 1, 1, dtype=torch.int64)
+            fillers = [
+                {
+                    "input_ids": torch.tensor([self.encoder.pad_token_id]),
+                    "labels": torch.tensor([thd.IGNORE_INDEX]),
+                    "loss_mask": torch.zeros(1),
+                    "position_ids": positions.squeeze(0) if len(positions) == 1 else positions,
+                }
+            ]
+        unweighted = {name: torch.zeros(len(filler["input_ids"])) for filler in fillers for name in extra}
+        batch = thd.assemble(
+            [*rows, *(filler | unweighted for filler in fillers)],
+            multiple=self.multiple,
+            extra_fields=extra,
+            width=self.packing.seq_length if self.packing.pad_to_max_length else None,
+            pad_token_id=self.encoder.pad_token_id,
+        )
+        return mask_fillers(batch, len(fillers))
 
     @stateless
     def batch(self, samples: list[Pack]) -> Pack:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,11 +113,36 @@ def test_the_verdict_knows_which_end_of_a_figure_is_better():
     assert {name for name, found in ahead.items() if found} == {"tokens_per_second", "fill"}
 
 
-def test_cpu_seconds_hold_the_work_of_the_worker(made):
+def burn(done, stop):
+    """Uses half a second of CPU time, says so, and lives on."""
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    done.set()
+    stop.wait()
+
+
+def test_cpu_seconds_count_a_child_once_whether_it_lives_or_has_ended():
+    context = multiprocessing.get_context("fork")
+    done, stop = context.Event(), context.Event()
+    before, own = loader_run.cpu_seconds(), time.process_time()
+    child = context.Process(target=burn, args=(done, stop))
+    child.start()
+    done.wait()
+    living = loader_run.cpu_seconds() - before
+    stop.set()
+    child.join()
+    ended = loader_run.cpu_seconds() - before
+    own = time.process_time() - own
+    assert living >= 0.4
+    assert 0.4 <= ended <= living + own + 0.2
+
+
+def test_a_run_reports_the_memory_of_its_worker(made):
     found = loader_run.measure(job(made))
-    # The consuming process only counts: without the worker's part, a fraction of this would be left.
-    assert found["cpu_seconds"] > 0.3
     assert min(found["memory"].values()) > 10 << 20
+    assert found["cpu_seconds"] > 0.3
+    assert found["first_row_seconds"] <= found["seconds"]
 
 
 def test_reachable_bytes_count_arrays_once_and_through_views():

@@ -60,6 +60,12 @@ def _in_batch_pipeline(view: RunView) -> bool:
     return view.enable_in_batch_packing and view.pipeline_parallel > 1
 
 
+def _length(view: RunView, tokens: int) -> dict[str, int]:
+    """One width for the rows, the model, and the packs where they have a size of their own."""
+    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}
+    return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
+
+
 def _comm_types(view: RunView) -> tuple[str, ...]:
     kinds = view.cp_comm_type
     return kinds if isinstance(kinds, tuple) else (kinds or "p2p",)
@@ -78,6 +84,7 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
         why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
         f"{view.micro_batch_size}",
         mend=f"set the data set's micro_batch_size to {view.micro_batch_size}",
+        changes={"dataset_micro_batch_size": view.micro_batch_size},
     )
 
 
@@ -97,6 +104,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
         why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.tensor_parallel}, "
         f"CP {view.context_parallel}{evaluation}, sequence parallel {'on' if view.sequence_parallel else 'off'}",
         mend=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
+        changes=_length(view, above),
     )
 
 
@@ -129,6 +137,7 @@ def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
         why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
         f"{view.eval_micro}",
         mend=f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
+        changes={"eval_micro_batch_size": view.dataset_micro_batch_size},
     )
 
 
@@ -163,6 +172,7 @@ def _eval_global_batch(view: RunView) -> Finding | None:
         why=f"the evaluation's global batch of {view.eval_global} is not divisible by micro-batch {view.eval_micro} x "
         f"data parallel {view.eval_data_parallel} = {rows}",
         mend=f"set training.eval_global_batch_size to a multiple of {rows}",
+        changes={"eval_global_batch_size": math.ceil(view.eval_global / rows) * rows},
     )
 
 
@@ -179,6 +189,7 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     return Finding(
         why=f"the model's seq_length {length} is not divisible by 2 * CP = {pieces}",
         mend=f"set the model's seq_length to {math.ceil(length / pieces) * pieces}",
+        changes=_length(view, math.ceil(length / math.lcm(pieces, view.multiple)) * math.lcm(pieces, view.multiple)),
     )
 
 
@@ -195,6 +206,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
         why=f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all masked "
         "divides by zero",
         mend="set training.calculate_per_token_loss to true",
+        changes={"calculate_per_token_loss": True},
     )
 
 
@@ -211,6 +223,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
         why=f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with different "
         "numbers of trained tokens",
         mend="set training.average_in_collective to false",
+        changes={"average_in_collective": False},
     )
 
 
@@ -275,6 +288,7 @@ def _pack_size_is_positive(view: RunView) -> Finding | None:
     return Finding(
         why=f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
         mend=f"set it to the row width, {view.dataset_seq_length}",
+        changes={"packed_sequence_size": view.dataset_seq_length},
     )
 
 
@@ -293,6 +307,13 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
         why=f"micro_batch_size is {size}, and a micro-batch of packed rows is one row",
         mend=f"set micro_batch_size to 1, global_batch_size to {max(1, view.global_batch_size // size)} (from "
         f"{view.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens a step",
+        changes={
+            "micro_batch_size": 1,
+            **({} if view.dataset_micro_batch_size is None else {"dataset_micro_batch_size": 1}),
+            **({} if view.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
+            "global_batch_size": max(1, view.global_batch_size // size),
+            **_length(view, width * size),
+        },
     )
 
 
@@ -308,6 +329,8 @@ def _in_batch_needs_several(view: RunView) -> Finding | None:
     return Finding(
         why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
         mend="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off and get packed rows",
+        # Our own data set packs without it; Bridge's would become an unpacked run, which is a decision.
+        changes={"enable_in_batch_packing": False} if view.dataset_kind == "packed_energon" else {},
     )
 
 
@@ -323,6 +346,7 @@ def _same_seq_length(view: RunView) -> Finding | None:
     return Finding(
         why=f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
         mend=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
+        changes={"model_seq_length": view.dataset_seq_length},
     )
 
 
@@ -339,6 +363,7 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
     return Finding(
         why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.dataset_seq_length} tokens wide",
         mend="set packing.pad_to_max_length to true to say so",
+        changes={"pad_to_max_length": True},
     )
 
 

@@ -16,6 +16,9 @@ from energon_packing.bridge.run_view import RunView
 OWN_RULES: list[Rule] = []
 _rule = collector(OWN_RULES)
 
+OUR_STEP = "energon_packing.bridge.step"
+"""The module of our forward step, as a run's ``step`` names it."""
+
 # Families by the start of their normalised name, with what their recipes or models say about packing.
 _WITHOUT_PACKING = {
     "qwen3next": "its recipes say that packed sequences are not supported",
@@ -64,6 +67,25 @@ def _packed_vision_ddp(view: RunView) -> bool:
     return view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION)
 
 
+def _packed_rows_over_cp(view: RunView) -> bool:
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
+    return view.enable_offline_packing and wide and follows_the_trainer
+
+
+def _prepared_with_fixed_boundaries(view: RunView) -> bool:
+    return view.pad_cu_seqlens and view.dataset_kind == "gpt_sft"
+
+
+def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
+    undeclared = view.dataset_kind == "provider" and not view.packed
+    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+
+
+def _packed_qwen3_vl(view: RunView) -> bool:
+    return view.family.startswith("qwen3vl")
+
+
 def _energon_virtual_pipeline(view: RunView) -> bool:
     return view.dataset_kind in ("packed_energon", "energon") and view.virtual_pipeline_parallel is not None
 
@@ -82,6 +104,7 @@ def _global_batch(view: RunView) -> Finding | None:
         why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
         f"data parallel {view.data_parallel} = {rows}",
         mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
+        changes={"global_batch_size": math.ceil(view.global_batch_size / rows) * rows},
     )
 
 
@@ -114,6 +137,7 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
         why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
         "refuses that",
         mend="set training.average_in_collective to false",
+        changes={"average_in_collective": False},
     )
 
 
@@ -131,6 +155,7 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
         why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
         "so a token in a pack of long prompts weighs more",
         mend="set training.calculate_per_token_loss to true",
+        changes={"calculate_per_token_loss": True},
     )
 
 
@@ -146,6 +171,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     return Finding(
         why=f"mtp_num_layers is {view.mtp_num_layers}: its shifted labels cross from one sample into the next",
         mend="set mtp_num_layers to 0",
+        changes={"mtp_num_layers": 0},
     )
 
 
@@ -178,6 +204,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     return Finding(
         why="qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones",
         mend="set training.step to vlm_step",
+        changes={"step": "vlm_step"},
     )
 
 
@@ -212,6 +239,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
         why=f"{view.model} has no context-parallel code in Bridge 0.6.2, although validate() accepts CP "
         f"{view.context_parallel}: every rank would compute on the whole row",
         mend="set parallel.context_parallel to 1, or train Qwen3-VL",
+        changes={"context_parallel": 1, **({} if view.eval_context_parallel is None else {"eval_context_parallel": 1})},
     )
 
 
@@ -228,7 +256,8 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     return Finding(
         why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "
         "counts in their load balance",
-        mend="use a forward step that hands padding_mask to the model",
+        mend=f"train with the forward step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
     )
 
 
@@ -245,6 +274,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
         why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
         "gradient, and the reduction stops the run or hangs",
         mend="set ddp.overlap_grad_reduce to false, or align modality over ranks",
+        changes={"overlap_grad_reduce": False},
     )
 
 
@@ -261,4 +291,90 @@ def _no_virtual_pipeline(view: RunView) -> Finding | None:
         why=f"virtual_pipeline_model_parallel_size is {view.virtual_pipeline_parallel}: Bridge saves the state of one "
         "loader a rank, and each virtual stage has its own",
         mend="leave virtual_pipeline_model_parallel_size unset",
+        changes={"virtual_pipeline_parallel": None},
+    )
+
+
+@_rule(
+    id="ours-20-one-packed-row-over-context-parallelism",
+    checks="context parallelism slices one packed row at a time",
+    place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
+    applies=_packed_rows_over_cp,
+)
+def _one_packed_row_over_cp(view: RunView) -> Finding | None:
+    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
+        return None
+    return Finding(
+        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
+        "first evaluation stops the run",
+        mend="set training.eval_micro_batch_size to 1",
+        changes={"eval_micro_batch_size": 1},
+    )
+
+
+@_rule(
+    id="ours-22-metadata-beside-packed-file",
+    checks="fixed boundaries come with the packed file's metadata",
+    place="megatron.bridge.data.packing.gpt_sft",
+    applies=_prepared_with_fixed_boundaries,
+)
+def _metadata_beside_packed_file(view: RunView) -> Finding | None:
+    if view.packed_metadata_missing is None:
+        return None
+    return Finding(
+        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
+        "the number of boundaries from",
+        mend="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
+        "pad_cu_seqlens to false",
+    )
+
+
+@_rule(
+    id="ours-26-middle-stages-see-boundaries",
+    checks="middle pipeline stages get the boundaries of packed rows",
+    place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
+    applies=_undeclared_provider_in_a_long_pipeline,
+    severity="warning",
+)
+def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
+        "stages, so packed rows would attend across samples there",
+        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        f"step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
+    )
+
+
+@_rule(
+    id="ours-28-no-schedule-plan",
+    checks="boundaries survive overlapped expert communication",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=packed,
+)
+def _no_schedule_plan(view: RunView) -> Finding | None:
+    if not view.overlap_moe_expert_parallel_comm:
+        return None
+    return Finding(
+        why="overlap_moe_expert_parallel_comm is on: the steps build a schedule plan without the boundaries of packed "
+        "rows, so every token attends to the samples before its own",
+        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+        changes={"overlap_moe_expert_parallel_comm": False},
+    )
+
+
+@_rule(
+    id="ours-29-deepstack-gradient",
+    checks="the deepstack mergers get their gradient",
+    place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
+    applies=_packed_qwen3_vl,
+)
+def _deepstack_gradient(view: RunView) -> Finding | None:
+    if view.recompute_granularity != "full":
+        return None
+    return Finding(
+        why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
+        "deepstack features in a list, through which recomputation passes no gradient",
+        mend="set recompute_granularity to 'selective'",
+        changes={"recompute_granularity": "selective"},
     )

@@ -67,6 +67,7 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
     return Finding(
         why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
         mend="set pad_to_max_length to true, or pad_cu_seqlens to false",
+        changes={"pad_to_max_length": True},
     )
 
 
@@ -82,6 +83,7 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
     return Finding(
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
         mend="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
+        changes={"pad_to_max_length": True},
     )
 
 
@@ -97,4 +99,5 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
     return Finding(
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
         mend="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
+        changes={"pad_cu_seqlens": True},
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from energon_packing.bridge.run_view import RunView
 
@@ -13,10 +13,16 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Why a rule does not hold, with the values, and what to change."""
+    """Why a rule does not hold, with the values, and what to change.
+
+    Attributes:
+        changes: fields of the `RunView` and the values with which the rule holds, where the mend is a matter of setting
+            values; empty where it needs a decision.
+    """
 
     why: str
     mend: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

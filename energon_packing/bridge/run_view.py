@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.alignment import alignment_multiple
@@ -83,6 +84,10 @@ class RunView:
     step: str | None = None
     """Forward step by function or module name."""
     megatron_core_version: str | None = None
+    overlap_moe_expert_parallel_comm: bool = False
+    recompute_granularity: str | None = None
+    packed_metadata_missing: str | None = None
+    """Path of the metadata of packs prepared offline, where it is needed and not there."""
 
     @property
     def multiple(self) -> int:
@@ -252,12 +257,29 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         cuda_graph_modules=_names(getattr(model, "cuda_graph_modules", None))
         + _names(getattr(model, "cuda_graph_scope", None)),
         mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
+        overlap_moe_expert_parallel_comm=bool(
+            getattr(model, "overlap_moe_expert_parallel_comm", False)
+            or getattr(getattr(container, "comm_overlap", None), "overlap_moe_expert_parallel_comm", False)
+        ),
+        recompute_granularity=getattr(model, "recompute_granularity", None),
+        packed_metadata_missing=_missing_metadata(specs),
         num_moe_experts=getattr(model, "num_moe_experts", None),
         num_layers=getattr(model, "num_layers", None),
         model=type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
         step=step,
         megatron_core_version=installed_version("megatron-core"),
     )
+
+
+def _missing_metadata(specs: Any) -> str | None:
+    """The metadata file of packs that are there already; packs that Bridge prepares itself bring theirs."""
+    packs = getattr(specs, "packed_train_data_path", None)
+    if not getattr(specs, "pad_cu_seqlens", False) or packs is None:
+        return None
+    metadata = getattr(specs, "packed_metadata_path", None)
+    if metadata is None:
+        return f"beside {packs}"
+    return None if Path(str(metadata)).is_file() else str(metadata)
 
 
 def _per_token_loss(model: Any) -> bool:

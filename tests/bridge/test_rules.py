@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,46 @@ OWN = [
         {"overlap_grad_reduce": False},
         "error",
     ),
+    (
+        "ours-20-one-packed-row-over-context-parallelism",
+        {"dataset_kind": "gpt_sft", "context_parallel": 2, "eval_micro_batch_size": 2, "eval_global_batch_size": 2},
+        {"eval_micro_batch_size": 1},
+        "error",
+    ),
+    (
+        "ours-22-metadata-beside-packed-file",
+        {
+            "dataset_kind": "gpt_sft",
+            "pad_cu_seqlens": True,
+            "pad_to_max_length": True,
+            "packed_metadata_missing": "packs.json",
+        },
+        {"packed_metadata_missing": None},
+        "error",
+    ),
+    (
+        "ours-26-middle-stages-see-boundaries",
+        {
+            "dataset_kind": "provider",
+            "pipeline_parallel": 4,
+            "enable_offline_packing": False,
+            "has_offline_packing_specs": False,
+        },
+        {"step": "energon_packing.bridge.step"},
+        "warning",
+    ),
+    (
+        "ours-28-no-schedule-plan",
+        {"overlap_moe_expert_parallel_comm": True},
+        {"overlap_moe_expert_parallel_comm": False},
+        "error",
+    ),
+    (
+        "ours-29-deepstack-gradient",
+        {"model": "Qwen3VLMoE", "recompute_granularity": "full"},
+        {"recompute_granularity": "selective"},
+        "error",
+    ),
     ("ours-27-no-virtual-pipeline", {"virtual_pipeline_parallel": 2}, {"virtual_pipeline_parallel": 1}, "error"),
     ("bridge-16-fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
 ]
@@ -89,6 +131,57 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_mended(
     assert outcome(rule, dataclasses.replace(view, **mended)) in ("ok", "not applicable")
     expected = [rule] if severity == "error" else []
     assert [found.rule.id for found in violations(view)] == expected
+
+
+def unfinished(view: RunView) -> set[str]:
+    """Rules that a set of changes is offered for and that go on speaking when the changes are made."""
+    left = set()
+    for judgement in judge(view):
+        if judgement.finding is not None and judgement.finding.changes:
+            mended = dataclasses.replace(view, **judgement.finding.changes)
+            if outcome(judgement.rule.id, mended) not in ("ok", "not applicable"):
+                left.add(judgement.rule.id)
+    return left
+
+
+@pytest.mark.parametrize(("rule", "broken", "mended", "severity"), OWN)
+def test_the_changes_that_a_rule_offers_mend_it(
+    rule: str, broken: dict[str, Any], mended: dict[str, Any], severity: str
+) -> None:
+    assert not unfinished(packed(**broken))
+
+
+def test_the_changes_that_any_rule_offers_mend_it_on_sampled_runs() -> None:
+    draw = random.Random(3)
+    offered = collections.Counter[str]()
+    for _ in range(3000):
+        view = packed(
+            tensor_parallel=draw.choice([1, 2, 4]),
+            context_parallel=draw.choice([1, 1, 2, 3]),
+            pipeline_parallel=draw.choice([1, 1, 2]),
+            expert_parallel=draw.choice([1, 1, 4]),
+            sequence_parallel=draw.random() < 0.5,
+            eval_context_parallel=draw.choice([None, None, 2]),
+            world_size=draw.choice([4, 6, 8, 24, 32]),
+            dataset_kind=draw.choice(["packed_energon", "energon", "gpt_sft", "provider"]),
+            micro_batch_size=draw.choice([1, 1, 2, 4]),
+            dataset_micro_batch_size=draw.choice([None, 1, 2]),
+            eval_micro_batch_size=draw.choice([None, 1, 2]),
+            global_batch_size=draw.choice([1, 6, 16, 33]),
+            dataset_seq_length=draw.choice([4096, 4098, 1001]),
+            model_seq_length=draw.choice([4096, 4098]),
+            packed_sequence_size=draw.choice([None, 4096]),
+            enable_in_batch_packing=draw.random() < 0.2,
+            pad_cu_seqlens=draw.random() < 0.2,
+            calculate_per_token_loss=draw.random() < 0.5,
+            average_in_collective=draw.random() < 0.5,
+            cuda_graph_impl=draw.choice(["none", "none", "transformer_engine", "full_iteration"]),
+            model=draw.choice([None, "Qwen2.5-VL", "Qwen3-VL", "gpt"]),
+            step=draw.choice([None, "vlm_step", "qwen3_vl_step"]),
+        )
+        assert not unfinished(view), view
+        offered.update(j.rule.id for j in judge(view) if j.finding is not None and j.finding.changes)
+    assert len(offered) >= 20
 
 
 def test_a_plain_packed_run_breaks_nothing() -> None:

@@ -39,7 +39,7 @@ class Resizer:
     def __init__(self, family: VisionFamily) -> None:
         self._family = family
         self._made: OrderedDict[Settings, VisionFamily | None] = OrderedDict([((), family)])
-        self._floors: dict[str, int] = {}
+        self._ladders: dict[str, tuple[int, ...]] = {}
 
     def family(self, settings: Settings) -> VisionFamily:
         """The run's family under other upper limits.
@@ -79,32 +79,33 @@ class Resizer:
             tried = self._plans(media, (*settings, *more))
             return None if tried is None else tokens_of(tried)
 
-        ladders = []
+        ladders: list[tuple[str, tuple[int, ...]]] = []
         for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
-            lowest = self._lowest(name)
+            values = self._ladder(name)
             # The lowest value that still changes nothing: from there on, each step down counts for all media alike.
-            top = _smallest(lowest, len(PIXELS) - 1, lambda at: (tokens(((name, PIXELS[at]),)) or 0) >= before)  # noqa: B023
-            if top is not None and top > lowest:
-                ladders.append((name, lowest, top))
+            top = _smallest(0, len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            if top:
+                ladders.append((name, values[: top + 1]))
         if not ladders:
             return None
 
         def lowered(steps: int) -> Settings:
-            return tuple((name, PIXELS[max(lowest, top - steps)]) for name, lowest, top in ladders)
+            return tuple((name, values[max(0, len(values) - 1 - steps)]) for name, values in ladders)
 
         def fits(steps: int) -> bool:
             found = tokens(lowered(steps))
             return found is not None and found <= most
 
-        steps = _smallest(1, max(top - lowest for _, lowest, top in ladders), fits)
+        steps = _smallest(1, max(len(values) - 1 for _, values in ladders), fits)
         return None if steps is None else (*settings, *lowered(steps))
 
-    def _lowest(self, name: str) -> int:
-        """Position in `PIXELS` of the lowest limit that the family takes; past the end where it takes none."""
-        if name not in self._floors:
-            found = _smallest(0, len(PIXELS) - 1, lambda at: self._try(((name, PIXELS[at]),)) is not None)
-            self._floors[name] = len(PIXELS) if found is None else found
-        return self._floors[name]
+    def _ladder(self, name: str) -> tuple[int, ...]:
+        """The values of a limit, ascending: the lowest that the family takes, and all of `PIXELS` above it."""
+        if name not in self._ladders:
+            lowest = _smallest(1, PIXELS[-1], lambda value: self._try(((name, value),)) is not None)
+            above = () if lowest is None else (lowest, *(value for value in PIXELS if value > lowest))
+            self._ladders[name] = above
+        return self._ladders[name]
 
     def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:
         family = self._try(settings)

@@ -13,7 +13,7 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 
 OWN = """\
-begin: "#start "
+begin: "#start {{ 2 * 3 }}{% if %} "
 default_system: "Sys {not a name} {{ 1 + 1 }} {% if %}"
 system: "[S]{content}[/S]\\n"
 user: "[U]{content}[/U]"
@@ -65,7 +65,7 @@ def test_every_field_of_a_file_is_used_and_text_in_it_is_never_run_as_a_template
         ),
     )
     assert marked(own().render(conversation)) == (
-        '#start [S]Sys {not a name} {{ 1 + 1 }} {% if %} Tools: {"name": "f"}[/S]\n|'
+        '#start {{ 2 * 3 }}{% if %} [S]Sys {not a name} {{ 1 + 1 }} {% if %} Tools: {"name": "f"}[/S]\n|'
         "[U](pic <frame><i></frame>)Before after {content} {{ 7 * 7 }}[/U]|"
         '[A]«I call f({"x": 1}), f({"x": 1})[/A]»|[T]t[/T]|[A]«done[/A]»|'
     )

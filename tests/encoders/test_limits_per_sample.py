@@ -8,7 +8,7 @@ import io
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -80,6 +80,7 @@ def reads(conversation: Conversation):
     sizes=st.lists(st.tuples(st.integers(30, 1500), st.integers(30, 1500)), min_size=1, max_size=4),
     share=st.floats(0.1, 0.95),
 )
+@example(sizes=[(71, 295), (378, 379)], share=0.1015625)
 def test_a_resized_sample_fits_and_costs_what_the_processor_says_at_the_lower_limit(
     encoders, limited, family, sizes, share
 ):
@@ -97,7 +98,7 @@ def test_a_resized_sample_fits_and_costs_what_the_processor_says_at_the_lower_li
             "longest_edge": smallest.size["shortest_edge"],
         }
         floor = sum(smallest.get_number_of_image_patches(h, w, {}) // smallest.merge_size**2 for w, h in sizes)
-        assert floor > 0.9 * most, "refused although the smallest allowed images would have fitted"
+        assert floor > most, "refused although the smallest allowed images would have fitted"
         return
     processor = copy.deepcopy(encoders[family].processor.image_processor)
     processor.size = {

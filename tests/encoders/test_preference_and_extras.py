@@ -1,0 +1,232 @@
+"""Preference pairs as one sample of two segments, and values of trained tokens from the record to the batch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from energon_packing import thd
+from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.energon.samples import ConversationSample
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import ConfigError, SampleRejected
+
+CHOSEN = (Turn(role="assistant", parts=("A careful answer with reasons.",)),)
+REJECTED = (Turn(role="assistant", parts=("No.",)),)
+BEGINNING = (
+    Turn(role="user", parts=("Hello",)),
+    Turn(role="assistant", parts=("Hello to you, what is it?",)),
+    Turn(role="user", parts=("Why is the sky blue?",)),
+)
+
+
+def pair(key: str = "p", turns=BEGINNING, **fields) -> Conversation:
+    return Conversation(key=key, turns=turns, **({"chosen": CHOSEN, "rejected": REJECTED} | fields))
+
+
+def plain(key: str = "s", words: int = 10, **fields) -> Conversation:
+    turns = (Turn(role="user", parts=("Say it.",)), Turn(role="assistant", parts=("and so " * words,)))
+    return Conversation(key=key, turns=turns, **fields)
+
+
+@pytest.fixture
+def encoder(encoders):
+    def make(family="text", **settings):
+        return ConversationEncoder(EncoderConfig(**settings), processor=encoders[family].processor)
+
+    return make
+
+
+@pytest.fixture
+def packer(encoders):
+    def make(parallel=None, seq_length=128, oversize="drop", **settings):
+        return PackingTaskEncoder(
+            EncoderConfig(**settings),
+            PackingConfig(seq_length=seq_length, oversize=oversize),
+            parallel,
+            processor=encoders["text"].processor,
+        )
+
+    return make
+
+
+def measured(packer, *conversations):
+    samples = [
+        ConversationSample(__key__=one.key, __restore_key__=(), __subflavors__={}, __sources__=(), conversation=one)
+        for one in conversations
+    ]
+    return [packer.preencode_sample(sample) for sample in samples]
+
+
+def packed(packer, samples):
+    return packer.pack_selected_samples([packer.postencode_sample(sample) for sample in samples])
+
+
+def test_a_record_of_a_pair_with_extras_reads_back_unchanged():
+    conversation = pair(extras={"ref": {"chosen": (-0.5, -1.0), "rejected": -2.0}, "margin": 0.3})
+    assert Conversation.from_record("p", json.loads(json.dumps(conversation.to_record()))) == conversation
+    single = plain(extras={"advantages": (0.5, -0.5), "reward": 1})
+    assert Conversation.from_record("s", json.loads(json.dumps(single.to_record()))) == single
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rejected": []},
+        {"chosen": [{"role": "assistant", "parts": [{"media": 0}]}]},
+        {"extras": {"ref": [1.0]}},
+        {"extras": {"ref": {"chosen": 1.0}}},
+        {"extras": {"ref": {"chosen": 1.0, "rejected": {"chosen": 2}}}},
+        {"extras": {"ref": float("nan")}},
+        {"extras": {"ref": True}},
+        {"extras": {"ref": "high"}},
+        {"extras": [1.0]},
+        {"extras": {"preference": 1.0}},
+        {"chosen": "yes"},
+    ],
+)
+def test_a_damaged_record_of_a_pair_is_rejected(change):
+    with pytest.raises(SampleRejected, match=r"bad_record|placeholder_mismatch"):
+        Conversation.from_record("p", pair().to_record() | change)
+
+
+def test_each_answer_is_measured_as_its_own_conversation_and_only_the_answers_train(encoder):
+    made = encoder()
+    found = made.measure_pair(pair())
+    for segment, answer in zip(found.segments, (CHOSEN, REJECTED), strict=True):
+        alone = made.measure(Conversation(key="a", turns=(*BEGINNING, *answer)))
+        assert segment.token_ids.tolist() == alone.token_ids.tolist()
+        ids, weights = segment.expand()
+        assert made.tokenizer.decode(ids[weights > 0]) == f"{answer[0].text}<|im_end|>"
+    assert found.length == sum(found.segment_lengths)
+
+
+def test_train_on_all_makes_no_sense_for_a_pair_and_says_so(encoder):
+    with pytest.raises(ConfigError, match="train_on"):
+        encoder(train_on="all").measure_pair(pair())
+
+
+def test_the_two_answers_of_a_pair_lie_side_by_side_in_one_row(packer):
+    made = packer(ParallelConfig(context_parallel=2), seq_length=256, extra_fields=("preference",))
+    pack = packed(made, measured(made, plain("a"), pair("p"), plain("b")))
+    batch = pack.batch
+    assert batch.sample_keys == ("a", "p/chosen", "p/rejected", "b")
+    assert pack.keys == ("a", "p", "b")
+    assert thd.check_thd(batch, multiple=made.multiple) == []
+    signs = [set(row["preference"][row["labels"] != -100].tolist()) for row in thd.unpack(batch)]
+    assert signs == [{0.0}, {1.0}, {-1.0}, {0.0}]
+    assert not batch.extra["preference"][0][batch.labels[0] == -100].any()
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 16])
+def test_a_pair_fills_what_its_two_aligned_segments_fill(packer, multiple):
+    made = packer(ParallelConfig(context_parallel=max(1, multiple // 2)), seq_length=256)
+    more_than_joined = 0
+    for words in range(1, 20):
+        answer = (Turn(role="assistant", parts=("so " * words,)),)
+        (sample,) = measured(made, pair(rejected=answer))
+        expected = sum(-(-length // multiple) * multiple for length in sample.measured.segment_lengths)
+        more_than_joined += expected > -(-sample.measured.length // multiple) * multiple
+        assert made.aligned(sample.measured) == expected
+        assert packed(made, [sample]).occupied == expected
+    assert bool(more_than_joined) == (multiple > 1)
+
+
+@pytest.mark.parametrize("oversize", ["drop", "truncate"])
+def test_a_pair_of_which_only_one_answer_fits_is_dropped_whole(packer, oversize):
+    (sample,) = measured(packer(), pair())
+    room = max(sample.measured.segment_lengths)
+    (refused,) = measured(packer(seq_length=room, oversize=oversize), pair())
+    assert refused.measured is None
+    assert refused.problem.reason == "oversize"
+
+
+def test_selection_never_parts_a_pair(packer):
+    made = packer(seq_length=160)
+    samples = measured(made, *(pair(f"p{at}") if at % 2 else plain(f"s{at}", words=5 + at) for at in range(20)))
+    packs = [packed(made, group) for group in made.select_samples_to_pack(samples)]
+    assert sorted(key for pack in packs for key in pack.keys) == sorted(sample.__key__ for sample in samples)
+    assert len(packs) > 3
+    for pack in packs:
+        keys = pack.batch.sample_keys
+        for at, key in enumerate(keys):
+            if key.endswith("/chosen"):
+                assert keys[at + 1] == key.replace("/chosen", "/rejected")
+        assert pack.batch.total_tokens <= 160
+
+
+def test_limits_hold_for_both_answers_together_and_resize_both_alike(encoder, encoders):
+    media = (Media(kind="image", name="a.png", width=700, height=700),)
+    turns = (Turn(role="user", parts=(MediaPart(index=0), "What is it?")),)
+    conversation = pair(turns=turns, media=media)
+    limits = LimitsConfig(max_visual_tokens=300, when_over=("truncate", "resize"), min_active_ratio=0.0)
+    found = encoder("qwen2_5_vl", limits=limits).measure_pair(conversation)
+    assert found.chosen.plans == found.rejected.plans
+    assert sum(plan.tokens for plan in found.plans) <= 300
+    assert [how for how, _ in found.changes] == ["resized"]
+    with pytest.raises(SampleRejected, match="too_many_visual_tokens"):
+        encoder("qwen2_5_vl", limits=LimitsConfig(max_visual_tokens=300)).measure_pair(conversation)
+
+
+def test_a_value_of_each_target_stands_where_its_label_stands(encoder):
+    made = encoder(extra_fields=("advantages", "reward"))
+    count = encoder().measure(plain()).targets
+    values = tuple(0.25 * at - 1 for at in range(count))
+    row = made.render(made.measure(plain(extras={"advantages": values, "reward": 2, "unused": 5.0})), lambda name: b"")
+    learned = row["labels"] != -100
+    assert row["advantages"][learned].tolist() == list(values)
+    assert row["reward"][learned].tolist() == [2.0] * count
+    assert not row["advantages"][~learned].any()
+    assert "unused" not in row
+
+
+def test_values_survive_packing_padding_and_context_parallel_slicing(packer):
+    made = packer(ParallelConfig(context_parallel=2), seq_length=256, extra_fields=("advantages",))
+    count = made.encoder.measure(plain(extras={"advantages": 0.0})).targets
+    lists = [tuple(float(100 * sample + at) for at in range(count)) for sample in range(3)]
+    samples = measured(made, *(plain(str(at), extras={"advantages": values}) for at, values in enumerate(lists)))
+    batch = packed(made, samples).batch
+    for row, values in zip(thd.unpack(batch), lists, strict=True):
+        assert row["advantages"][row["labels"] != -100].tolist() == list(values)
+    slices = [thd.slice_for_context_parallel(batch, 2, rank) for rank in range(2)]
+    assert all(part.extra["advantages"].shape == part.labels.shape for part in slices)
+    assert torch.equal(thd.reassemble(slices).extra["advantages"], batch.extra["advantages"])
+    for part in slices:
+        assert not part.extra["advantages"][part.labels == -100].any()
+    assert torch.equal(batch.to_bridge()["advantages"], batch.extra["advantages"])
+
+
+def test_the_padding_of_a_short_rank_has_the_same_fields(packer):
+    batch = packer(extra_fields=("advantages", "preference")).padding_pack().batch
+    assert {name: tensor.abs().sum().item() for name, tensor in batch.extra.items()} == {
+        "advantages": 0.0,
+        "preference": 0.0,
+    }
+
+
+def test_a_missing_or_miscounted_value_rejects_the_sample_by_name(encoder):
+    made = encoder(extra_fields=("advantages",))
+    with pytest.raises(SampleRejected, match="missing_extra"):
+        made.measure(plain())
+    with pytest.raises(SampleRejected, match="extra_mismatch: extras 'advantages' holds 2 numbers"):
+        made.measure(plain(extras={"advantages": (1.0, 2.0)}))
+
+
+def test_a_sample_with_a_value_for_each_target_is_dropped_rather_than_cut(encoder):
+    turns = (*BEGINNING, *CHOSEN)
+    whole = encoder().measure(Conversation(key="k", turns=turns))
+    conversation = Conversation(key="k", turns=turns, extras={"advantages": (1.0,) * whole.targets})
+    limits = LimitsConfig(max_tokens=whole.length - 1, when_over=("truncate",))
+    assert encoder(limits=limits).measure(conversation).turns == 2
+    with pytest.raises(SampleRejected, match="too_many_tokens"):
+        encoder(limits=limits, extra_fields=("advantages",)).measure(conversation)
+
+
+def test_extra_fields_are_named_once_and_guard_a_resume(encoder):
+    with pytest.raises(ConfigError, match="each field once"):
+        EncoderConfig(extra_fields=("a", "a"))
+    assert encoder(extra_fields=("a",)).fingerprint()["extra_fields"] != encoder().fingerprint()["extra_fields"]

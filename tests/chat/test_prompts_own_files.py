@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from energon_packing.chat.prompt import MediaText, PromptFormat, compile_prompt
@@ -188,3 +190,13 @@ def test_what_a_user_writes_about_thinking_is_text(own):
 def test_several_thoughts_in_one_answer_are_all_masked(own):
     text = "<think>a</think>B<think>c</think>D"
     assert marked(own(thinking="mask").render(answer(text))).endswith("[A]<think>a</think>«B»<think>c</think>«D[/A]»|")
+
+
+def test_the_example_of_the_documentation_works(own):
+    page = Path(__file__).parents[2] / "docs" / "prompts.md"
+    example = page.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
+    rendered = own(example, media={}).render(answer("A"))
+    assert marked(rendered) == (
+        "<|im_start|>system\nAnswer briefly.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n"
+        "<|im_start|>assistant\n«A<|im_end|>»\n"
+    )

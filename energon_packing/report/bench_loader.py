@@ -185,7 +185,8 @@ def start(job: LoaderJob, log: Path, *, module: str = "loader_run") -> dict[str,
             env=os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
         )
     if done.returncode or not out.is_file():
-        raise PackingError(f"the measured process of {path_name(job)} ended with {done.returncode}; see {log}")
+        end = " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
+        raise PackingError(f"the measured process of {path_name(job)} ended with {done.returncode}: {end} (see {log})")
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return result
 
@@ -203,6 +204,8 @@ def figures(job: LoaderJob, measured: dict[str, Any], data: BenchData) -> dict[s
     keys, tokens = measured["keys"], measured["tokens"]
     if len(keys) != len(set(keys)):
         raise PackingError(f"{path_name(job)} emitted {len(keys) - len(set(keys))} samples twice in one epoch")
+    if not keys:
+        raise PackingError(f"{path_name(job)} emitted nothing; the reasons that it gave: {measured['dropped']}")
     lost = data.samples - len(keys)
     lost_defective = len(data.defective - set(keys))
     row_fills = [min(row, job.seq_length) / job.seq_length for row in tokens]

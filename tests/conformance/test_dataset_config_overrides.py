@@ -164,9 +164,12 @@ def test_bridges_yaml_gives_the_data_set_back(container, tmp_path):
     assert type(again.dataset) is type(container.dataset)
     assert again.dataset.run_config(ours.ParallelConfig()) == container.dataset.run_config(ours.ParallelConfig())
     before, after = fields(container.dataset), fields(again.dataset)
-    assert {name: value for name, (_, value) in after.items() if name != "encoder.limits.when_over"} == {
-        name: value for name, (_, value) in before.items() if name != "encoder.limits.when_over"
-    }
+    # YAML knows no tuples; what they become is read back as one (above).
+    values = [
+        {name: tuple(value) if isinstance(value, list) else value for name, (_, value) in found.items()}
+        for found in (before, after)
+    ]
+    assert values[0] == values[1]
     again.validate()
 
 

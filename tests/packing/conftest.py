@@ -1,0 +1,12 @@
+"""What a test registers is gone after it: the benchmark's test runs every policy that is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from energon_packing.packing import policy
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    monkeypatch.setattr(policy, "_registered", dict(policy._registered))

@@ -110,17 +110,21 @@ def _global_batch(view: RunView) -> Finding | None:
 
 @_rule(
     id="core-15-expert-world-size",
-    checks="the world size is a multiple of TP x EP x PP",
+    checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
     applies=_experts_are_spread,
 )
 def _expert_world_size(view: RunView) -> Finding | None:
-    group = view.tensor_parallel * view.expert_parallel * view.pipeline_parallel
+    inside = view.expert_tensor_parallel or view.tensor_parallel
+    group = inside * view.expert_parallel * view.pipeline_parallel
     if view.world_size % group == 0:
         return None
     return Finding(
-        why=f"{view.world_size} GPUs are not divisible by TP x EP x PP = {group} (expert tensor parallel is TP)",
-        mend=f"use a multiple of {group} GPUs",
+        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP {view.expert_parallel} x "
+        f"PP {view.pipeline_parallel} = {group}"
+        + ("" if view.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
+        mend=f"use a multiple of {group} GPUs"
+        + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
     )
 
 

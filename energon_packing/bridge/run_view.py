@@ -42,6 +42,8 @@ class RunView:
     context_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    """Tensor parallelism inside experts; None is that of the model."""
     virtual_pipeline_parallel: int | None = None
     sequence_parallel: bool = False
     eval_context_parallel: int | None = None
@@ -228,6 +230,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         context_parallel=getattr(model, "context_parallel_size", 1),
         pipeline_parallel=getattr(model, "pipeline_model_parallel_size", 1),
         expert_parallel=getattr(model, "expert_model_parallel_size", 1),
+        expert_tensor_parallel=getattr(model, "expert_tensor_parallel_size", None),
         virtual_pipeline_parallel=getattr(model, "virtual_pipeline_model_parallel_size", None),
         sequence_parallel=bool(getattr(model, "sequence_parallel", False)),
         eval_context_parallel=container.dist.eval_context_parallel_size,

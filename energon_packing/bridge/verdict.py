@@ -14,7 +14,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,20 +49,47 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
     version = installed_version("megatron-bridge")
     if version is None or importlib.util.find_spec("megatron") is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
-    with _quiet():
+    with quiet():
         try:
             prepare_bridge()
             container = equivalent_container(view)
         except ImportError as error:
             return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
-        with world_size(view.world_size):
-            try:
-                container.validate()
-            except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
-                message = " ".join(str(error).split()) or type(error).__name__
-                return BridgeVerdict(
-                    version=version, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
-                )
+    return _judged(container.validate, view.world_size)
+
+
+def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
+    """What Bridge's ``pretrain()`` calls first, on a ``ConfigContainer``; it ends with ``validate()``.
+
+    It changes the container: names of precisions become settings, and what follows from the rest is filled in. On a
+    machine without Transformer Engine, which Megatron-Core looks for already here, fused kernels are turned off before.
+    """
+    from megatron.bridge.training.config import runtime_config_update
+
+    from energon_packing.bridge import cpu_stand_ins
+
+    if cpu_stand_ins.needed():
+        for name in ("moe_permute_fusion", "moe_router_fusion"):
+            if hasattr(container.model, name):
+                setattr(container.model, name, False)
+    environment = dict(os.environ)
+    try:
+        return _judged(lambda: runtime_config_update(container), world_size)
+    finally:  # a recipe brings variables of the training machine
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
+    version = installed_version("megatron-bridge")
+    with quiet(), believed_world_size(size):
+        try:
+            check()
+        except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
+            message = " ".join(str(error).split()) or type(error).__name__
+            return BridgeVerdict(
+                version=version, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
+            )
     return BridgeVerdict(version=version, accepted=True)
 
 
@@ -162,7 +189,7 @@ def _equivalent_dataset(view: RunView) -> Any:
 
 
 @contextlib.contextmanager
-def world_size(size: int) -> Iterator[None]:
+def believed_world_size(size: int) -> Iterator[None]:
     """Lets Bridge believe in a number of processes; it reads ``WORLD_SIZE`` where no process group is open."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(size)
@@ -176,7 +203,7 @@ def world_size(size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

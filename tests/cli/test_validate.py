@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from energon_packing.bridge import verdict
@@ -122,7 +123,7 @@ def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
 
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = verdict.BridgeVerdict(version="9.9", accepted=False, message="a rule of a later Bridge")
-    monkeypatch.setattr("energon_packing.cli.validate.bridge_verdict", lambda view: answer)
+    monkeypatch.setattr("energon_packing.bridge.run_source.bridge_verdict", lambda view: answer)
     result = run(str(good))
     assert result.exit_code == 1
     assert "a rule of a later Bridge" in result.stdout
@@ -144,6 +145,59 @@ def test_the_resolved_picture_is_what_the_run_will_do(good: Path) -> None:
     assert picture["micro_batches_per_step"] == 2
     assert picture["max_tokens_per_step"] == 8 * 4096
     assert picture["world_size_assumed"] is False
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_file_is_mended_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
+    overrides, _, _ = BROKEN[name]
+    before = good.read_text()
+    result = run(str(good), "--no-bridge", "--fix", *sets(overrides))
+    assert result.exit_code == 0, result.stdout
+    assert "+++" in result.stdout
+    written = good.with_name("run.fixed.yaml")
+    assert "run.fixed.yaml" in result.stdout
+    assert run(str(written), "--no-bridge").exit_code == 0
+    assert good.read_text() == before
+
+
+def test_a_file_without_fault_is_written_as_it_is(good: Path) -> None:
+    code, answer = run_json(str(good), "--no-bridge", "--fix")
+    assert code == 0
+    assert answer["fix"]["changes"] == {}
+    assert yaml.safe_load(good.with_name("run.fixed.yaml").read_text()) == yaml.safe_load(GOOD)
+
+
+ARGUMENTS = "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel --seq-length 4096"
+ARGUMENTS += " --calculate-per-token-loss --global-batch-size=8 --lr 1e-5 --use-mcore-models"
+
+
+def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_path: Path) -> None:
+    result = run("--world-size", "8", "--json", "--", *ARGUMENTS.split())
+    answer = json.loads(result.stdout)
+    assert result.exit_code == 0
+    assert answer["kind"] == "Megatron-LM arguments"
+    assert answer["resolved"]["alignment_multiple"] == 4
+    assert answer["resolved"]["global_batch_size"] == 8
+    file = tmp_path / "arguments.txt"
+    file.write_text("# a run\n" + ARGUMENTS.replace("4096", "4094").replace(" --global", " \\\n  --global") + "\n")
+    code, answer = run_json(str(file), "--world-size", "8")
+    assert code == 1
+    assert "bridge-07-seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--tensor-model-paralel-size 2 --seq-length 4096", "did you mean --tensor-model-parallel-size"),
+        ("--seq-length long", "'long'"),
+        ("--lr 1e-5", "no --seq-length"),
+        ("--seq-length 4096 --context-parallel-size 0", "at least 1"),
+    ],
+)
+def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, words: str) -> None:
+    result = run("--", *arguments.split())
+    assert result.exit_code == 2
+    assert words in result.stderr
 
 
 def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:

@@ -1,0 +1,84 @@
+"""Qwen2.5-VL on packed rows: Bridge's own recipes with the data set changed.
+
+No context parallelism: Bridge's Qwen2.5-VL has no code for it. Train with ``vlm_step``. ``GPUS`` is what each recipe
+was laid out for; more replicas need no other change than a global batch that they divide.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.recipes import qwen_vl
+
+from energon_packing.bridge.recipe import use_packed_data
+
+DATA = "data/packed"
+CHECKPOINTS = "checkpoints"
+"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it."""
+
+GPUS = {
+    "qwen25_vl_3b_sft": 8,
+    "qwen25_vl_3b_peft": 8,
+    "qwen25_vl_7b_sft": 8,
+    "qwen25_vl_7b_peft": 8,
+    "qwen25_vl_32b_sft": 32,
+    "qwen25_vl_32b_peft": 16,
+    "qwen25_vl_72b_sft": 64,
+    "qwen25_vl_72b_peft": 32,
+}
+
+
+def qwen25_vl_3b_sft(data: str = DATA) -> Any:
+    """8 GPUs: TP 1, DP 8."""
+    return use_packed_data(qwen_vl.qwen25_vl_3b_sft_config(), data, seq_length=8192, global_batch_size=16)
+
+
+def qwen25_vl_3b_peft(data: str = DATA) -> Any:
+    """8 GPUs: TP 1, DP 8; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_3b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen2.5-VL-3B-Instruct"
+    return cfg
+
+
+def qwen25_vl_7b_sft(data: str = DATA) -> Any:
+    """8 GPUs: TP 2 with sequence parallelism, DP 4."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_7b_sft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.model.sequence_parallel = True
+    return cfg
+
+
+def qwen25_vl_7b_peft(data: str = DATA) -> Any:
+    """8 GPUs: TP 1, DP 8; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_7b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen2.5-VL-7B-Instruct"
+    return cfg
+
+
+def qwen25_vl_32b_sft(data: str = DATA) -> Any:
+    """32 GPUs: TP 8 with sequence parallelism, PP 2, DP 2."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_32b_sft_config(), data, seq_length=16384, global_batch_size=16)
+    cfg.model.sequence_parallel = True
+    return cfg
+
+
+def qwen25_vl_32b_peft(data: str = DATA) -> Any:
+    """16 GPUs: TP 4 with sequence parallelism, DP 4; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_32b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.model.tensor_model_parallel_size, cfg.model.sequence_parallel = 4, True
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen2.5-VL-32B-Instruct"
+    return cfg
+
+
+def qwen25_vl_72b_sft(data: str = DATA) -> Any:
+    """64 GPUs: TP 8 with sequence parallelism, PP 4, DP 2."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_72b_sft_config(), data, seq_length=16384, global_batch_size=16)
+    cfg.model.sequence_parallel = True
+    return cfg
+
+
+def qwen25_vl_72b_peft(data: str = DATA) -> Any:
+    """32 GPUs: TP 8 with sequence parallelism, DP 4; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen25_vl_72b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.model.tensor_model_parallel_size, cfg.model.sequence_parallel = 8, True
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen2.5-VL-72B-Instruct"
+    return cfg

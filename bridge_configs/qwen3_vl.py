@@ -1,0 +1,84 @@
+"""Qwen3-VL on packed rows: Bridge's own recipes with the data set changed; two of them with context parallelism.
+
+Train the 8B with ``vlm_step`` and the mixtures of experts with ``energon_packing.bridge.step.forward_step``, which
+keeps padding out of the routers' load balance; ``qwen3_vl_step``, which Bridge's recipes go with, refuses packed rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.recipes import qwen_vl
+
+from energon_packing.bridge.recipe import use_packed_data
+
+DATA = "data/packed"
+CHECKPOINTS = "checkpoints"
+"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it."""
+BLEND = "bridge_configs/data/blend.yaml"
+
+GPUS = {
+    "qwen3_vl_8b_sft": 8,
+    "qwen3_vl_8b_sft_long": 32,
+    "qwen3_vl_8b_peft": 8,
+    "qwen3_vl_30b_a3b_sft": 8,
+    "qwen3_vl_30b_a3b_sft_long": 64,
+    "qwen3_vl_30b_a3b_peft": 8,
+    "qwen3_vl_235b_a22b_sft": 256,
+    "qwen3_vl_235b_a22b_peft": 64,
+}
+
+
+def qwen3_vl_8b_sft(data: str = BLEND) -> Any:
+    """8 GPUs: TP 2 with sequence parallelism, DP 4; on a blend of two data sets."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.model.sequence_parallel = True
+    return cfg
+
+
+def qwen3_vl_8b_sft_long(data: str = DATA) -> Any:
+    """32 GPUs: TP 2 with sequence parallelism, CP 4, DP 4; rows of 65,536 tokens for long videos."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=65536, global_batch_size=8)
+    cfg.model.sequence_parallel, cfg.model.context_parallel_size = True, 4
+    return cfg
+
+
+def qwen3_vl_8b_peft(data: str = DATA) -> Any:
+    """8 GPUs: TP 1, DP 8; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_8b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3-VL-8B-Instruct"
+    return cfg
+
+
+def qwen3_vl_30b_a3b_sft(data: str = DATA) -> Any:
+    """8 GPUs: EP 8, DP 8."""
+    return use_packed_data(qwen_vl.qwen3_vl_30b_a3b_sft_config(), data, seq_length=8192, global_batch_size=16)
+
+
+def qwen3_vl_30b_a3b_sft_long(data: str = BLEND) -> Any:
+    """64 GPUs: CP 4, EP 8, DP 16; rows of 32,768 tokens; on a blend of two data sets."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_30b_a3b_sft_config(), data, seq_length=32768, global_batch_size=16)
+    cfg.model.context_parallel_size = 4
+    return cfg
+
+
+def qwen3_vl_30b_a3b_peft(data: str = DATA) -> Any:
+    """8 GPUs: EP 4, DP 8; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_30b_a3b_peft_config(), data, seq_length=8192, global_batch_size=16)
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3-VL-30B-A3B-Instruct"
+    return cfg
+
+
+def qwen3_vl_235b_a22b_sft(data: str = DATA) -> Any:
+    """256 GPUs: TP 4 with sequence parallelism, CP 2, EP 32 with whole experts, DP 32."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_235b_a22b_sft_config(), data, seq_length=16384, global_batch_size=32)
+    cfg.model.sequence_parallel, cfg.model.context_parallel_size = True, 2
+    cfg.model.expert_tensor_parallel_size = 1
+    return cfg
+
+
+def qwen3_vl_235b_a22b_peft(data: str = DATA) -> Any:
+    """64 GPUs: EP 16, DP 64; LoRA."""
+    cfg = use_packed_data(qwen_vl.qwen3_vl_235b_a22b_peft_config(), data, seq_length=8192, global_batch_size=64)
+    cfg.checkpoint.pretrained_checkpoint = f"{CHECKPOINTS}/Qwen3-VL-235B-A22B-Instruct"
+    return cfg

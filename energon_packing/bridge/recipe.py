@@ -1,0 +1,57 @@
+"""From a Bridge recipe to packed training: what changes besides the data set, in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+from energon_packing.errors import ConfigError
+
+
+def use_packed_data(
+    cfg: Any,
+    path: str,
+    *,
+    processor: str | None = None,
+    seq_length: int | None = None,
+    global_batch_size: int | None = None,
+    num_workers: int = 4,
+) -> Any:
+    """Gives a Bridge configuration packed data, and what packed data needs.
+
+    Besides ``cfg.dataset``: one row a micro-batch in training and evaluation; the loss of a step divided by its trained
+    tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core refuses
+    with it; the model's length. Everything can be changed afterwards.
+
+    Args:
+        cfg: a ``ConfigContainer``, for example from a recipe; changed in place.
+        path: data set that ``energon-packing convert`` wrote, or another prepared Energon data set or blend.
+        processor: of the model; None takes the one that the recipe names.
+        seq_length: tokens of a row; None keeps the model's.
+        global_batch_size: packs of a step; None keeps the recipe's number, which then are packs instead of samples.
+        num_workers: loader processes of a rank.
+
+    Returns:
+        ``cfg``.
+
+    Raises:
+        ConfigError: the recipe names no processor and none is given.
+    """
+    named = processor or getattr(cfg.dataset, "hf_processor_path", None)
+    named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
+    named = named or getattr(cfg.tokenizer, "tokenizer_model", None)
+    if not named:
+        raise ConfigError("The recipe names no processor; give use_packed_data(..., processor=...).")
+    length = seq_length or cfg.model.seq_length
+    cfg.dataset = PackedEnergonDatasetConfig(
+        path=path, processor=str(named), seq_length=length, num_workers=num_workers
+    )
+    cfg.model.seq_length = length
+    cfg.model.calculate_per_token_loss = True
+    cfg.ddp.average_in_collective = False
+    cfg.train.micro_batch_size = 1
+    cfg.validation.eval_micro_batch_size = None  # follows training
+    if global_batch_size is not None:
+        cfg.train.global_batch_size = global_batch_size
+        cfg.validation.eval_global_batch_size = None
+    return cfg

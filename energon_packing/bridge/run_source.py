@@ -1,0 +1,326 @@
+"""What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
+
+Each source gives the same three things: a `RunView` for the static rules, a verdict of the installed Bridge where there
+is one to give, and the place of a view's field in the source, so that a mend can be written. Bridge is imported only by
+the two sources that are Bridge's.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import math
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from energon_packing.bridge.megatron_arguments import read_arguments, view_of_arguments
+from energon_packing.bridge.run_view import RunView, smallest_world_size, view_of, view_of_config
+from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, container_verdict, prepare_bridge, quiet
+from energon_packing.config import load_config
+from energon_packing.errors import ConfigError, UserError
+
+_RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+
+# Field of the view -> place in our YAML. What is not listed follows from others, or our YAML does not hold it.
+_IN_YAML = {
+    "context_parallel": "parallel.context_parallel",
+    "eval_context_parallel": "parallel.eval_context_parallel",
+    "dataset_seq_length": "packing.seq_length",
+    "model_seq_length": "training.model_seq_length",
+    "pad_to_max_length": "packing.pad_to_max_length",
+    **{
+        name: f"training.{name}"
+        for name in (
+            "micro_batch_size",
+            "global_batch_size",
+            "eval_micro_batch_size",
+            "eval_global_batch_size",
+            "calculate_per_token_loss",
+            "average_in_collective",
+            "enable_in_batch_packing",
+            "step",
+        )
+    },
+}
+# Field of the view -> place in a Bridge ``ConfigContainer``.
+_IN_CONTAINER = {
+    "context_parallel": "model.context_parallel_size",
+    "eval_context_parallel": "dist.eval_context_parallel_size",
+    "virtual_pipeline_parallel": "model.virtual_pipeline_model_parallel_size",
+    "dataset_seq_length": "dataset.seq_length",
+    "model_seq_length": "model.seq_length",
+    "dataset_micro_batch_size": "dataset.micro_batch_size",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "eval_micro_batch_size": "validation.eval_micro_batch_size",
+    "eval_global_batch_size": "validation.eval_global_batch_size",
+    "calculate_per_token_loss": "model.calculate_per_token_loss",
+    "average_in_collective": "ddp.average_in_collective",
+    "overlap_grad_reduce": "ddp.overlap_grad_reduce",
+    "pad_to_max_length": "dataset.pad_to_max_length",
+    "pad_cu_seqlens": "dataset.offline_packing_specs.pad_cu_seqlens",
+    "packed_sequence_size": "dataset.offline_packing_specs.packed_sequence_size",
+    "mtp_num_layers": "model.mtp_num_layers",
+    "overlap_moe_expert_parallel_comm": "comm_overlap.overlap_moe_expert_parallel_comm",
+    "recompute_granularity": "model.recompute_granularity",
+}
+
+
+class RunSource(Protocol):
+    """One thing that describes a run.
+
+    Attributes:
+        name: as the user gave it.
+        kind: what it was taken for.
+        world_size_assumed: whether the number of GPUs is the smallest that works.
+    """
+
+    name: str
+    kind: str
+    world_size_assumed: bool
+
+    def view(self) -> RunView:
+        """What the rules read."""
+
+    def verdict(self) -> BridgeVerdict:
+        """What the installed Bridge says."""
+
+    def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes of view fields as places of the source and their values."""
+
+
+@dataclass(kw_only=True)
+class YamlRun:
+    """Our YAML."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    world_size: int | None = None
+    kind: str = "energon_packing YAML"
+
+    def __post_init__(self) -> None:
+        self.world_size_assumed = self.world_size is None
+
+    def view(self) -> RunView:
+        return view_of_config(load_config(self.name, self.overrides), world_size=self.world_size)
+
+    def verdict(self) -> BridgeVerdict:
+        return bridge_verdict(self.view())
+
+    def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {_IN_YAML[name]: value for name, value in changes.items() if name in _IN_YAML}
+
+
+@dataclass(kw_only=True)
+class ContainerRun:
+    """A Bridge ``ConfigContainer``: from a recipe function, or from the YAML that Bridge writes beside a checkpoint."""
+
+    name: str
+    kind: str
+    overrides: tuple[str, ...] = ()
+    world_size: int | None = None
+    step: str | None = None
+    container: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        self.world_size_assumed = self.world_size is None
+        if self.overrides:
+            from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
+
+            try:
+                with quiet():
+                    process_config_with_overrides(self.container, cli_overrides=list(self.overrides))
+            except OverridesError as error:
+                raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
+
+    def view(self) -> RunView:
+        model, dist = self.container.model, self.container.dist
+        size = self.world_size or smallest_world_size(
+            model.tensor_model_parallel_size,
+            model.pipeline_model_parallel_size,
+            model.context_parallel_size,
+            dist.eval_context_parallel_size,
+        )
+        experts = getattr(model, "expert_model_parallel_size", 1) or 1
+        if self.world_size is None and experts > 1:  # a group of experts as well
+            inside = getattr(model, "expert_tensor_parallel_size", None) or model.tensor_model_parallel_size
+            size = math.lcm(size, inside * model.pipeline_model_parallel_size * experts)
+        return view_of(self.container, world_size=size, step=self.step)
+
+    def verdict(self) -> BridgeVerdict:
+        view = self.view()
+        own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
+        if own.accepted and view.dataset_kind == "packed_energon":
+            # Bridge spares a provider some rules; its own data set class gets them all.
+            return bridge_verdict(view)
+        return own
+
+    def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        settable = {entry.name for entry in dataclasses.fields(self.container.dataset)}
+        found = {_IN_CONTAINER[name]: value for name, value in changes.items() if name in _IN_CONTAINER}
+        # Ours computes the specs from its other fields.
+        return {
+            place: value
+            for place, value in found.items()
+            if not place.startswith("dataset.") or place.split(".")[1] in settable
+        }
+
+
+@dataclass(kw_only=True)
+class ArgumentsRun:
+    """Megatron-LM arguments."""
+
+    name: str
+    words: list[str]
+    world_size: int | None = None
+    step: str | None = None
+    kind: str = "Megatron-LM arguments"
+
+    def __post_init__(self) -> None:
+        self.world_size_assumed = self.world_size is None
+
+    def view(self) -> RunView:
+        return view_of_arguments(self.words, world_size=self.world_size)
+
+    def verdict(self) -> BridgeVerdict:
+        return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
+
+    def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+
+def run_source(
+    given: tuple[str, ...],
+    *,
+    overrides: tuple[str, ...] = (),
+    world_size: int | None = None,
+    step: str | None = None,
+    model_configs: Path | None = None,
+) -> RunSource:
+    """Finds out what was given.
+
+    Args:
+        given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
+        overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
+        world_size: GPUs; None takes the smallest number that holds one replica.
+        step: forward step, for sources that do not hold it.
+        model_configs: folder of ``NAME/config.json`` of models, taken instead of the hub where it has the model.
+
+    Raises:
+        ConfigError: nothing that could be read.
+        UserError: Bridge is needed and cannot be imported.
+    """
+    if not given:
+        raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
+    name = given[0]
+    if name.startswith("--") or len(given) > 1:
+        return _arguments("arguments", list(given), overrides, world_size, step)
+    path = Path(name)
+    if _RECIPE.match(name) and not path.exists():
+        container = _recipe(name, model_configs)
+        return ContainerRun(
+            name=name, kind="Bridge recipe", overrides=overrides, world_size=world_size, step=step, container=container
+        )
+    if path.is_file():
+        start = _first_word(path)
+        if start.startswith("--") and start != "---":
+            return _arguments(name, read_arguments(path), overrides, world_size, step)
+        if _is_serialised(path):
+            container = _serialised(path)
+            kind = "serialised Bridge configuration"
+            return ContainerRun(
+                name=name, kind=kind, overrides=overrides, world_size=world_size, step=step, container=container
+            )
+    if step is not None:
+        overrides = (*overrides, f"training.step={step}")
+    return YamlRun(name=name, overrides=overrides, world_size=world_size)
+
+
+def _arguments(
+    name: str, words: list[str], overrides: tuple[str, ...], world_size: int | None, step: str | None
+) -> ArgumentsRun:
+    if overrides:
+        raise ConfigError("--set has nothing to change in Megatron-LM arguments; change the arguments.")
+    return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
+
+
+def _first_word(path: Path) -> str:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        for line in lines:
+            words = line.split("#", 1)[0].split()
+            if words:
+                return words[0]
+    return ""
+
+
+def _is_serialised(path: Path) -> bool:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
+        return any(line.startswith("_target_:") for line in lines)
+
+
+def _bridge() -> None:
+    try:
+        with quiet():
+            prepare_bridge()
+            importlib.import_module("energon_packing.bridge.dataset")  # Bridge's YAML may name its classes
+    except ImportError as error:
+        raise UserError(f"Megatron-Bridge is needed for this and cannot be imported: {error}.") from error
+
+
+def _recipe(name: str, model_configs: Path | None) -> Any:
+    module_name, _, function_name = name.partition(":")
+    _bridge()
+    from energon_packing.bridge.model_configs import gpu_of_recipes, models_from
+
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:  # as `python -m` does: a recipe may lie where the command is run
+        sys.path.insert(0, here)
+    try:
+        try:
+            with quiet():
+                module = importlib.import_module(module_name)
+        except ImportError as error:
+            raise ConfigError(f"The module of the recipe {name} cannot be imported: {error}.") from error
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            known = [entry for entry in dir(module) if entry.endswith("_config")]
+            listed = f"; it has {', '.join(known[:8])}" if known else ""
+            raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
+        try:
+            with quiet(), gpu_of_recipes(), models_from(model_configs):
+                container = function()
+        except UserError:
+            raise
+        except Exception as error:  # a recipe runs foreign code: what it raises is about the recipe
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            raise ConfigError(f"The recipe {name} stops with {type(error).__name__}: {reason}") from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    return _checked(container, name)
+
+
+def _serialised(path: Path) -> Any:
+    _bridge()
+    from megatron.bridge.training.config import ConfigContainer
+
+    try:
+        with quiet():
+            container = ConfigContainer.from_yaml(str(path))
+    except Exception as error:  # unknown classes, wrong values, YAML: all are about the file
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ConfigError(f"{path} is not a configuration that Bridge can read: {reason}") from error
+    return _checked(container, str(path))
+
+
+def _checked(container: Any, name: str) -> Any:
+    for part in ("model", "train", "dataset", "ddp", "dist", "validation"):
+        if getattr(container, part, None) is None:
+            raise ConfigError(f"{name} gives a {type(container).__name__} without {part}; expected a ConfigContainer.")
+    return container

@@ -1,0 +1,225 @@
+"""Every recipe and YAML file in ``bridge_configs/`` is valid, on Bridge's real recipes, without a hub or a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge import cpu_stand_ins
+from energon_packing.bridge.model_configs import SHIPPED
+from energon_packing.bridge.run_source import run_source
+from energon_packing.cli.main import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "bridge_configs"
+
+
+def gpus(module):
+    """The table of a recipe file, read without importing it (that needs Bridge)."""
+    tree = ast.parse((FOLDER / f"{module}.py").read_text())
+    (table,) = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "GPUS"
+    ]
+    return ast.literal_eval(table)
+
+
+RECIPES = [(module, name, size) for module in ("qwen25_vl", "qwen3_vl", "qwen3") for name, size in gpus(module).items()]
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_ins():
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+@pytest.fixture(autouse=True)
+def training_machine(tmp_path, monkeypatch):
+    """A folder with the checkpoints that adapters are trained on top of; recipes are importable from the checkout."""
+    for model in SHIPPED.iterdir():
+        (tmp_path / "checkpoints" / model.name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def step_of(name):
+    return "gpt_step" if name.startswith("qwen3_8b") else "energon_packing.bridge.step" if "_a" in name else "vlm_step"
+
+
+def validate(*arguments):
+    result = CliRunner().invoke(cli, ["validate", *arguments, "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def speaking(answer):
+    return {rule["rule"]: rule["verdict"] for rule in answer["rules"] if rule["verdict"] in ("error", "warning")}
+
+
+@pytest.mark.parametrize(("module", "name", "size"), RECIPES)
+def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
+    code, answer = validate(f"bridge_configs.{module}:{name}", "--world-size", str(size), "--step", step_of(name))
+    assert speaking(answer) == {}
+    assert answer["bridge"]["message"] is None
+    assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
+    assert answer["resolved"]["packing"] == "online"
+    assert answer["resolved"]["micro_batches_per_step"] >= 1
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_yaml_file_is_valid_and_says_what_its_recipe_says(file):
+    (size,) = re.findall(r"--world-size (\d+)", file.read_text())
+    code, answer = validate(str(file), "--world-size", size)
+    assert speaking(answer) == {}
+    assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
+    (module,) = [module for module, name, _ in RECIPES if name == file.stem]
+    source = run_source((f"bridge_configs.{module}:{file.stem}",), world_size=int(size))
+    view, theirs = source.view(), run_source((str(file),), world_size=int(size)).view()
+    for field in (
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+        "sequence_parallel",
+        "micro_batch_size",
+        "global_batch_size",
+        "dataset_seq_length",
+        "model_seq_length",
+        "calculate_per_token_loss",
+        "average_in_collective",
+    ):
+        assert getattr(theirs, field) == getattr(view, field), field
+
+
+def test_every_recipe_has_its_yaml_file():
+    assert {file.stem for file in FILES} == {name for _, name, _ in RECIPES}
+
+
+def test_context_parallelism_is_used_by_models_that_have_it_only():
+    wide = {file.stem for file in FILES if "context_parallel" in file.read_text()}
+    assert wide
+    assert not any(name.startswith("qwen25") for name in wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen2.5-VL-3B-Instruct", 3.75e9),
+        ("Qwen2.5-VL-7B-Instruct", 8.29e9),
+        ("Qwen2.5-VL-32B-Instruct", 33.5e9),
+        ("Qwen2.5-VL-72B-Instruct", 73.4e9),
+        ("Qwen3-VL-8B-Instruct", 8.77e9),
+        ("Qwen3-VL-30B-A3B-Instruct", 31.1e9),
+        ("Qwen3-VL-235B-A22B-Instruct", 235.7e9),
+        ("Qwen3-8B", 8.19e9),
+    ],
+)
+def test_a_shipped_configuration_has_the_published_number_of_parameters(name, parameters):
+    """A wrong width or depth would show; built on torch's meta device, in the Hugging Face class."""
+    import torch
+    import transformers
+
+    values = json.loads((SHIPPED / name / "config.json").read_text())
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = getattr(transformers, config.architectures[0])
+    with torch.device("meta"):
+        model = kind(config)
+    assert sum(weight.numel() for weight in model.parameters()) == pytest.approx(parameters, rel=0.005)
+
+
+BROKEN = [
+    ("bridge_configs.qwen25_vl:qwen25_vl_7b_sft", "16", ["model.context_parallel_size=2"], "ours-23-family"),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge-11-"),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge-13-"),
+    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core-15-expert-world-size"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "overrides", "rule"), BROKEN)
+def test_a_broken_recipe_is_refused_for_its_rule(recipe, size, overrides, rule):
+    sets = [word for override in overrides for word in ("--set", override)]
+    code, answer = validate(recipe, "--world-size", size, *sets)
+    assert code == 1
+    assert any(found.startswith(rule) for found, verdict in speaking(answer).items() if verdict == "error")
+
+
+def test_a_recipe_is_mended_by_overrides_that_bridge_takes(tmp_path):
+    recipe = "bridge_configs.qwen3_vl:qwen3_vl_8b_sft"
+    sets = ["--set", "train.micro_batch_size=2", "--set", "ddp.overlap_grad_reduce=true"]
+    code, answer = validate(recipe, "--world-size", "8", "--step", "vlm_step", *sets, "--fix")
+    assert code == 0, speaking(answer)
+    assert answer["fix"]["changes"] == {
+        "train.micro_batch_size": 1,
+        "dataset.micro_batch_size": 1,
+        "train.global_batch_size": 8,
+        "dataset.seq_length": 16384,
+        "model.seq_length": 16384,
+        "ddp.overlap_grad_reduce": False,
+    }
+    assert (tmp_path / "qwen3_vl_8b_sft.fixed.yaml").is_file()
+
+
+def test_the_global_batch_that_keeps_the_tokens_of_an_unpacked_recipe_is_told():
+    name = "megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config"
+    code, answer = validate(name, "--world-size", "8", "--tokens-per-sample", "512", "--no-bridge")
+    assert code == 0
+    assert answer["resolved"]["packing"] == "in_batch"
+    # 32 samples of 512 tokens are 16,384: four rows of 4,096, one for each of four replicas.
+    assert answer["resolved"]["global_batch_size_in_packs"] == 4
+
+
+@pytest.fixture
+def serialised(tmp_path):
+    """A recipe as Bridge writes it beside a checkpoint."""
+    source = run_source(("bridge_configs.qwen3_vl:qwen3_vl_8b_sft",))
+    source.container.to_yaml(str(tmp_path / "run_config.yaml"))
+    return tmp_path / "run_config.yaml"
+
+
+def test_a_serialised_bridge_configuration_is_judged(serialised):
+    code, answer = validate(str(serialised), "--world-size", "8", "--step", "vlm_step")
+    assert answer["kind"] == "serialised Bridge configuration"
+    assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, {}, "accepts")
+    code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
+    assert (code, speaking(answer)) == (1, {"ours-19-step-reads-packs": "error"})
+
+
+def test_a_broken_serialised_configuration_is_mended_in_a_new_file_that_is_valid(serialised):
+    text = serialised.read_text().replace("average_in_collective: false", "average_in_collective: true", 1)
+    broken = serialised.with_name("broken.yaml")
+    broken.write_text(text.replace("context_parallel_size: 1\n", "context_parallel_size: 2\n", 1))
+    arguments = ("--world-size", "8", "--step", "vlm_step")
+    assert validate(str(broken), *arguments)[0] == 1
+    code, answer = validate(str(broken), *arguments, "--fix")
+    assert code == 0
+    assert answer["fix"]["written"].endswith("broken.fixed.yaml")
+    assert broken.read_text() != serialised.read_text()  # the given file stays
+    assert validate(answer["fix"]["written"], *arguments)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("no.such.module:recipe", "cannot be imported"),
+        ("bridge_configs.qwen3_vl:qwen3_vl_9b_sft", "no function qwen3_vl_9b_sft"),
+        ("math:floor", "stops with TypeError"),
+        ("locale:getlocale", "expected a ConfigContainer"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_exits_with_2_and_one_sentence(given, words):
+    result = CliRunner().invoke(cli, ["validate", given])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

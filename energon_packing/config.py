@@ -26,7 +26,9 @@ from energon_packing.alignment import alignment_multiple
 from energon_packing.errors import ConfigError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
-Oversize = Literal["drop", "raise", "truncate"]
+Oversize = Literal["drop", "raise", "truncate", "split"]
+SplitAt = Literal["turn", "token"]
+SplitPositions = Literal["restart", "continue"]
 WhenOver = Literal["resize", "truncate", "drop", "raise"]
 LossWeighting = Literal["token", "sample", "square"]
 Thinking = Literal["keep", "strip", "mask"]
@@ -204,7 +206,13 @@ class PackingConfig:
     balance_window: int = 1
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
-    """A sample longer than a row is dropped into the ledger, stops the run, or is cut after the last turn that fits."""
+    """A sample longer than a row is dropped into the ledger, stops the run, is cut after the last turn that fits, or is
+    split into pieces ``KEY#0``, ``KEY#1`` and so on, of which nothing is lost; see docs/packing.md."""
+    split_at: SplitAt = "turn"
+    """Where ``oversize: split`` cuts: ``turn`` after the last answer that fits, and inside an exchange only where that
+    is longer than a row; ``token`` fills every piece."""
+    split_positions: SplitPositions = "restart"
+    """Positions of a piece: ``restart`` counts each from 0, ``continue`` goes on where the piece before it ended."""
     pad_to_max_length: bool = False
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
     dummy_image: bool = False

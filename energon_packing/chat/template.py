@@ -128,6 +128,26 @@ class ChatTemplate:
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
         return RenderedChat(text=text, spans=trained)
 
+    def turn_end(self, conversation: Conversation, text: str, turns: int) -> int | None:
+        """Where in a rendered text the first so many turns end, in characters.
+
+        Args:
+            conversation: whole, as `render` got it.
+            text: what `render` made of it.
+            turns: 1 to the number of turns.
+
+        Returns:
+            None where the template cannot say: it refuses those turns alone, or shows them in another way.
+        """
+        if self.thinking == "strip":
+            conversation = strip_thinking(conversation)
+        tools = [dict(tool) for tool in conversation.tools] if conversation.tools else None
+        try:
+            before, _ = self._run(self._messages(conversation)[:turns], tools, track=False)
+        except SampleRejected:
+            return None
+        return len(before) if text.startswith(before) else None
+
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         messages = conversation.to_messages()
         if self._content_as_list:

@@ -29,6 +29,7 @@ class Measured:
         turns: of the conversation that was measured, after any truncation.
         settings: fields of the configuration that are lower for this sample's media, by name.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
+        position_start: position of the first token; above 0 only for a piece that goes on counting.
         extras: name -> one number for all targets, or float32 ``[targets]``.
     """
 
@@ -45,6 +46,7 @@ class Measured:
     scale: float = 1.0
     settings: tuple[tuple[str, int], ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
+    position_start: int = 0
     extras: Mapping[str, float | np.ndarray] = field(default_factory=dict)
 
     @property

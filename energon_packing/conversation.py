@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ LARGEST_NUMBER = 2**31 - 1
 """Of any number in a record (pixels, frames, frames a second, seconds, weights): above it, arithmetic overflows."""
 PREFERENCE = "preference"
 """The extra that is made and not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
+MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 SMALLEST_NUMBER = 1e-6
 """Of a size, a rate or a duration: a clip of one frame in eleven days is a mistake, and dividing by less overflows."""
 
@@ -38,6 +40,9 @@ class Media:
         frames: number of frames of a video; None for images.
         fps: average frames a second of a video; None for images.
         duration: seconds of a video; None for images.
+        frame_names: of a video that is a list of images: their entries in the store, in order, ``frames`` of them;
+            ``name`` is the first one. Such a list is sampled already: families take every frame of it.
+        frame_times: seconds at which each of those frames is shown, ascending; empty where they are ``1 / fps`` apart.
     """
 
     kind: MediaKind
@@ -47,11 +52,17 @@ class Media:
     frames: int | None = None
     fps: float | None = None
     duration: float | None = None
+    frame_names: tuple[str, ...] = ()
+    frame_times: tuple[float, ...] = ()
 
     def to_record(self) -> dict[str, Any]:
-        """The JSON form, without the fields that are None."""
-        fields = ("kind", "name", "width", "height", "frames", "fps", "duration")
-        return {name: value for name in fields if (value := getattr(self, name)) is not None}
+        """The JSON form, without the fields that are None or empty."""
+        found = {name: getattr(self, name) for name in MEDIA_FIELDS}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in found.items()
+            if value is not None and value != ()
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +83,8 @@ class Turn:
         role: ``system``, ``user``, ``assistant`` or ``tool``.
         parts: text and media in reading order; adjacent texts are merged by the converters.
         tool_calls: OpenAI-style calls of an assistant turn,
-            ``{"type": "function", "function": {"name": ..., "arguments": ...}}``.
+            ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; an ``"id"`` is kept.
+        tool_call_id: of a tool turn, the id of the call that it answers; None where the data have none.
         loss_weight: of an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weighs its
             tokens, None is 1.0. Other turns have no use for it.
     """
@@ -81,6 +93,7 @@ class Turn:
     parts: tuple[Part, ...]
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -97,6 +110,8 @@ class Turn:
             record["tool_calls"] = [dict(call) for call in self.tool_calls]
         if self.loss_weight is not None:
             record["loss_weight"] = self.loss_weight
+        if self.tool_call_id is not None:
+            record["tool_call_id"] = self.tool_call_id
         return record
 
 
@@ -196,6 +211,8 @@ class Conversation:
             message: dict[str, Any] = {"role": turn.role, "content": content}
             if turn.tool_calls:
                 message["tool_calls"] = [dict(call) for call in turn.tool_calls]
+            if turn.tool_call_id is not None:
+                message["tool_call_id"] = turn.tool_call_id
             messages.append(message)
         return messages
 
@@ -237,9 +254,6 @@ class Conversation:
         tools = None
         if record.get("tools") is not None:
             tools = _mappings(record, "tools", "the record")
-        extras = record.get("extras", {})
-        if not isinstance(extras, Mapping):
-            raise _bad(f"extras of the record is a {type(extras).__name__}, expected an object")
         return cls(
             key=key,
             turns=turns,
@@ -247,7 +261,7 @@ class Conversation:
             tools=tools,
             chosen=chosen,
             rejected=rejected,
-            extras={str(name): _read_extra(name, value) for name, value in extras.items()},
+            extras=read_extras(record.get("extras", {})),
         )
 
 
@@ -292,6 +306,17 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
 
 
+def read_extras(value: Any) -> dict[str, Any]:
+    """The ``extras`` of a JSON record.
+
+    Raises:
+        SampleRejected: ``bad_record`` for anything but finite numbers, lists of them, and pairs of either.
+    """
+    if not isinstance(value, Mapping):
+        raise _bad(f"extras of the record is a {type(value).__name__}, expected an object")
+    return {str(name): _read_extra(name, part) for name, part in value.items()}
+
+
 def _read_extra(name: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         _check_keys(value, {"chosen", "rejected"}, f"extras {name!r}")
@@ -305,7 +330,7 @@ def _read_extra(name: Any, value: Any) -> Any:
 
 def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     where = f"{which}turn {number}"
-    _check_keys(turn, {"role", "parts", "tool_calls", "loss_weight"}, where)
+    _check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
     if not isinstance(turn.get("role"), str):
         raise _bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
     parts: list[Part] = []
@@ -319,28 +344,48 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     weight = turn.get("loss_weight")
     if weight is not None:
         _number(weight, f"the loss_weight of {where}", above_zero=False)
+    call = turn.get("tool_call_id")
+    if call is not None and not isinstance(call, str):
+        raise _bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
     return Turn(
-        role=turn["role"], parts=tuple(parts), tool_calls=_mappings(turn, "tool_calls", where), loss_weight=weight
+        role=turn["role"],
+        parts=tuple(parts),
+        tool_calls=_mappings(turn, "tool_calls", where),
+        loss_weight=weight,
+        tool_call_id=call,
     )
 
 
 def _read_media(entry: Any) -> Media:
-    _check_keys(entry, {"kind", "name", "width", "height", "frames", "fps", "duration"}, "a media entry")
+    _check_keys(entry, set(MEDIA_FIELDS), "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):
         raise _bad(f"a media entry is of kind {reprlib.repr(kind)}")
-    if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
-        raise _bad("a media entry has no usable name")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise SampleRejected("media_outside_root", f"{kind} {reprlib.repr(name)} leaves the data set")
+    _check_name(kind, name)
     for what in ("width", "height", "frames"):
         if entry.get(what) is not None:
             _number(entry[what], f"{what} of {reprlib.repr(name)}", whole=True)
     for what in ("fps", "duration"):
         if entry.get(what) is not None:
             _number(entry[what], f"{what} of {reprlib.repr(name)}")
-    return Media(**entry)
+    names, times = (tuple(_list(entry, field, "a media entry", optional=True)) for field in MEDIA_FIELDS[-2:])
+    for frame in names:
+        _check_name(kind, frame)
+    if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):
+        raise _bad(f"the frames of {kind} {reprlib.repr(name)} are not those that it lists")
+    for time in times:
+        _number(time, f"a frame time of {reprlib.repr(name)}", above_zero=False)
+    if times and (len(times) != len(names) or any(later <= time for time, later in pairwise(times))):
+        raise _bad(f"the frame times of {reprlib.repr(name)} are not one for each frame, ascending")
+    return Media(**{**entry, "frame_names": names, "frame_times": times})
+
+
+def _check_name(kind: str, name: Any) -> None:
+    if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
+        raise _bad("a media entry has no usable name")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise SampleRejected("media_outside_root", f"{kind} {reprlib.repr(name)} leaves the data set")
 
 
 def _is_unicode(text: str) -> bool:

@@ -35,11 +35,20 @@ def conversations(draw: st.DrawFn) -> Conversation:
                 parts.append(draw(st.text(max_size=20)))
                 continue
             parts.append(MediaPart(index=len(media)))
-            clip = {"frames": draw(sizes), "fps": draw(rates), "duration": draw(rates)} if kind == "video" else {}
-            media.append(Media(kind=kind, name=draw(names), width=draw(sizes), height=draw(sizes), **clip))
+            clip: dict[str, Any] = {}
+            if kind == "video":
+                clip = {"frames": draw(sizes), "fps": draw(rates), "duration": draw(rates)}
+            if kind == "video" and draw(st.booleans()):
+                frames = tuple(draw(st.lists(names, min_size=1, max_size=3)))
+                times = sorted(draw(st.sets(st.floats(0, 1e6), min_size=len(frames), max_size=len(frames))))
+                clip |= {"name": frames[0], "frames": len(frames), "frame_names": frames}
+                clip["frame_times"] = tuple(times) if draw(st.booleans()) else ()
+            fields = {"kind": kind, "name": draw(names), "width": draw(sizes), "height": draw(sizes)} | clip
+            media.append(Media(**fields))
         calls = tuple(draw(st.lists(objects, max_size=2)))
         weight = draw(st.none() | st.floats(0, 1e6))
-        turns.append(Turn(role=role, parts=tuple(parts), tool_calls=calls, loss_weight=weight))
+        answered = draw(st.none() | st.text(max_size=9))
+        turns.append(Turn(role=role, parts=tuple(parts), tool_calls=calls, loss_weight=weight, tool_call_id=answered))
     tools = draw(st.none() | st.lists(objects, max_size=2).map(tuple))
     return Conversation(key="k", turns=tuple(turns), media=tuple(media), tools=tools)
 
@@ -92,8 +101,21 @@ RECORD: dict[str, Any] = {
     "turns": [
         {"role": "user", "parts": ["look: ", {"media": 0}]},
         {"role": "assistant", "parts": ["a cat"], "loss_weight": 0.5, "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "user", "parts": [{"media": 1}]},
+        {"role": "tool", "parts": ["1"], "tool_call_id": "c1"},
     ],
-    "media": [{"kind": "video", "name": "a/b.mp4", "width": 8, "height": 6, "frames": 4, "fps": 2.0, "duration": 2.0}],
+    "media": [
+        {"kind": "video", "name": "a/b.mp4", "width": 8, "height": 6, "frames": 4, "fps": 2.0, "duration": 2.0},
+        {
+            "kind": "video",
+            "name": "0.jpg",
+            "width": 8,
+            "height": 6,
+            "frames": 2,
+            "frame_names": ["0.jpg", "1.jpg"],
+            "frame_times": [0, 0.5],
+        },
+    ],
     "tools": [{"name": "f"}],
 }
 PATHS: list[tuple[str | int, ...]] = [
@@ -112,6 +134,10 @@ PATHS: list[tuple[str | int, ...]] = [
     ("media",),
     ("media", 0),
     *(("media", 0, field) for field in RECORD["media"][0]),
+    *(("media", 1, field) for field in RECORD["media"][1]),
+    ("media", 1, "frame_names", 1),
+    ("media", 1, "frame_times", 0),
+    ("turns", 3, "tool_call_id"),
     ("tools",),
     ("tools", 0),
 ]
@@ -148,6 +174,11 @@ FITS: dict[tuple[str | int, ...], Callable[[Any], bool]] = {
     ("media", 0, "name"): lambda value: isinstance(value, str) and value != "",
     **{("media", 0, field): lambda value: value is None or value == 7 for field in ("width", "height", "frames")},
     **{("media", 0, field): lambda value: value is None or value in (1.5, 7) for field in ("fps", "duration")},
+    **{("media", 1, field): lambda value: value is None or value == 7 for field in ("width", "height")},
+    ("media", 1, "frame_names", 1): lambda value: isinstance(value, str) and value != "",
+    ("media", 1, "frame_times"): lambda value: value == [],
+    ("media", 1, "frame_times", 0): lambda value: type(value) is int and value == 0,
+    ("turns", 3, "tool_call_id"): lambda value: value is None or isinstance(value, str),
     ("tools",): lambda value: value in (None, [], [{}]),
     ("tools", 0): lambda value: isinstance(value, dict),
 }
@@ -224,6 +255,13 @@ def test_a_value_of_the_wrong_kind_anywhere_is_a_bad_record_and_nothing_else(pat
         (("media", 0, "name"), "/etc/passwd", "media_outside_root"),
         (("media", 0, "name"), "a\0.jpg", "bad_record"),
         (("media", 0, "name"), "\ud800.jpg", "bad_record"),
+        (("media", 1, "frame_names", 1), "../secret.jpg", "media_outside_root"),
+        (("media", 1, "frame_names", 1), "/etc/passwd", "media_outside_root"),
+        (("media", 1, "frame_names"), ["0.jpg"], "bad_record"),
+        (("media", 1, "frame_names"), ["1.jpg", "0.jpg"], "bad_record"),
+        (("media", 1, "frame_times"), [0.5, 0.5], "bad_record"),
+        (("media", 1, "frame_times"), [0.5], "bad_record"),
+        (("media", 1, "kind"), "image", "bad_record"),
         (("extra",), 1, "bad_record"),
         (("version",), 2, "bad_record"),
         (("version",), True, "bad_record"),

@@ -1,0 +1,250 @@
+"""Cutting a sample that fits no pack into pieces that do: lossless, never inside a medium. See docs/packing.md.
+
+A piece is as long as fits. With ``at="turn"`` it ends after the last answer before that, so that no question is parted
+from its answer, and only an exchange that is longer than a pack is cut inside, between two tokens; ``at="token"`` fills
+every piece. The text of a medium (all tiles of an image, all frames of a video, and what the template writes around
+them) stays in one piece.
+
+The pieces side by side are the sample: tokens, weights and media. What a piece cannot learn is its first token, since
+nothing stands before it, just as that of a sample; a cut between turns costs no target, as a header is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from energon_packing.config import SplitAt
+from energon_packing.conversation import Turn
+from energon_packing.encoders.measured import Measured
+from energon_packing.errors import SampleRejected
+
+Fits = Callable[[int, int, int], bool]
+"""Whether a pack holds a sample of so many tokens, images and patches; once false for larger ones, false for all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MeasuredSplit:
+    """A sample that is emitted in pieces.
+
+    Attributes:
+        key: of the conversation; those of the pieces are ``key#0``, ``key#1`` and so on.
+        length: tokens of the whole sample.
+        pieces: in order; in the place of one that may not be trained, why.
+    """
+
+    key: str
+    length: int
+    pieces: tuple[Measured | SampleRejected, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MediaText:
+    """What stands for one medium in a rendered conversation.
+
+    Attributes:
+        start, end: characters ``[start, end)`` of its placeholder.
+        text: what the family puts in the placeholder's place.
+        frame: what a chat template may write before and after a medium, and must stay with it.
+    """
+
+    start: int
+    end: int
+    text: str
+    frame: tuple[str, str]
+
+
+def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[int, int], ...], Callable[[int], int]]:
+    """A rendered text with its media's texts in it.
+
+    Returns:
+        the text; the characters ``[start, end)`` of each medium in it, its frame included; and a function that says
+        where a character of the rendered text went.
+    """
+    parts, spans, ends, shifts = [], [], [], [0]
+    cursor = 0
+    for medium in media:
+        parts += (text[cursor : medium.start], medium.text)
+        cursor = medium.end
+        before, after = medium.frame
+        before = before if text.endswith(before, 0, medium.start) else ""
+        after = after if text.startswith(after, cursor) else ""
+        start = medium.start + shifts[-1]
+        spans.append((start - len(before), start + len(medium.text) + len(after)))
+        ends.append(medium.end)
+        shifts.append(shifts[-1] + len(medium.text) - (medium.end - medium.start))
+    parts.append(text[cursor:])
+    return "".join(parts), tuple(spans), lambda at: at + shifts[bisect_right(ends, at)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleText:
+    """What the cuts of a sample depend on besides its numbers.
+
+    Attributes:
+        offsets: int64 ``[n, 2]``, characters ``[start, end)`` of each token of `Measured.token_ids`.
+        media: characters ``[start, end)`` of each medium in conversation order, the frame around it included.
+        turns: of the conversation.
+        turn_end: characters that the first so many turns fill; None where the template does not say.
+    """
+
+    offsets: np.ndarray
+    media: tuple[tuple[int, int], ...]
+    turns: tuple[Turn, ...]
+    turn_end: Callable[[int], int | None]
+
+
+def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list[Measured]:
+    """The pieces, each within a pack; a sample that fits comes back as the only one.
+
+    Raises:
+        SampleRejected: ``oversize`` where a medium or a single character alone fits no pack.
+    """
+    sizes = _Sizes.of(measured)
+    cuts = _allowed_cuts(text)
+    ends = [*cuts, len(measured.token_ids)]
+    turns = _turn_cuts(text, cuts)
+    bounds = [0]
+    while bounds[-1] < ends[-1]:
+        start = bounds[-1]
+        low, high = bisect_right(ends, start), len(ends)
+        first = low
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if fits(*sizes.between(start, ends[middle])) else (low, middle)
+        if low == first:
+            tokens, images, patches = sizes.between(start, ends[first])
+            raise SampleRejected(
+                "oversize",
+                f"{measured.length} tokens cannot be split: one part that must stay whole has {tokens} tokens, "
+                f"{images} images and {patches} patches, more than a pack holds",
+            )
+        end = ends[low - 1]
+        if at == "turn" and end < ends[-1]:
+            end = turns(start, end) or end
+        bounds.append(end)
+    spans = list(zip(bounds, bounds[1:], strict=False))
+    return [_piece(measured, sizes, number, len(spans), *span) for number, span in enumerate(spans)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Sizes:
+    """What stands before each token: int64 ``[n + 1]`` each."""
+
+    tokens: np.ndarray
+    runs: np.ndarray
+    media: np.ndarray
+    images: np.ndarray
+    patches: np.ndarray
+    targets: np.ndarray
+
+    @classmethod
+    def of(cls, measured: Measured) -> _Sizes:
+        count = len(measured.token_ids)
+        tokens, runs, media, images, patches, targets = (np.zeros(count + 1, dtype=np.int64) for _ in range(6))
+        tokens[1:] = 1
+        tokens[measured.run_positions + 1] = measured.run_lengths
+        runs[measured.run_positions + 1] = 1
+        first = 0
+        for plan in measured.plans:
+            at = measured.run_positions[first] + 1
+            media[at], images[at], patches[at] = 1, plan.tiles, plan.patches
+            first += len(plan.runs)
+        targets[1:] = np.unpackbits(measured.trained, count=count)
+        columns = (tokens, runs, media, images, patches, targets)
+        for column in columns:
+            np.cumsum(column, out=column)
+        return cls(tokens=tokens, runs=runs, media=media, images=images, patches=patches, targets=targets)
+
+    def between(self, start: int, end: int) -> tuple[int, int, int]:
+        """Tokens, images and patches of the tokens ``[start, end)``."""
+        return tuple(int(column[end] - column[start]) for column in (self.tokens, self.images, self.patches))  # type: ignore[return-value]
+
+
+def _allowed_cuts(text: SampleText) -> list[int]:
+    """Tokens before which the sample may be cut: no character and no medium is parted."""
+    # A token that the tokenizer adds stands at (0, 0); it goes with the one before it.
+    starts, ends = np.maximum.accumulate(text.offsets, axis=0).T
+    allowed = np.zeros(len(starts), dtype=bool)
+    allowed[1:] = ends[:-1] <= starts[1:]
+    for start, end in text.media:
+        held = np.flatnonzero((starts < end) & (ends > start))
+        allowed[held[1:]] = False
+    found: list[int] = np.flatnonzero(allowed).tolist()
+    return found
+
+
+def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | None]:
+    """A function of two tokens: the last cut behind an answer after the first and up to the second one, or None."""
+    starts = np.maximum.accumulate(text.offsets[:, 0]).tolist()
+    found: dict[int, int | None] = {}
+
+    def cut(turns: int) -> int | None:
+        """The token before which the first so many turns end; None where no cut stands there."""
+        if turns not in found:
+            end = text.turn_end(turns)
+            token = None if end is None else bisect_left(starts, end)
+            at = len(cuts) if token is None else bisect_left(cuts, token)
+            found[turns] = token if at < len(cuts) and cuts[at] == token else None
+        return found[turns]
+
+    answers = [turns for turns in range(1, len(text.turns)) if text.turns[turns - 1].role == "assistant"]
+
+    def last(start: int, end: int) -> int | None:
+        for turns in reversed(answers[: _count_up_to(answers, cut, end)]):
+            token = cut(turns)
+            if token is not None:
+                return token if token > start else None
+        return None
+
+    return last
+
+
+def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
+    """How many of the ascending ``turns`` end at or before a token; each question renders a prompt, so few are asked."""
+    low, high = 0, len(turns)
+    while low < high:
+        middle = (low + high) // 2
+        asked = middle
+        while asked < high and cut(turns[asked]) is None:
+            asked += 1
+        token = cut(turns[asked]) if asked < high else None
+        if token is not None and token <= end:
+            low = asked + 1
+        else:
+            high = middle
+    return low
+
+
+def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: int, end: int) -> Measured:
+    if pieces == 1:
+        return measured
+    trained = np.unpackbits(measured.trained, count=len(measured.token_ids))[start:end]
+    runs = slice(int(sizes.runs[start]), int(sizes.runs[end]))
+    media = slice(int(sizes.media[start]), int(sizes.media[end]))
+    # Extras hold a number for each target of the sample, whose own first token is none; nor is a piece's.
+    first = int(sizes.targets[1])
+    targets = slice(int(sizes.targets[start + 1]) - first, int(sizes.targets[end]) - first)
+    tokens, _, _ = sizes.between(start, end)
+    before = int(sizes.tokens[start])
+    what = f"piece {number + 1} of {pieces}: tokens {before} to {before + tokens} of {measured.length}"
+    return dataclasses.replace(
+        measured,
+        key=f"{measured.key}#{number}",
+        token_ids=measured.token_ids[start:end],
+        trained=np.packbits(trained),
+        weights=None if measured.weights is None else measured.weights[start:end],
+        run_positions=measured.run_positions[runs] - np.int32(start),
+        run_lengths=measured.run_lengths[runs],
+        plans=measured.plans[media],
+        media=measured.media[media],
+        length=tokens,
+        changes=(*measured.changes, ("split", what)),
+        extras={
+            name: value[targets] if isinstance(value, np.ndarray) else value for name, value in measured.extras.items()
+        },
+    )

@@ -6,6 +6,8 @@ of the rendered one can only differ where a medium is not what its metadata said
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
 import re
 import time
@@ -17,15 +19,16 @@ import torch
 
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
-from energon_packing.config import EncoderConfig
+from energon_packing.config import EncoderConfig, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.extras import extra_values, spread
-from energon_packing.encoders.fitting import Bounds, fit, fit_pair
+from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.resizing import Resizer, Settings
+from energon_packing.encoders.splitting import Fits, MeasuredSplit, MediaText, SampleText, expanded, split
 from energon_packing.encoders.weighting import target_weight
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.registry import build_family, load_processor
 from energon_packing.media.image import decode_image
@@ -149,6 +152,75 @@ class ConversationEncoder:
             key=conversation.key, chosen=self._enough_targets(chosen), rejected=self._enough_targets(rejected)
         )
 
+    def split(
+        self,
+        conversation: Conversation,
+        measured: Measured,
+        fits: Fits,
+        *,
+        at: SplitAt = "turn",
+        positions: SplitPositions = "restart",
+    ) -> MeasuredSplit:
+        """The pieces of a sample that fits no pack; see `energon_packing.encoders.splitting`.
+
+        Args:
+            conversation, measured: what `measure` was given, and what it returned.
+            fits: whether a pack holds so many tokens, images and patches.
+            at: see ``packing.split_at``.
+            positions: see ``packing.split_positions``.
+
+        Raises:
+            SampleRejected: ``oversize`` where a medium alone fits no pack.
+        """
+        kept = beginning(conversation, measured.turns)
+        chat = self.template.render(kept)
+        family = self._resizer.family(measured.settings)
+        media = [
+            MediaText(
+                start=match.start(), end=match.end(), text=family.replacement(plan), frame=self._frames[plan.kind]
+            )
+            for match, plan in zip(self._placeholder.finditer(chat.text), measured.plans, strict=True)
+        ]
+        text, spans, moved = expanded(chat.text, media)
+        ids, offsets = self._tokenize(text)
+        if not np.array_equal(ids, measured.token_ids):
+            raise PackingError(f"sample {measured.key} has other tokens than when it was measured")
+
+        def turn_end(turns: int) -> int | None:
+            end = self.template.turn_end(kept, chat.text, turns)
+            return None if end is None else moved(end)
+
+        whole = SampleText(offsets=offsets, media=spans, turns=kept.turns, turn_end=turn_end)
+        pieces = split(measured, whole, fits, at)
+        if positions == "continue":
+            starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
+            if self.config.position_ids == "mrope":
+                starts = self.family.positions(measured.expand()[0], measured.plans)[0, starts]
+            pieces = [
+                dataclasses.replace(piece, position_start=int(start))
+                for piece, start in zip(pieces, starts, strict=True)
+            ]
+        checked: list[Measured | SampleRejected] = []
+        for piece in pieces:
+            try:
+                checked.append(self._enough_targets(piece))
+            except SampleRejected as error:
+                checked.append(error)
+        return MeasuredSplit(key=measured.key, length=measured.length, pieces=tuple(checked))
+
+    @functools.cached_property
+    def _frames(self) -> dict[str, tuple[str, str]]:
+        """What the processor's template writes before and after a placeholder, by kind."""
+        source = getattr(self.processor, "chat_template", None)
+        texts = media_texts(
+            self.tokenizer, source if isinstance(source, str) else None, self.family.placeholders
+        )
+        frames: dict[str, tuple[str, str]] = {}
+        for kind, placeholder in self.family.placeholders.items():
+            before, _, after = texts[kind].partition(placeholder)
+            frames[kind] = before, after
+        return frames
+
     def _enough_targets(self, measured: Measured) -> Measured:
         ratio = self.config.limits.min_active_ratio
         if measured.targets <= ratio * measured.length:
@@ -222,6 +294,7 @@ class ConversationEncoder:
             positions = self.family.positions(ids, measured.plans)
         else:
             positions = np.arange(len(ids), dtype=np.int64)
+        positions = positions + measured.position_start
         return spread(measured.extras, learned) | {
             "key": measured.key,
             "expected_length": measured.length,

@@ -15,6 +15,7 @@ import dataclasses
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -65,7 +66,10 @@ def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[in
         the text; the characters ``[start, end)`` of each medium in it, its frame included; and a function that says
         where a character of the rendered text went.
     """
-    parts, spans, ends, shifts = [], [], [], [0]
+    parts: list[str] = []
+    spans: list[tuple[int, int]] = []
+    ends: list[int] = []
+    shifts = [0]
     cursor = 0
     for medium in media:
         parts += (text[cursor : medium.start], medium.text)
@@ -127,7 +131,7 @@ def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list
         if at == "turn" and end < ends[-1]:
             end = turns(start, end) or end
         bounds.append(end)
-    spans = list(zip(bounds, bounds[1:], strict=False))
+    spans = list(pairwise(bounds))
     return [_piece(measured, sizes, number, len(spans), *span) for number, span in enumerate(spans)]
 
 
@@ -205,7 +209,7 @@ def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | 
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """How many of the ascending ``turns`` end at or before a token; each question renders a prompt, so few are asked."""
+    """How many of the ascending ``turns`` end at or before a token; each `cut` renders a prompt, so few are made."""
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2

@@ -23,6 +23,11 @@ _PUBLIC = {
     "load_config": "energon_packing.config",
     "PackedBatch": "energon_packing.thd",
     "PackingTaskEncoder": "energon_packing.energon.task_encoder",
+    "TextTaskEncoder": "energon_packing.energon.sample_task_encoder",
+    "TextImageTaskEncoder": "energon_packing.energon.sample_task_encoder",
+    "TextVideoTaskEncoder": "energon_packing.energon.sample_task_encoder",
+    "MixedTaskEncoder": "energon_packing.energon.sample_task_encoder",
+    "SampleEncoder": "energon_packing.encoders.sample_encoder",
     "build_loader": "energon_packing.energon.loader",
     "pack_lengths": "energon_packing.packing",
     "ConfigError": "energon_packing.errors",
@@ -45,7 +50,12 @@ if TYPE_CHECKING:
     from energon_packing.conversation import Conversation as Conversation
     from energon_packing.conversation import Media as Media
     from energon_packing.conversation import Turn as Turn
+    from energon_packing.encoders.sample_encoder import SampleEncoder as SampleEncoder
     from energon_packing.energon.loader import build_loader as build_loader
+    from energon_packing.energon.sample_task_encoder import MixedTaskEncoder as MixedTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextImageTaskEncoder as TextImageTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextTaskEncoder as TextTaskEncoder
+    from energon_packing.energon.sample_task_encoder import TextVideoTaskEncoder as TextVideoTaskEncoder
     from energon_packing.energon.task_encoder import PackingTaskEncoder as PackingTaskEncoder
     from energon_packing.errors import ConfigError as ConfigError
     from energon_packing.errors import PackingError as PackingError

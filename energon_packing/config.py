@@ -34,6 +34,14 @@ LossWeighting = Literal["token", "sample", "square"]
 Thinking = Literal["keep", "strip", "mask"]
 PositionIds = Literal["auto", "1d", "mrope"]
 EpochEnd = Literal["uneven", "drop", "pad"]
+Modality = Literal["mixed", "text", "text_image", "text_video"]
+MODALITIES: dict[str, tuple[str, ...]] = {
+    "mixed": ("image", "video"),
+    "text": (),
+    "text_image": ("image",),
+    "text_video": ("video",),
+}
+"""Kinds of media that a modality takes."""
 
 
 def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
@@ -114,6 +122,9 @@ class EncoderConfig:
     """Directory or hub name of a Hugging Face processor or tokenizer."""
     family: str = "auto"
     """Vision family by name; ``auto`` goes by the processor's class."""
+    modality: Modality = "mixed"
+    """Media that samples may have: ``text`` none, ``text_image`` images, ``text_video`` videos, ``mixed`` both. A
+    sample with another kind is dropped as ``other_modality``."""
     chat_template: str | None = None
     """What replaces the processor's own chat template: a built-in prompt format by name (chatml, qwen, llama3, ...), or
     the path of a YAML file of one or of a Jinja file; docs/prompts.md."""

@@ -61,14 +61,16 @@ def preview(
 
 
 def _views(config: RunConfig, packs: int) -> list[dict]:
-    from energon_packing.energon.loader import build_loader, data_fingerprint
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
+    from energon_packing.encoders.encoder import ConversationEncoder
+    from energon_packing.energon.loader import build_loader, build_task_encoder
     from energon_packing.report.preview import describe
 
-    encoder = PackingTaskEncoder(config.encoder, config.packing, config.parallel, fingerprint=data_fingerprint(config))
-    loader = build_loader(config, task_encoder=encoder)
+    task_encoder = build_task_encoder(config)
+    loader = build_loader(config, task_encoder=task_encoder)
+    encoder = task_encoder.encoder
+    assert isinstance(encoder, ConversationEncoder)  # what a configuration always builds
     return [
-        describe(pack, encoder.encoder.family, seq_length=config.packing.seq_length).to_json()
+        describe(pack, encoder.family, seq_length=config.packing.seq_length).to_json()
         for pack in itertools.islice(loader, packs)
     ]
 

@@ -19,14 +19,16 @@ import torch
 
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
-from energon_packing.config import EncoderConfig, SplitAt, SplitPositions
+from energon_packing.config import MODALITIES, EncoderConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.resizing import Resizer, Settings
+from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, MediaText, SampleText, expanded, split
+from energon_packing.encoders.tokenized import TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan
@@ -46,22 +48,31 @@ LIMITS = (
 )
 
 
-class ConversationEncoder:
+class ConversationEncoder(SampleEncoder):
     """Turns conversations into token rows, for one processor.
 
     Args:
         config: see `EncoderConfig`.
         processor: an already loaded processor or tokenizer; None loads ``config.processor``.
+        modality: media that it takes; None goes by ``config.modality``.
 
     Raises:
-        ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family.
+        ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
+            family lacks the medium of the modality.
     """
 
-    def __init__(self, config: EncoderConfig, *, processor: Any = None) -> None:
-        self.config = config
+    def __init__(self, config: EncoderConfig, *, processor: Any = None, modality: Modality | None = None) -> None:
+        super().__init__(config)
         self.processor = load_processor(config) if processor is None else processor
         self.family = build_family(self.processor, config)
         self.tokenizer = self.family.tokenizer
+        chosen = modality or config.modality
+        self.kinds = frozenset(MODALITIES[chosen])
+        missing = sorted(self.kinds - set(self.family.placeholders))
+        if missing and chosen != "mixed":
+            raise ConfigError(
+                f"encoder.modality is {chosen!r}, but the family {self.family.name} takes no {missing[0]}s."
+            )
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
@@ -77,17 +88,19 @@ class ConversationEncoder:
         self._kinds = [kind for kind, _ in kinds]
         self._placeholder = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
         self._resizer = Resizer(self.family)
-        self._run_ids = np.array(sorted(self.family.placeholder_ids.values()), dtype=np.int32)
+        self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         vocabulary = self.tokenizer.get_added_vocab()
-        self._never_trained = np.array(
-            sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary}), dtype=np.int32
-        )
+        self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
 
     @property
     def pad_token_id(self) -> int:
         """Token that fills the padding of a row."""
         token_id = self.tokenizer.pad_token_id
         return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
+
+    def accepts(self, conversation: Conversation) -> bool:
+        """Whether all media are of the encoder's modality."""
+        return all(media.kind in self.kinds for media in conversation.media)
 
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name, for the refusal of a state made under another set-up."""
@@ -101,6 +114,7 @@ class ConversationEncoder:
             "tokenizer": backend,
             "chat_template": hashlib.sha256(self.template.source.encode()).hexdigest()[:16],
             "family": self.family.name,
+            "modality": self._takes,
             "train_on": self.config.train_on,
             "thinking": self.config.thinking,
             "extra_fields": ", ".join(self.config.extra_fields),
@@ -123,11 +137,13 @@ class ConversationEncoder:
 
         Raises:
             SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
+                ``other_modality`` where a medium is of a kind that the encoder does not take;
                 ``reserved_token`` where a text holds a token that stands for media, ``placeholder_mismatch`` where the
                 template lost or moved a medium, ``bad_text`` where a text is not valid Unicode, ``too_few_targets``
                 where no more than ``min_active_ratio`` of the tokens are targets.
             ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
         """
+        self._check_modality(conversation)
         self._check_reserved(conversation)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
         return self._enough_targets(fit(conversation, self._measure, self._resizer, bounds))
@@ -143,6 +159,7 @@ class ConversationEncoder:
         """
         if self.config.train_on == "all":
             raise ConfigError("encoder.train_on is 'all', but of a chosen/rejected pair only the answers are trained.")
+        self._check_modality(conversation)
         answers = conversation.answers()
         for answer in answers:
             self._check_reserved(answer)
@@ -182,15 +199,15 @@ class ConversationEncoder:
             for match, plan in zip(self._placeholder.finditer(chat.text), measured.plans, strict=True)
         ]
         text, spans, moved = expanded(chat.text, media)
-        ids, offsets = self._tokenize(text)
-        if not np.array_equal(ids, measured.token_ids):
+        tokenized = self._tokenize(text)
+        if not np.array_equal(tokenized.ids, measured.token_ids):
             raise PackingError(f"sample {measured.key} has other tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
             end = self.template.turn_end(kept, chat.text, turns)
             return None if end is None else moved(end)
 
-        whole = SampleText(offsets=offsets, media=spans, turns=kept.turns, turn_end=turn_end)
+        whole = SampleText(offsets=tokenized.offsets, media=spans, turns=kept.turns, turn_end=turn_end)
         pieces = split(measured, whole, fits, at)
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
@@ -212,9 +229,7 @@ class ConversationEncoder:
     def _frames(self) -> dict[str, tuple[str, str]]:
         """What the processor's template writes before and after a placeholder, by kind."""
         source = getattr(self.processor, "chat_template", None)
-        texts = media_texts(
-            self.tokenizer, source if isinstance(source, str) else None, self.family.placeholders
-        )
+        texts = media_texts(self.tokenizer, source if isinstance(source, str) else None, self.family.placeholders)
         frames: dict[str, tuple[str, str]] = {}
         for kind, placeholder in self.family.placeholders.items():
             before, _, after = texts[kind].partition(placeholder)
@@ -236,15 +251,16 @@ class ConversationEncoder:
         family = self._resizer.family(settings)
         plans = family.plans(conversation.media)
         chat = self._replace_placeholders(self.template.render(conversation), plans)
-        ids, offsets = self._tokenize(chat.text)
+        text = self._tokenize(chat.text)
+        ids = text.ids
         weights = np.zeros(len(ids), dtype=np.float32)
         for span in chat.spans:
-            first, last = _token_range(offsets, span)
+            first, last = text.tokens_of(span.start, span.end)
             weights[first:last] = span.weight
-        weights[np.isin(ids, self._never_trained)] = 0.0
+        weights[any_of(ids, self._never_trained)] = 0.0
         if not weights[1:].any():
             raise SampleRejected("nothing_to_learn", "no token of the conversation is a target")
-        positions = np.flatnonzero(np.isin(ids, self._run_ids)).astype(np.int32)
+        positions = np.flatnonzero(any_of(ids, self._run_ids)).astype(np.int32)
         lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
         if len(positions) != len(lengths):
             raise SampleRejected(
@@ -340,26 +356,36 @@ class ConversationEncoder:
                 raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
         return visual
 
+    def _check_modality(self, conversation: Conversation) -> None:
+        if not self.accepts(conversation):
+            others = sorted({media.kind for media in conversation.media} - self.kinds)
+            raise SampleRejected(
+                "other_modality", f"the conversation has {' and '.join(others)}; this encoder takes {self._takes}"
+            )
+
+    @property
+    def _takes(self) -> str:
+        return " and ".join(["text", *sorted(self.kinds)])
+
     def _check_reserved(self, conversation: Conversation) -> None:
         texts = [(f"a {turn.role} turn", turn.text) for turn in conversation.turns]
-        texts += [("a tool call", text) for turn in conversation.turns for text in _strings(turn.tool_calls)]
-        texts += [("a tool definition", text) for text in _strings(conversation.tools or ())]
+        texts += [
+            ("a tool call", text)
+            for turn in conversation.turns
+            if turn.tool_calls
+            for text in _strings(turn.tool_calls)
+        ]
+        if conversation.tools:
+            texts += [("a tool definition", text) for text in _strings(conversation.tools)]
         for where, text in texts:
             for token in self.family.reserved:
                 if token in text:
                     raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")
 
-    def _tokenize(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Ids int32 ``[n]`` and characters ``[start, end)`` of each token, int64 ``[n, 2]``."""
+    def _tokenize(self, text: str) -> TokenizedText:
         bos = self.tokenizer.bos_token
         add = self.family.special_tokens and not (bos is not None and text.startswith(bos))
-        try:
-            encoding = self._backend.encode(text, add_special_tokens=add)
-        except (TypeError, UnicodeEncodeError) as error:
-            # What the tokenizers library says of a lone surrogate, which JSON can hold and UTF-8 cannot.
-            raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int32), offsets
+        return TokenizedText(self._backend, text, add_special_tokens=add)
 
     def _template_source(self) -> str | None:
         source = getattr(self.processor, "chat_template", None)
@@ -371,6 +397,8 @@ class ConversationEncoder:
 
     def _replace_placeholders(self, chat: RenderedChat, plans: tuple[MediaPlan, ...]) -> RenderedChat:
         """Puts each medium's text in the place of its placeholder, and moves the spans along."""
+        if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
+            return chat  # the search below takes a tenth of the time of the tokenization
         matches = list(self._placeholder.finditer(chat.text))
         found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
         expected = [plan.kind for plan in plans]
@@ -401,16 +429,6 @@ class ConversationEncoder:
             TrainedSpan(start=moved(span.start), end=moved(span.end), weight=span.weight) for span in chat.spans
         )
         return RenderedChat(text="".join(pieces), spans=spans)
-
-
-def _token_range(offsets: np.ndarray, span: TrainedSpan) -> tuple[int, int]:
-    """Tokens ``[first, last)`` that hold any character of a span.
-
-    Not by ``char_to_token``, with which transformers maps generation spans: of a character that is several tokens (an
-    emoji in a byte-level vocabulary) it knows the first one only, and a span that ends with one would lose its rest.
-    """
-    held = np.flatnonzero((offsets[:, 0] < span.end) & (offsets[:, 1] > span.start))
-    return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
 
 
 def _strings(value: Any) -> Iterator[str]:

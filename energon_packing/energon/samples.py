@@ -9,8 +9,7 @@ from megatron.energon import Sample, edataclass
 from megatron.energon.cache import FileStore
 
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.errors import PackingError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
@@ -46,11 +45,12 @@ class ConversationSample(Sample):
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample of known length, in the packing window."""
+    """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it."""
 
-    measured: Measured | MeasuredPair | None
+    measured: AnyMeasured | None
     store: FileStore | None = None
     problem: Problem | None = None
+    encoder: int = 0
 
 
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
@@ -67,6 +67,18 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
     if problem.fatal is not None:
         raise problem.fatal
     ledger.drop(sample.__key__, problem.reason, problem.detail)
+
+
+def read_medium(store: FileStore | None, name: str) -> bytes:
+    """The bytes of a medium.
+
+    Raises:
+        KeyError: the sample has no store, or the store lacks the name.
+    """
+    if store is None:
+        raise KeyError(f"no store for {name!r}")
+    data, _ = store[name]
+    return bytes(data)
 
 
 @edataclass

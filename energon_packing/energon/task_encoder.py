@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
-from megatron.energon.cache import FileStore
 
 from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
@@ -34,7 +33,14 @@ from energon_packing.energon.internals import (
     get_stateless,
 )
 from energon_packing.energon.lowered_limits import lower_limits
-from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, Problem, RenderedSample
+from energon_packing.energon.samples import (
+    ConversationSample,
+    MeasuredSample,
+    Pack,
+    Problem,
+    RenderedSample,
+    read_medium,
+)
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, Ledger
@@ -48,7 +54,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
 
     Args:
-        encoder: processor, prompt and limits.
+        encoder: processor, prompt and limits; or encoders of your own making (`SampleEncoder`), of which the first that
+            accepts a conversation measures and renders it. Limits of such an encoder are not lowered to the pack's.
         packing: row length, window and what to do with samples that do not fit.
         parallel: sizes that the alignment multiple follows from.
         processor: an already loaded processor; None loads ``encoder.processor``.
@@ -64,7 +71,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def __init__(
         self,
-        encoder: EncoderConfig,
+        encoder: EncoderConfig | SampleEncoder | Sequence[SampleEncoder],
         packing: PackingConfig,
         parallel: ParallelConfig | None = None,
         *,
@@ -81,8 +88,9 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 f"packing.seq_length {packing.seq_length} is not a multiple of {self.multiple}, which the parallel "
                 f"sizes need; use {down or self.multiple} or {down + self.multiple}."
             )
-        self.encoder = ConversationEncoder(lower_limits(encoder, packing), processor=processor)
-        self.dummy = DummyImage(self.encoder) if packing.dummy_image else None
+        self.encoders = _encoders(encoder, packing, processor)
+        self.encoder = self.encoders[0]
+        self.dummy = DummyImage(_with_images(self.encoders)) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
             raise ConfigError(
@@ -101,8 +109,14 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Names and values that a saved loader state must agree with."""
+        encoders = [encoder.fingerprint() for encoder in self.encoders]
         return {
-            **self.encoder.fingerprint(),
+            **encoders[0],
+            **{
+                f"{name} of encoder {number}": value
+                for number, found in enumerate(encoders[1:], 2)
+                for name, value in found.items()
+            },
             "seq_length": self.packing.seq_length,
             "multiple": self.multiple,
             "window": self.packing.window,
@@ -115,7 +129,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             **self._extra_fingerprint,
         }
 
-    def aligned(self, measured: Measured | MeasuredPair) -> int:
+    def aligned(self, measured: AnyMeasured) -> int:
         """Tokens that a sample occupies in a row."""
         return self.limits.aligned(measured)
 
@@ -123,17 +137,20 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
         problem = sample.problem
-        measured: Measured | MeasuredPair | None = None
+        measured: AnyMeasured | None = None
+        number = 0
         if problem is None:
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
+                number = self._accepting(sample.conversation)
+                encoder = self.encoders[number]
                 if sample.conversation.is_pair:
-                    measured = self.encoder.measure_pair(sample.conversation)
+                    measured = encoder.measure_pair(sample.conversation)
                 elif self.packing.oversize == "truncate":
-                    measured = self.encoder.measure(sample.conversation, truncate_to=self.packing.seq_length)
+                    measured = encoder.measure(sample.conversation, truncate_to=self.packing.seq_length)
                 else:
-                    measured = self.encoder.measure(sample.conversation)
+                    measured = encoder.measure(sample.conversation)
                 self._check_size(measured)
             except SampleRejected as error:
                 problem = Problem(reason=error.reason, detail=error.detail)
@@ -142,10 +159,15 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             except Exception as error:
                 problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
         return MeasuredSample.derive_from(
-            sample, measured=None if problem else measured, store=sample.store, problem=problem
+            sample, measured=None if problem else measured, store=sample.store, problem=problem, encoder=number
         )
 
-    def _check_size(self, measured: Measured | MeasuredPair) -> None:
+    def _accepting(self, conversation: Conversation) -> int:
+        """Number of the first encoder that takes the conversation; the last one says why where none does."""
+        accepting = (number for number, encoder in enumerate(self.encoders) if encoder.accepts(conversation))
+        return next(accepting, len(self.encoders) - 1)
+
+    def _check_size(self, measured: AnyMeasured) -> None:
         if self.limits.too_long(measured):
             aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
             reason = "oversize"
@@ -173,8 +195,9 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        read = functools.partial(_read, sample.store)
-        rows = tuple(self.encoder.render(segment, read) for segment in sample.measured.segments)
+        read = functools.partial(read_medium, sample.store)
+        encoder = self.encoders[sample.encoder]
+        rows = tuple(encoder.render(segment, read) for segment in sample.measured.segments)
         cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)
         return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
 
@@ -348,8 +371,22 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return serpentine_order(costs, block)
 
 
-def _read(store: FileStore | None, name: str) -> bytes:
-    if store is None:
-        raise KeyError(f"no store for {name!r}")
-    data, _ = store[name]
-    return bytes(data)
+def _encoders(
+    encoder: EncoderConfig | SampleEncoder | Sequence[SampleEncoder], packing: PackingConfig, processor: Any
+) -> tuple[SampleEncoder, ...]:
+    if isinstance(encoder, EncoderConfig):
+        return (ConversationEncoder(lower_limits(encoder, packing), processor=processor),)
+    encoders = (encoder,) if isinstance(encoder, SampleEncoder) else tuple(encoder)
+    if processor is not None or not encoders:
+        raise ConfigError("PackingTaskEncoder needs a configuration and a processor, or at least one built encoder.")
+    for name in ("extra_fields", "position_ids"):
+        if len({getattr(each.config, name) for each in encoders}) > 1:
+            raise ConfigError(f"encoder.{name} differs between the encoders of one pack; give all of them the same.")
+    return encoders
+
+
+def _with_images(encoders: Sequence[SampleEncoder]) -> ConversationEncoder:
+    for encoder in encoders:
+        if isinstance(encoder, ConversationEncoder) and "image" in encoder.kinds:
+            return encoder
+    raise ConfigError("packing.dummy_image needs an encoder that takes images.")

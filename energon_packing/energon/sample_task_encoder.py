@@ -1,0 +1,219 @@
+"""Task encoders without packing: one row a conversation, padded to the longest of its micro-batch.
+
+They are the same encoders that stand under `PackingTaskEncoder`: for validation data, for a first look at a data set,
+or for a trainer that packs by itself. Every one is a plain Energon task encoder::
+
+    task_encoder = TextImageTaskEncoder(EncoderConfig(processor="path/to/processor"), max_length=4096)
+    dataset = get_train_dataset("out/data", task_encoder=task_encoder, batch_size=4, ...)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from megatron.energon import Batch, Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
+from torch.nn.functional import pad
+
+from energon_packing.config import EncoderConfig
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
+from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
+from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.energon.internals import FatalSampleError
+from energon_packing.energon.samples import (
+    ConversationSample,
+    MeasuredSample,
+    Problem,
+    RenderedSample,
+    account_for,
+    read_medium,
+)
+from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.packed_batch import IGNORE_INDEX
+from energon_packing.packed_rows import join_visual_inputs
+
+
+@edataclass
+class SampleBatch(Batch):
+    """A micro-batch of conversations, one a row, padded at the right.
+
+    Attributes:
+        input_ids, labels: int64 ``[B, T]``; padding is the pad token, and -100.
+        loss_mask: float32 ``[B, T]``, 0 on padding.
+        attention_mask: bool ``[B, T]``, True on tokens of a sample.
+        position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
+        lengths: int64 ``[B]``, tokens of each sample.
+        visual_inputs: name -> tensor, the media of all rows in order.
+        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``.
+        keys: of the samples.
+        dropped: ledger entries of this worker since its last batch.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    lengths: torch.Tensor
+    visual_inputs: dict[str, torch.Tensor]
+    extras: dict[str, torch.Tensor]
+    keys: tuple[str, ...]
+    dropped: tuple[DroppedSample, ...] = ()
+
+
+class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """Conversations with images and videos in any order and number; the others below take fewer kinds of media.
+
+    Args:
+        encoder: processor, prompt and limits.
+        max_length: tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
+        truncate: cut longer samples after the last assistant turn that fits.
+        multiple: every row is padded to a multiple of this.
+        pad_to_max_length: every row is ``max_length`` long.
+        ledger: directory of the ledger files; None keeps the ledger in the batches only.
+        drop_budget: share of samples that may be dropped before the run stops.
+        processor: an already loaded processor; None loads ``encoder.processor``.
+        cookers: for data sets that ``convert`` did not write; they are asked before our own.
+
+    Raises:
+        ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is wrong.
+    """
+
+    decoder = None  # Energon's would decode every medium before a sample is measured.
+    encoder_class: ClassVar[type[ConversationEncoder]] = MixedEncoder
+
+    def __init__(
+        self,
+        encoder: EncoderConfig,
+        *,
+        max_length: int,
+        truncate: bool = False,
+        multiple: int = 1,
+        pad_to_max_length: bool = False,
+        ledger: str | None = None,
+        drop_budget: float = 0.1,
+        processor: Any = None,
+        cookers: Sequence[Cooker[Any]] = (),
+    ) -> None:
+        super().__init__()
+        if max_length < 1 or multiple < 1 or max_length % multiple:
+            raise ConfigError(f"max_length {max_length} must be a positive multiple of multiple {multiple}.")
+        if not 0.0 <= drop_budget <= 1.0:
+            raise ConfigError(f"drop_budget is {drop_budget}; it is a share between 0 and 1.")
+        self.encoder: SampleEncoder = self.encoder_class(encoder, processor=processor)
+        self.max_length = max_length
+        self.truncate = truncate
+        self.multiple = multiple
+        self.pad_to_max_length = pad_to_max_length
+        self.cookers = (*cookers, RECORD_COOKER)
+        self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget)
+        self._ledger: Ledger | None = None
+
+    @stateless
+    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
+        """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
+        problem = sample.problem
+        measured: AnyMeasured | None = None
+        if problem is None:
+            try:
+                measured = self._measured(sample)
+            except SampleRejected as error:
+                problem = Problem(reason=error.reason, detail=error.detail)
+            except UserError as error:
+                problem = Problem(reason="config", detail=str(error), fatal=error)
+            except Exception as error:
+                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+        return MeasuredSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
+
+    def _measured(self, sample: ConversationSample) -> AnyMeasured:
+        if sample.conversation is None:
+            raise SampleRejected("bad_record", "the cooker gave no conversation")
+        if sample.conversation.is_pair:
+            raise SampleRejected("pair", "a chosen/rejected pair is two rows; read it with PackingTaskEncoder")
+        measured = self.encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
+        if measured.length > self.max_length:
+            raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.max_length}")
+        return measured
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
+        """Decodes the media of one sample and makes its row; what cannot be used goes to the ledger.
+
+        Raises:
+            SkipSample: Energon's word for "go on with the next one"; the sample is in the ledger.
+            FatalSampleError: the configuration cannot work, or the drop budget is spent.
+        """
+        ledger = self._worker_ledger()
+        try:
+            if sample.measured is None:
+                account_for(sample, ledger)
+                raise SkipSample
+            read = functools.partial(read_medium, sample.store)
+            try:
+                row = self.encoder.render(sample.measured, read)
+            except SampleRejected as error:
+                ledger.drop(sample.__key__, error.reason, error.detail)
+                raise SkipSample from error
+            return RenderedSample.derive_from(sample, rows=(row,), changes=sample.measured.changes)
+        except UserError as error:
+            raise FatalSampleError(str(error)) from error
+
+    @stateless
+    def batch(self, samples: list[RenderedSample]) -> SampleBatch:
+        """Pads the rows of a micro-batch to one length and joins their media."""
+        rows = [sample.rows[0] for sample in samples]
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = self.max_length if self.pad_to_max_length else -(-max(lengths) // self.multiple) * self.multiple
+        ledger = self._worker_ledger()
+        ledger.emitted += len(rows)
+
+        keys = tuple(sample.__key__ for sample in samples)
+        visual_inputs, _ = join_visual_inputs(keys, rows)
+
+        def stacked(name: str, fill: float) -> torch.Tensor:
+            padded = [pad(row[name], (0, width - row[name].shape[-1]), value=fill) for row in rows]
+            return torch.stack(padded, dim=-2)
+
+        return SampleBatch.from_samples(
+            samples,
+            input_ids=stacked("input_ids", self.encoder.pad_token_id),
+            labels=stacked("labels", IGNORE_INDEX),
+            loss_mask=stacked("loss_mask", 0.0),
+            attention_mask=torch.arange(width)[None, :] < torch.tensor(lengths)[:, None],
+            position_ids=stacked("position_ids", 0),
+            lengths=torch.tensor(lengths),
+            visual_inputs=dict(visual_inputs or {}),
+            extras={name: stacked(name, 0.0) for name in self.encoder.config.extra_fields},
+            keys=keys,
+            dropped=ledger.take_dropped(),
+        )
+
+    def _worker_ledger(self) -> Ledger:
+        """One a worker: made on first use, when the worker process is known."""
+        if self._ledger is None:
+            config = WorkerConfig.active_worker_config
+            rank, worker = (0, 0) if config is None else (config.rank, config.rank_worker_id())
+            self._ledger = self._ledger_of(name=f"rank{rank}-worker{worker}")
+        return self._ledger
+
+
+class TextTaskEncoder(MixedTaskEncoder):
+    """Conversations without media."""
+
+    encoder_class = TextEncoder
+
+
+class TextImageTaskEncoder(MixedTaskEncoder):
+    """Conversations with any number of images, none included."""
+
+    encoder_class = TextImageEncoder
+
+
+class TextVideoTaskEncoder(MixedTaskEncoder):
+    """Conversations with any number of videos, none included."""
+
+    encoder_class = TextVideoEncoder

@@ -17,4 +17,5 @@ from megatron.energon.wrappers import MapDataset as MapDataset
 from megatron.energon.wrappers import PackingDataset as PackingDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset as BaseWrapperDataset
 from megatron.energon.wrappers.base import SampleIndex as SampleIndex
+from megatron.energon.wrappers.base import get_sample_restore_key as get_sample_restore_key
 from megatron.energon.wrappers.buffer import SavableSampleBuffer as SavableSampleBuffer

@@ -13,11 +13,14 @@ def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfi
     """The encoder's configuration with ``encoder.limits`` no higher than what a pack may hold.
 
     Such a sample would be measured, and then refused because it fits no pack; under the pack's limit it is resized or
-    truncated instead, where ``when_over`` says so. A limit that is None stays None.
+    truncated instead, where ``when_over`` says so. A limit that is None stays None. With ``oversize: split`` nothing is
+    lowered: a sample may be larger than a pack there.
 
     Warns:
         UserWarning: once, with every limit that was lowered.
     """
+    if packing.oversize == "split":
+        return encoder
     pairs = (
         ("max_tokens", "seq_length"),
         ("max_visual_tokens", "seq_length"),

@@ -10,6 +10,7 @@ from megatron.energon.cache import FileStore
 
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import PackingError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
@@ -45,12 +46,16 @@ class ConversationSample(Sample):
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it."""
+    """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it.
+
+    ``split`` holds its pieces where it fits no pack; `energon_packing.energon.split_pieces` makes samples of them.
+    """
 
     measured: AnyMeasured | None
     store: FileStore | None = None
     problem: Problem | None = None
     encoder: int = 0
+    split: MeasuredSplit | None = None
 
 
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:

@@ -21,7 +21,9 @@ from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
+from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
@@ -41,11 +43,12 @@ from energon_packing.energon.samples import (
     RenderedSample,
     read_medium,
 )
+from energon_packing.energon.split_pieces import SplitPieces
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import pack_cost, serpentine_order
-from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.pack_limits import PackLimits, Size
 from energon_packing.packing.per_window import next_pack
 from energon_packing.packing.policy import pack_lengths
 
@@ -122,6 +125,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "window": self.packing.window,
             "balance_window": self.packing.balance_window,
             "oversize": self.packing.oversize,
+            "split": f"at a {self.packing.split_at}, positions {self.packing.split_positions}",
             "policy": self.packing.policy,
             "dummy_image": self.packing.dummy_image,
             **{name: getattr(self.packing, name) for name in PACK_LIMITS},
@@ -138,6 +142,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
         problem = sample.problem
         measured: AnyMeasured | None = None
+        split: MeasuredSplit | None = None
         number = 0
         if problem is None:
             try:
@@ -148,10 +153,12 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 if sample.conversation.is_pair:
                     measured = encoder.measure_pair(sample.conversation)
                 elif self.packing.oversize == "truncate":
-                    measured = encoder.measure(sample.conversation, truncate_to=self.packing.seq_length)
+                    measured = encoder.measure(sample.conversation, truncate_to=self.limits.tokens)
                 else:
                     measured = encoder.measure(sample.conversation)
-                self._check_size(measured)
+                split = self._split(encoder, sample.conversation, measured)
+                if split is None:
+                    self._check_size(measured)
             except SampleRejected as error:
                 problem = Problem(reason=error.reason, detail=error.detail)
             except UserError as error:
@@ -159,7 +166,27 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             except Exception as error:
                 problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
         return MeasuredSample.derive_from(
-            sample, measured=None if problem else measured, store=sample.store, problem=problem, encoder=number
+            sample,
+            measured=None if problem or split else measured,
+            store=sample.store,
+            problem=problem,
+            encoder=number,
+            split=split,
+        )
+
+    def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
+        """The pieces of a sample that fits no pack, where the configuration wants them; pairs are never split."""
+        if self.packing.oversize != "split" or not isinstance(measured, Measured):
+            return None
+        if self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
+            return None
+        limits = self.limits
+
+        def fits(tokens: int, images: int, patches: int) -> bool:
+            return limits.holds(Size(length=tokens, images=images, patches=patches))
+
+        return encoder.split(
+            conversation, measured, fits, at=self.packing.split_at, positions=self.packing.split_positions
         )
 
     def _accepting(self, conversation: Conversation) -> int:
@@ -291,6 +318,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
         fingerprint = {**self.fingerprint(), "loader": loader}
         packed: SavableDataset[Any]
+        if self.packing.oversize == "split":
+            dataset = SplitPieces(dataset, worker_config=worker_config)
         if packing_buffer_size is None:
             packed = WindowPackingDataset(
                 dataset,

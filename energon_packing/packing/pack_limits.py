@@ -25,6 +25,15 @@ class Sized(Protocol):
     def patches(self) -> int: ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """A sample by its numbers alone."""
+
+    length: int
+    images: int = 0
+    patches: int = 0
+
+
 def _segments(sample: Sized) -> tuple[int, ...]:
     """Tokens of each segment: of a preference pair there are two, of which each is aligned for itself."""
     return getattr(sample, "segment_lengths", (sample.length,))
@@ -94,6 +103,10 @@ class PackLimits:
     def too_long(self, sample: Sized) -> bool:
         """Whether a sample is longer than a whole row."""
         return self.length_units(sample) > self.units
+
+    def holds(self, sample: Sized) -> bool:
+        """Whether a pack holds the sample alone."""
+        return not self.too_long(sample) and self.exceeded(sample) is None
 
     def exceeded(self, sample: Sized) -> str | None:
         """The first limit besides tokens that a sample exceeds alone, as part of a sentence; None where it fits."""

@@ -65,9 +65,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         if name != type(self).__name__:
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
-        return add_sample_restore_key(
-            sample if sample.split is None else piece_of(sample, number), number, src=self
-        )
+        return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
 
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}

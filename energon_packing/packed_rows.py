@@ -17,7 +17,7 @@ from energon_packing.errors import PackingError
 from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
 
 ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
-ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length")
+ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length", "position_start")
 
 
 def _array(value: Any) -> np.ndarray:

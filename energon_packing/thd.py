@@ -78,6 +78,7 @@ def assemble(
     * ``attention_mask`` ``[L]``: refused unless all true, because a processor that pads (left or right) would put
       padding inside a segment where no boundary shows it;
     * ``key``: the sample's name, for messages and ``sample_keys`` (its index where missing);
+    * ``position_start``: position of the first token, where that is not 0 (a piece that goes on counting);
     * ``expected_length``: the predicted length; another length is an error, never a silent change of the plan.
 
     Args:
@@ -162,6 +163,7 @@ def assemble(
     real[1 : len(rows) + 1] = np.cumsum(lengths)
     if tail:
         real[-1] = width
+    position_starts = tuple(int(row.get("position_start") or 0) for row in rows)
     visual_inputs, visual_counts = join_visual_inputs(keys, rows)
     return PackedBatch(
         tokens=torch.from_numpy(tokens)[None],
@@ -177,5 +179,6 @@ def assemble(
         visual_counts=visual_counts,
         sample_keys=keys,
         sample_lengths=tuple(lengths.tolist()),
+        position_starts=position_starts if any(position_starts) else (),
         extra=join_extra(arrays, extra_fields, starts, width),
     )

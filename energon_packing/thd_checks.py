@@ -31,7 +31,8 @@ INVARIANTS = {
     "padding_targets": "padding has label -100 and weight 0",
     "segment_end": "the last token of a sample has label -100 and weight 0, so that it never learns the next sample",
     "loss_weight": "weights are finite and not negative, and none lies on a position without a label",
-    "positions": "positions count from 0 in each segment; on three axes they start at 0 and are never negative",
+    "positions": "positions count from 0, or the sample's position_start, in each segment; on three axes they start there and are never "
+    "negative",
     "context_parallel": "a slice holds the total length divided by the ranks, and its rank exists",
 }
 """Name -> meaning of every invariant that `check_thd` reports."""
@@ -234,21 +235,23 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     elif (at := _first((loss_mask > 0) & (labels < 0))) is not None:
         yield f"loss_weight: position {at} has weight {loss_mask[at]:g} but label {labels[at]}"
 
-    yield from _positions(positions, starts, lengths)
+    first = np.zeros_like(lengths)
+    first[: len(batch.position_starts)] = batch.position_starts
+    yield from _positions(positions, starts, lengths, first)
 
 
-def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> Iterator[str]:
+def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> Iterator[str]:
     if positions.ndim == 2:
         counted = np.arange(positions.shape[1])
-        counted -= np.repeat(starts, lengths)
+        counted -= np.repeat(starts - first, lengths)
         if (at := _first(positions[0] != counted)) is not None:
             yield f"positions: position {at} of the row has {positions[0, at]}, expected {counted[at]}"
         return
     axes = positions[:, 0]
     at_start = axes[:, starts]
-    if at_start.any():
-        axis, segment = np.argwhere(at_start)[0].tolist()
-        yield f"positions: segment {segment} starts at {at_start[axis, segment]} on axis {axis}, expected 0"
+    if (at_start != first).any():
+        axis, segment = np.argwhere(at_start != first)[0].tolist()
+        yield f"positions: segment {segment} starts at {at_start[axis, segment]} on axis {axis}, expected {first[segment]}"
     elif axes.min() < 0:
         axis, at = np.argwhere(axes < 0)[0].tolist()
         yield f"positions: position {at} of the row has {axes[axis, at]} on axis {axis}"

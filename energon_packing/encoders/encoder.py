@@ -314,6 +314,7 @@ class ConversationEncoder(SampleEncoder):
         return spread(measured.extras, learned) | {
             "key": measured.key,
             "expected_length": measured.length,
+            "position_start": measured.position_start,
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),

@@ -81,6 +81,7 @@ def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
         padding_mask=padding_mask,
         sample_keys=batch.sample_keys[:samples],
         sample_lengths=batch.sample_lengths[:samples],
+        position_starts=batch.position_starts[:samples],
         fillers=fillers,
     )
 

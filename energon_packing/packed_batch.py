@@ -64,8 +64,8 @@ class PackedBatch:
         visual_counts: name -> how many entries of the first axis of that tensor each sample, then each filler, brought.
         sample_keys: one key for each sample, in order.
         sample_lengths: real length of each sample, in tokens.
-        position_starts: position of the first token of each sample; empty where all count from 0, as all do but pieces of
-            a split sample that go on counting.
+        position_starts: position of the first token of each sample; empty where all count from 0, as all do but pieces
+            of a split sample that go on counting.
         fillers: segments after the samples that are none and hold nothing but padding: a dummy image, or the only
             segment of a row that takes part in a step without data. They may bring media, counted in ``visual_counts``.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.

@@ -156,6 +156,8 @@ def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
         span = slice(starts[index], starts[index] + length)
         row: dict[str, Any] = {"key": key, "input_ids": batch.tokens[0, span]}
         row |= {name: getattr(batch, name)[0, span] for name in ("labels", "loss_mask")}
+        if batch.position_starts:
+            row["position_start"] = batch.position_starts[index]
         positions = batch.position_ids
         row["position_ids"] = positions[0, span] if positions.dim() == 2 else positions[:, 0, span]
         row |= {name: tensor[0, span] for name, tensor in batch.extra.items()}

@@ -31,8 +31,8 @@ INVARIANTS = {
     "padding_targets": "padding has label -100 and weight 0",
     "segment_end": "the last token of a sample has label -100 and weight 0, so that it never learns the next sample",
     "loss_weight": "weights are finite and not negative, and none lies on a position without a label",
-    "positions": "positions count from 0, or the sample's position_start, in each segment; on three axes they start there and are never "
-    "negative",
+    "positions": "positions count from 0, or a piece's position_start, in each segment; on three axes they start there "
+    "and are never negative",
     "context_parallel": "a slice holds the total length divided by the ranks, and its rank exists",
 }
 """Name -> meaning of every invariant that `check_thd` reports."""
@@ -251,7 +251,8 @@ def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray, f
     at_start = axes[:, starts]
     if (at_start != first).any():
         axis, segment = np.argwhere(at_start != first)[0].tolist()
-        yield f"positions: segment {segment} starts at {at_start[axis, segment]} on axis {axis}, expected {first[segment]}"
+        at = at_start[axis, segment]
+        yield f"positions: segment {segment} starts at {at} on axis {axis}, expected {first[segment]}"
     elif axes.min() < 0:
         axis, at = np.argwhere(axes < 0)[0].tolist()
         yield f"positions: position {at} of the row has {axes[axis, at]} on axis {axis}"

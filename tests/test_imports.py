@@ -35,7 +35,7 @@ THD = ("thd", "packed_batch", "packed_rows", "packed_boundaries", "context_paral
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("alignment", "conversation"),
-    ("packing", "thd", "wan_packing"),
+    ("packing", "text_to_video", "thd", "wan_packing"),
     ("config",),
     ("chat", "media", "ledger"),
     ("families", "convert"),

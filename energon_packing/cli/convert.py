@@ -26,6 +26,7 @@ Examples:
   energon-packing convert llava.json --media-root images --out data --workers 16
   energon-packing convert a.json b.jsonl --out data --split train=0.9,val=0.05,test=0.05
   energon-packing convert chats/ --out data --resume --json
+  energon-packing convert clips.jsonl --format text-to-video --media-root clips --out data
 """
 
 
@@ -40,10 +41,10 @@ Examples:
 @click.option(
     "--format",
     "record_format",
-    type=click.Choice(["auto", "sharegpt", "openai"]),
+    type=click.Choice(["auto", "sharegpt", "openai", "text-to-video"]),
     default="auto",
     show_default=True,
-    help="Layout of the records; auto looks at each of them.",
+    help="Layout of the records; auto looks at each of them for a conversation.",
 )
 @click.option(
     "--layout",
@@ -214,6 +215,8 @@ def _print_report(report: ConversionReport) -> None:
     for warning, count in report.warnings.items():
         table.add_row(f"warning: {warning}", f"{count:,}")
     table.add_row("images / videos named", f"{report.images:,} / {report.videos:,}")
+    if report.tensors:
+        table.add_row("stored tensors named", f"{report.tensors:,}")
     table.add_row("distinct media files", f"{report.media_files:,} ({report.media_bytes / 1e6:,.1f} MB stored)")
     table.add_row("text", f"{report.record_bytes / 1e6:,.1f} MB")
     table.add_row("shards", f"{report.shards:,}")

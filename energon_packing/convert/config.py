@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from energon_packing.errors import ConfigError
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
 
-RecordFormat = Literal["auto", "sharegpt", "openai"]
+RecordFormat = Literal["auto", "sharegpt", "openai", "text-to-video"]
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 
@@ -33,7 +33,8 @@ class ConvertConfig:
         sources: files (JSON array, JSON Lines) or directories of such files.
         out: directory of the data set; made, or replaced as a whole.
         media_root: media paths are looked up in it and may not leave it; None is the directory of each source file.
-        format: layout of the records; ``auto`` looks at each record.
+        format: layout of the records; ``auto`` looks at each record for a conversation. ``text-to-video`` is another
+            kind of data (docs/wan.md).
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
         split: name -> share; normalised to 1, decided by a hash of the sample's key.

@@ -13,6 +13,7 @@ import yaml
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, SUBFLAVORS
 from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.errors import PackingError, UserError
 
 _logger = logging.getLogger(__name__)
@@ -36,9 +37,10 @@ def prepare(
     directory: Path,
     shards: Mapping[str, int],
     splits: Iterable[str],
-    media: Iterable[tuple[str, MediaFile]],
+    media: Iterable[tuple[str, MediaFile | TensorFile]],
     *,
     workers: int,
+    subflavors: Mapping[str, str] = SUBFLAVORS,
 ) -> None:
     """Makes the index, the splits, the data set description and the media metadata of a WebDataset.
 
@@ -48,6 +50,7 @@ def prepare(
         splits: names of the splits.
         media: entry name in the data set and the file that was stored there.
         workers: processes that index shards.
+        subflavors: the mark of the samples.
 
     Raises:
         PackingError: Energon counts other samples than were written.
@@ -72,12 +75,12 @@ def prepare(
     counted = json.loads((meta / INFO_FILE).read_text(encoding="utf-8"))["shard_counts"]
     if counted != dict(shards):
         raise PackingError(f"Energon counts {counted} samples in {directory}, written were {dict(shards)}")
-    content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(SUBFLAVORS)}
+    content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
     (meta / "dataset.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     _write_media_metadata(meta / "index.sqlite", media)
 
 
-def _write_media_metadata(index: Path, media: Iterable[tuple[str, MediaFile]]) -> None:
+def _write_media_metadata(index: Path, media: Iterable[tuple[str, MediaFile | TensorFile]]) -> None:
     """Writes the table that ``energon prepare --media-metadata-by-extension`` would write, from what we know already.
 
     Energon would decode every file a second time, and leaves out a whole shard when one file fails. As in Energon's
@@ -94,6 +97,8 @@ def _write_media_metadata(index: Path, media: Iterable[tuple[str, MediaFile]]) -
     ) as writer:
         rows = []
         for name, file in media:
+            if isinstance(file, TensorFile):
+                continue  # Energon has no metadata for tensors; the records hold their shapes
             metadata: ImageMetadata | AVMetadata
             if file.kind == "image":
                 metadata = ImageMetadata(

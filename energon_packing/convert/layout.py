@@ -18,17 +18,20 @@ Both also hold `conversion.json`, `rejects.jsonl` and `warnings.jsonl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from energon_packing.convert.config import Layout
+from energon_packing.convert.config import Layout, RecordFormat
 from energon_packing.errors import UserError
 
 SUBFLAVORS = {"energon_packing": "v1"}
 """Marks every sample of a converted data set; a cooker asks for it."""
+
+TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
+"""The mark of text-to-video samples, which no conversation cooker takes."""
 
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set gets as keyword argument."""
@@ -76,11 +79,18 @@ def dataset_entry(path: str | Path) -> str:
     )
 
 
-def write_metadataset(directory: Path, splits: Iterable[str], *, with_media: bool) -> None:
+def subflavors_of(record_format: RecordFormat) -> dict[str, str]:
+    """The mark of the samples that a conversion with this format writes."""
+    return dict(TEXT_TO_VIDEO_SUBFLAVORS if record_format == "text-to-video" else SUBFLAVORS)
+
+
+def write_metadataset(
+    directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
+) -> None:
     """Writes ``dataset.yaml`` of a polylithic data set; paths in it are relative, so the directory can be moved."""
     references = {}
     for split in splits:
-        reference: dict[str, Any] = {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(SUBFLAVORS)}
+        reference: dict[str, Any] = {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
         if with_media:
             reference["aux"] = {MEDIA_AUX: f"./{MEDIA_DIRECTORY}"}
         references[split] = reference

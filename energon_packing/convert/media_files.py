@@ -17,10 +17,12 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from energon_packing.conversation import MediaKind
+from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
 from energon_packing.media.probe import image_info, probe_video
+from energon_packing.text_to_video import TensorRole
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {
@@ -173,19 +175,31 @@ def open_regular(path: Path) -> Any:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return os.fdopen(descriptor, "rb")
+    return descriptor
 
 
 def _video_extension(path: Path, container: str) -> str:
     suffix = path.suffix.lower().lstrip(".")
     if suffix in _CONTAINER_SUFFIXES:
         return suffix
+def _check_tensor(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
+    try:
+        return check_tensor(path, role, config, descriptor=_regular(path))
+    except OSError as error:
+        raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
+
+
     return next(
         (_EXTENSION_OF_CONTAINER[name] for name in container.split(",") if name in _EXTENSION_OF_CONTAINER), "mp4"
+    return os.fdopen(_regular(path), "rb")
+
+
+def _regular(path: Path) -> int:
     )
 
 
-Outcome = MediaFile | SampleRejected
+Outcome = MediaFile | TensorFile | SampleRejected
+FileKind = MediaKind | TensorRole
 
 
 class MediaChecker:
@@ -201,14 +215,14 @@ class MediaChecker:
             journal: file of outcomes; read if it is there, then appended to.
         """
         self._config = config
-        self._outcomes: dict[tuple[str, MediaKind], Outcome | Future[Outcome]] = {}
+        self._outcomes: dict[tuple[str, FileKind], Outcome | Future[Outcome]] = {}
         self._recalled = _read_journal(journal) if journal is not None else {}
         self._journal: TextIO | None = journal.open("a", encoding="utf-8", buffering=1) if journal is not None else None
         self._pool = ThreadPoolExecutor(config.workers, "probe-media") if config.workers else None
         self.checked = 0
         self.recalled = 0
 
-    def submit(self, path: Path, kind: MediaKind) -> None:
+    def submit(self, path: Path, kind: FileKind) -> None:
         """Asks for a file's check; asking twice costs nothing."""
         place = (str(path), kind)
         if place in self._outcomes:
@@ -222,11 +236,11 @@ class MediaChecker:
         else:
             self._outcomes[place] = self._pool.submit(self._check, path, kind)
 
-    def result(self, path: Path, kind: MediaKind) -> MediaFile:
+    def result(self, path: Path, kind: FileKind) -> MediaFile | TensorFile:
         """The outcome of a file that was submitted; waits for it.
 
         Raises:
-            SampleRejected: see `check_media`.
+            SampleRejected: see `check_media` and `check_tensor`.
         """
         place = (str(path), kind)
         outcome = self._outcomes[place]
@@ -238,13 +252,13 @@ class MediaChecker:
             raise SampleRejected(outcome.reason, outcome.detail)
         return outcome
 
-    def _check(self, path: Path, kind: MediaKind) -> Outcome:
+    def _check(self, path: Path, kind: FileKind) -> Outcome:
         try:
             return check_media(path, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
 
-    def _note(self, path: Path, kind: MediaKind, place: tuple[str, MediaKind]) -> None:
+    def _note(self, path: Path, kind: FileKind, place: tuple[str, FileKind]) -> None:
         self.checked += 1
         if self._journal is None:
             return
@@ -253,6 +267,8 @@ class MediaChecker:
             entry: dict[str, Any] = {"media": asdict(outcome)}
         else:
             assert isinstance(outcome, SampleRejected)
+            if kind == "latents" or kind == "context":
+                return _check_tensor(path, kind, self._config)
             entry = {"rejected": [outcome.reason, outcome.detail]}
         self._journal.write(json.dumps({"place": [*place, *_stamp(path)], **entry}) + "\n")
 
@@ -264,6 +280,8 @@ class MediaChecker:
             self._journal.close()
 
 
+        elif isinstance(outcome, TensorFile):
+            entry = {"tensor": asdict(outcome)}
 def _stamp(path: Path) -> tuple[int, int]:
     """Size in bytes and change time in nanoseconds: what makes a remembered outcome valid."""
     try:
@@ -280,7 +298,13 @@ def _read_journal(journal: Path) -> dict[tuple[Any, ...], Outcome]:
     for line in journal.read_text(encoding="utf-8").splitlines():
         try:
             entry = json.loads(line)
-            outcome: Outcome = MediaFile(**entry["media"]) if "media" in entry else SampleRejected(*entry["rejected"])
+            outcome: Outcome
+            if "media" in entry:
+                outcome = MediaFile(**entry["media"])
+            elif "tensor" in entry:
+                outcome = TensorFile(**entry["tensor"])
+            else:
+                outcome = SampleRejected(*entry["rejected"])
             recalled[tuple(entry["place"])] = outcome
         except (ValueError, KeyError, TypeError):
             continue  # the line that was being written when the run was interrupted

@@ -11,23 +11,25 @@ import json
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.layout import DATASET_FILE, media_names
 from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
+from energon_packing.convert.record_media import FileReference
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, WARNINGS_FILE, ConversionReport
 from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
 from energon_packing.convert.splits import assign_splits, position_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, Progress, SampleStore, StoredShards
+from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
 from energon_packing.convert.workspace import check_out, finished_report, partial_directory, publish, workspace
 from energon_packing.errors import SampleRejected, UserError
 
@@ -75,6 +77,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             splits=splits,
             images=reading.mentions["image"],
             videos=reading.mentions["video"],
+            tensors=reading.mentions["latents"] + reading.mentions["context"],
             media_files=len(reading.media),
             media_bytes=stored.media_bytes,
             record_bytes=stored.record_bytes,
@@ -98,7 +101,7 @@ class _Reading:
     rejected: Counter[str] = field(default_factory=Counter)
     warnings: Counter[str] = field(default_factory=Counter)
     mentions: Counter[str] = field(default_factory=Counter)
-    media: dict[str, MediaFile] = field(default_factory=dict)  # by name, in the order of first mention
+    media: dict[str, MediaFile | TensorFile] = field(default_factory=dict)  # by name, in the order of first mention
     written_of_origin: Counter[int] = field(default_factory=Counter)
     first_reject: dict[int, str] = field(default_factory=dict)
 
@@ -109,7 +112,7 @@ class _Pending:
 
     raw: RawRecord
     key: str
-    parsed: ParsedRecord | None
+    parsed: ParsedRecord | ParsedVideoRecord | None
     paths: list[Path]
     warnings: list[str]
     error: SampleRejected | None
@@ -160,14 +163,20 @@ def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path,
     if raw.error is not None:
         return pending
     try:
-        pending.parsed = parse_record(raw.value, config.format)
+        if config.format == "text-to-video":
+            pending.parsed = parse_text_to_video(raw.value)
+        else:
+            pending.parsed = parse_record(
+                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
+            )
         pending.warnings.extend(pending.parsed.warnings)
-        for media in pending.parsed.media:
+        references: Sequence[FileReference | VideoReference] = pending.parsed.media
+        for media in references:
             pending.paths.append(resolve_media(media.path, root))
     except SampleRejected as error:
         pending.error = error
         return pending
-    for media, path in zip(pending.parsed.media, pending.paths, strict=True):
+    for media, path in zip(references, pending.paths, strict=True):
         checker.submit(path, media.kind)
     return pending
 
@@ -199,7 +208,7 @@ def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, rea
         reading.media.setdefault(file.name, file)
 
 
-def _checked(checker: MediaChecker, pending: _Pending, index: int) -> MediaFile:
+def _checked(checker: MediaChecker, pending: _Pending, index: int) -> MediaFile | TensorFile:
     assert pending.parsed is not None
     media = pending.parsed.media[index]
     try:
@@ -208,27 +217,12 @@ def _checked(checker: MediaChecker, pending: _Pending, index: int) -> MediaFile:
         raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
 
 
-def _spool_line(config: ConvertConfig, key: str, parsed: ParsedRecord, files: list[MediaFile]) -> str:
+def _spool_line(
+    config: ConvertConfig, key: str, parsed: ParsedRecord | ParsedVideoRecord, files: list[MediaFile | TensorFile]
+) -> str:
     names = media_names(config.layout, [file.name for file in files])
-    conversation = Conversation(
-        key=key,
-        turns=parsed.turns,
-        media=tuple(
-            Media(
-                kind=file.kind,
-                name=name,
-                width=file.width,
-                height=file.height,
-                frames=file.frames,
-                fps=file.fps,
-                duration=file.duration,
-            )
-            for name, file in zip(names, files, strict=True)
-        ),
-        tools=parsed.tools,
-    )
     try:
-        record = json.dumps(conversation.to_record(), ensure_ascii=False, allow_nan=False)
+        record = json.dumps(parsed.record(key, names, files), ensure_ascii=False, allow_nan=False)
         record.encode("utf-8")
     except (UnicodeEncodeError, ValueError, RecursionError) as error:
         raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error

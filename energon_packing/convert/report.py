@@ -29,7 +29,7 @@ class ConversionReport:
         rejected: reason -> number of records.
         warnings: name -> number of records that were accepted although odd.
         splits: name -> number of samples.
-        images, videos: media that samples name, repetitions included.
+        images, videos, tensors: media that samples name, repetitions included.
         media_files: distinct media, by content.
         media_bytes: bytes of media in the data set.
         record_bytes: bytes of the JSON records in the data set.
@@ -55,6 +55,7 @@ class ConversionReport:
     shards: int
     seconds: float
     skipped: bool = False
+    tensors: int = 0
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from energon_packing.convert.media_files import MediaFile, open_regular
+from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.errors import UserError
 
 
@@ -61,7 +62,7 @@ class ShardWriter:
         """Adds a member to the current sample."""
         self._add(name, len(content), io.BytesIO(content))
 
-    def add_media(self, name: str, media: MediaFile) -> None:
+    def add_media(self, name: str, media: MediaFile | TensorFile) -> None:
         """Copies a checked file into the current sample and makes sure that it still is what was checked.
 
         Raises:

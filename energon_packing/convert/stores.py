@@ -10,9 +10,16 @@ from typing import Protocol
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import prepare
-from energon_packing.convert.layout import MEDIA_DIRECTORY, TEXT_DIRECTORY, media_names, write_metadataset
+from energon_packing.convert.layout import (
+    MEDIA_DIRECTORY,
+    TEXT_DIRECTORY,
+    media_names,
+    subflavors_of,
+    write_metadataset,
+)
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.shards import ShardWriter
+from energon_packing.convert.tensor_files import TensorFile
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
@@ -40,7 +47,9 @@ class SampleStore(Protocol):
 class PolylithicStore:
     """Records in ``text``, each distinct media file once in ``media``, in the order of first mention."""
 
-    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, config: ConvertConfig, media: dict[str, MediaFile | TensorFile], build: Path, stack: ExitStack
+    ) -> None:
         self._config = config
         self._media = media
         self._build = build
@@ -69,14 +78,15 @@ class PolylithicStore:
         total = len(text_shards) + len(media_shards)
         tell("index", 0, total)
         workers = max(1, self._config.workers)
-        prepare(self._build / TEXT_DIRECTORY, text_shards, splits, (), workers=workers)
+        subflavors = subflavors_of(self._config.format)
+        prepare(self._build / TEXT_DIRECTORY, text_shards, splits, (), workers=workers, subflavors=subflavors)
         tell("index", len(text_shards), total)
         if media_shards:
             entries = ((name, self._media[name]) for name in self._stored)
             prepare(self._build / MEDIA_DIRECTORY, media_shards, ["media"], entries, workers=workers)
         else:
             (self._build / MEDIA_DIRECTORY).rmdir()
-        write_metadataset(self._build, splits, with_media=bool(media_shards))
+        write_metadataset(self._build, splits, with_media=bool(media_shards), subflavors=subflavors)
         tell("index", total, total)
         return StoredShards(
             media_bytes=self._media_shards.bytes,
@@ -88,11 +98,13 @@ class PolylithicStore:
 class MonolithicStore:
     """Each sample's record and media side by side in one WebDataset."""
 
-    def __init__(self, config: ConvertConfig, media: dict[str, MediaFile], build: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, config: ConvertConfig, media: dict[str, MediaFile | TensorFile], build: Path, stack: ExitStack
+    ) -> None:
         self._config = config
         self._media = media
         self._build = build
-        self._entries: list[tuple[str, MediaFile]] = []
+        self._entries: list[tuple[str, MediaFile | TensorFile]] = []
         self._record_bytes = 0
         self._shards = {
             split: stack.enter_context(ShardWriter(build, split, max_samples=config.samples_per_shard))
@@ -112,7 +124,14 @@ class MonolithicStore:
     def finish(self, splits: list[str], tell: Progress) -> StoredShards:
         shards = {name: count for writer in self._shards.values() for name, count in writer.shards.items()}
         tell("index", 0, len(shards))
-        prepare(self._build, shards, splits, self._entries, workers=max(1, self._config.workers))
+        prepare(
+            self._build,
+            shards,
+            splits,
+            self._entries,
+            workers=max(1, self._config.workers),
+            subflavors=subflavors_of(self._config.format),
+        )
         tell("index", len(shards), len(shards))
         written = sum(writer.bytes for writer in self._shards.values())
         return StoredShards(

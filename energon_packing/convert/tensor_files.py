@@ -1,0 +1,119 @@
+"""Stored latents and text embeddings of a conversion: what their files hold, checked as hostile input."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.errors import SampleRejected
+from energon_packing.media.tensor import SUFFIXES, TensorInfo, read_tensor, tensor_info
+from energon_packing.text_to_video import AXES, StoredTensor, TensorRole
+
+NAMES: dict[TensorRole, tuple[str, ...]] = {
+    "latents": ("latents", "latent", "video_latents"),
+    "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
+}
+"""Names under which a file of several tensors may hold either."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorFile:
+    """One distinct file of a tensor, checked.
+
+    Attributes:
+        kind: what the record uses it for.
+        path: the file, all links resolved.
+        name: its entry in the media store, ``<32 hex digits of its SHA-256>.<extension>``.
+        size: bytes.
+        tensor, shape, dtype, rows: see `StoredTensor`.
+    """
+
+    kind: TensorRole
+    path: str
+    name: str
+    size: int
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # a journal gives it back as a list
+
+    @property
+    def extension(self) -> str:
+        """Without the dot."""
+        return self.name.rsplit(".", 1)[1]
+
+    def stored(self, name: str) -> StoredTensor:
+        """As a record names it; ``name`` is its entry in the store of the layout."""
+        return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
+
+
+def check_tensor(path: Path, role: TensorRole, config: ConvertConfig, *, descriptor: int) -> TensorFile:
+    """Reads and checks one file; ``check_media: full`` looks at every value. Text is always read: its length counts.
+
+    Args:
+        path: for its extension and the result.
+        descriptor: the open file, which is closed here.
+
+    Raises:
+        SampleRejected: ``corrupt_tensor``, ``media_too_large``, ``unknown_tensor_format``, ``unsafe_pickle``,
+            ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or infinite),
+            ``empty_context`` (nothing but zeros).
+    """
+    with os.fdopen(descriptor, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size == 0:
+            raise SampleRejected("corrupt_tensor", "the file is empty")
+        if size > config.max_media_bytes:
+            raise SampleRejected("media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}")
+        suffix = path.suffix.lower().lstrip(".")
+        if suffix not in SUFFIXES:
+            raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is none of {', '.join(SUFFIXES)}")
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+        info = tensor_info(stream, suffix, NAMES[role])
+        shape = _shape(info, role)
+        rows = None
+        if role == "context" or config.check_media == "full":
+            stream.seek(0)
+            rows = _check_values(stream.read(size), suffix, info, role)
+    return TensorFile(
+        kind=role,
+        path=str(path),
+        name=f"{digest}.{suffix}",
+        size=size,
+        tensor=info.tensor,
+        shape=shape,
+        dtype=info.dtype,
+        rows=rows if role == "context" and rows != shape[0] else None,
+    )
+
+
+def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
+    """Encoders return a batch of one: its axis is left out."""
+    shape = info.shape
+    if len(shape) == AXES[role] + 1 and shape[0] == 1:
+        shape = shape[1:]
+    if len(shape) != AXES[role]:
+        wanted = "channels, frames, height, width" if role == "latents" else "tokens, width"
+        raise SampleRejected("wrong_shape", f"shape {list(info.shape)}, expected ({wanted})")
+    return shape
+
+
+def _check_values(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int:
+    """Rows of a text before trailing rows of zeros; of latents, frames as they are."""
+    import torch
+
+    tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))
+    if not torch.isfinite(tensor).all():
+        raise SampleRejected("not_finite", "it holds values that are not finite")
+    if role == "latents":
+        return info.shape[-3]
+    filled = tensor.reshape(info.shape[-2:]).ne(0).any(dim=1).nonzero()
+    if len(filled) == 0:
+        raise SampleRejected("empty_context", "all embeddings of the text are zero")
+    return int(filled[-1]) + 1

@@ -1,0 +1,137 @@
+"""One record of text-to-video data -> a caption and the files that it names. Looks at no file.
+
+A record is one JSON object; a column may stand under any of its names, once::
+
+    {"caption": "a red ball rolls", "video": "clips/0001.mp4"}
+    {"prompt": "a red ball rolls", "latents": "0001.safetensors", "context": "0001.text.npy", "metadata": {"fps": 16}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from energon_packing.conversation import Media
+from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.errors import SampleRejected
+from energon_packing.text_to_video import StoredTensor, TextToVideo
+
+Column = Literal["caption", "video", "latents", "context"]
+COLUMNS: Mapping[Column, tuple[str, ...]] = {
+    "caption": ("caption", "prompt", "text"),
+    "video": ("video", "video_path", "videos"),
+    "latents": ("latents", "latent", "video_latents"),
+    "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoReference:
+    """A file as the record names it."""
+
+    kind: Literal["video", "latents", "context"]
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParsedVideoRecord:
+    """A record that was understood.
+
+    Attributes:
+        caption: None where there are only embeddings.
+        media: the files, in the order video, latents, context.
+        metadata: what the record holds under this name.
+        warnings: names of what was odd, but accepted.
+    """
+
+    caption: str | None
+    media: tuple[VideoReference, ...]
+    metadata: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+    def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
+        """The JSON form of the sample.
+
+        Args:
+            key: of the sample.
+            names: the entry of each file in the store.
+            files: one for each of ``media``.
+        """
+        video: Media | None = None
+        tensors: dict[str, StoredTensor] = {}
+        for name, file in zip(names, files, strict=True):
+            if isinstance(file, TensorFile):
+                tensors[file.kind] = file.stored(name)
+            else:
+                video = Media(
+                    kind="video",
+                    name=name,
+                    width=file.width,
+                    height=file.height,
+                    frames=file.frames,
+                    fps=file.fps,
+                    duration=file.duration,
+                )
+        sample = TextToVideo(
+            key=key,
+            caption=self.caption,
+            video=video,
+            latents=tensors.get("latents"),
+            context=tensors.get("context"),
+            metadata=self.metadata,
+        )
+        return sample.to_record()
+
+
+def parse_text_to_video(value: Any) -> ParsedVideoRecord:
+    """Reads one record.
+
+    A record with both a video and its latents keeps the latents, with the warning ``video_not_stored``.
+
+    Raises:
+        SampleRejected: ``unknown_layout`` (no object, or neither video nor latents), ``empty_caption`` (nor
+            embeddings), ``conflicting_columns``, ``non_string_value``.
+    """
+    if not isinstance(value, dict):
+        raise SampleRejected("unknown_layout", f"the record is a {type(value).__name__}, expected an object")
+    found = {column: _column(value, column) for column in COLUMNS}
+    caption = found["caption"]
+    if not (found["video"] or found["latents"]):
+        keys = ", ".join(sorted(key[:40] for key in value)[:20]) or "none"
+        raise SampleRejected("unknown_layout", f"expected 'video' or 'latents'; the record's keys are: {keys}")
+    if (caption is None or not caption.strip()) and not found["context"]:
+        raise SampleRejected("empty_caption", "the record has neither a caption nor 'context' embeddings of one")
+    metadata = value.get("metadata")
+    if metadata is not None and not isinstance(metadata, dict):
+        raise SampleRejected("non_string_value", f"'metadata' is a {type(metadata).__name__}, expected an object")
+    warnings = []
+    if found["video"] and found["latents"]:
+        found["video"] = None
+        warnings.append("video_not_stored")
+    kinds: tuple[Literal["video", "latents", "context"], ...] = ("video", "latents", "context")
+    return ParsedVideoRecord(
+        caption=caption,
+        media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found[kind])),
+        metadata=metadata or {},
+        warnings=tuple(warnings),
+    )
+
+
+def _column(value: Mapping[str, Any], column: Column) -> str | None:
+    filled = [name for name in COLUMNS[column] if value.get(name) not in (None, "", [])]
+    if len(filled) > 1:
+        raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
+    if not filled:
+        return None
+    entry = value[filled[0]]
+    if column != "caption":
+        if isinstance(entry, list) and len(entry) == 1:
+            entry = entry[0]
+        if isinstance(entry, dict):
+            entry = entry.get("path")
+    if not isinstance(entry, str):
+        what = f"a {type(entry).__name__}" if not isinstance(entry, list) else f"a list of {len(entry)}"
+        raise SampleRejected("non_string_value", f"{filled[0]!r} holds {what}, expected text")
+    return entry

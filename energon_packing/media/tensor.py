@@ -1,0 +1,216 @@
+"""Tensors in files: ``.npy``, ``.safetensors`` and ``.pt``, read without running anything that they hold.
+
+Sizes are known from the header and held against the file's length before anything is allocated. A ``.pt`` file is a
+pickle inside a zip: torch's ``weights_only`` unpickler takes it apart, which builds tensors and plain containers and
+refuses every other class; files of the old form, which are bare pickles, are not opened at all.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import math
+import pickle
+import re
+import struct
+import warnings
+import zipfile
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+from energon_packing.errors import SampleRejected
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIXES = ("npy", "safetensors", "pt", "pth")
+MAX_HEADER = 1 << 20
+"""Bytes of a header. One of safetensors holds 100 bytes a tensor, that of a .npy file 128 in all."""
+_NPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64"}
+_SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies in its file.
+
+    Attributes:
+        tensor: its name inside the file; empty where the file is the tensor.
+        shape: as stored.
+        dtype: torch's name of it.
+        start: byte at which its values begin; -1 for ``.pt``, where only torch knows.
+        order: ``">"`` or ``"<"``.
+        fortran: whether the first axis runs fastest.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    order: str = "<"
+    fortran: bool = False
+
+
+def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> TensorInfo:
+    """What the header of a file says.
+
+    Args:
+        stream: the file, seekable.
+        suffix: one of `SUFFIXES`.
+        names: of which the first is taken that a file of several tensors holds; a file of one tensor needs none.
+
+    Raises:
+        SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (no such file, or one that was cut off),
+            ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` for values that are no floating-point numbers.
+    """
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    if suffix == "npy":
+        return _npy_info(stream, size)
+    if suffix == "safetensors":
+        return _safetensors_info(stream, size, names)
+    if suffix in ("pt", "pth"):
+        found, tensor = _load_pt(stream, size, names)
+        return TensorInfo(found, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
+    raise SampleRejected("unknown_tensor_format", f".{suffix} is none of {', '.join(SUFFIXES)}")
+
+
+def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Tensor:
+    """The tensor of a file, in its own shape and dtype, on the CPU; it shares no memory with ``data``.
+
+    Args:
+        data: the file's bytes.
+        suffix, names: as for `tensor_info`.
+
+    Raises:
+        SampleRejected: as `tensor_info`.
+    """
+    import numpy as np
+    import torch
+
+    if suffix in ("pt", "pth"):
+        return _load_pt(io.BytesIO(data), len(data), names)[1].clone(memory_format=torch.contiguous_format)
+    info = tensor_info(io.BytesIO(data), suffix, names)
+    count = math.prod(info.shape)
+    if info.dtype == "bfloat16":
+        flat = torch.frombuffer(bytearray(data), dtype=torch.bfloat16, offset=info.start, count=count).clone()
+        return flat.reshape(info.shape)
+    kind = np.dtype(f"{info.order}f{_SIZES[info.dtype]}")
+    values = np.frombuffer(data, dtype=kind, offset=info.start, count=count)
+    values = values.reshape(info.shape, order="F" if info.fortran else "C")
+    return torch.from_numpy(np.array(values, dtype=kind.newbyteorder("="), order="C"))
+
+
+def _corrupt(detail: str) -> SampleRejected:
+    return SampleRejected("corrupt_tensor", detail)
+
+
+def _check_length(info: TensorInfo, end: int) -> TensorInfo:
+    if math.prod(info.shape) == 0:
+        raise SampleRejected("wrong_shape", f"the tensor of shape {list(info.shape)} is empty")
+    wanted = math.prod(info.shape) * _SIZES[info.dtype]
+    if end - info.start != wanted:
+        raise _corrupt(
+            f"{info.dtype} of shape {list(info.shape)} is {wanted} bytes, the file holds {end - info.start} of them"
+        )
+    return info
+
+
+def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
+    head = stream.read(8)
+    if len(head) < 8 or head[:6] != b"\x93NUMPY" or head[6] not in (1, 2, 3):
+        raise _corrupt("not a .npy file")
+    width = 2 if head[6] == 1 else 4
+    length_bytes = stream.read(width)
+    length = int.from_bytes(length_bytes, "little")
+    if len(length_bytes) < width or length > min(MAX_HEADER, size):
+        raise _corrupt(f"its header is {length} bytes long")
+    try:
+        header = ast.literal_eval(stream.read(length).decode("utf-8").strip())
+        descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:
+        raise _corrupt("its header cannot be read") from error
+    if not isinstance(descr, str) or descr[1:] not in _NPY_DTYPES or descr[:1] not in ("<", ">"):
+        raise SampleRejected(
+            "wrong_dtype", f"it holds {str(descr)[:40]!r}, expected floating-point numbers (bfloat16: use safetensors)"
+        )
+    return _check_length(
+        TensorInfo("", _sides(shape), _NPY_DTYPES[descr[1:]], stream.tell(), descr[0], bool(fortran)), size
+    )
+
+
+def _sides(shape: Any) -> tuple[int, ...]:
+    sides = shape if isinstance(shape, list | tuple) else (None,)
+    if len(sides) > 8 or any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides):
+        raise _corrupt("its header names no shape")
+    return tuple(sides)
+
+
+def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> TensorInfo:
+    head = stream.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+    if length > min(MAX_HEADER, size - 8):
+        raise _corrupt("not a safetensors file, or one of very many tensors")
+    try:
+        header = json.loads(stream.read(length).decode("utf-8"))
+        header.pop("__metadata__", None)
+        found = _choose(list(header), names)
+        entry = header[found]
+        begin, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], _sides(entry["shape"])
+        if not (type(begin) is type(end) is int and 0 <= begin <= end <= size - 8 - length):
+            raise ValueError("offsets outside of the file")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _corrupt(f"its header cannot be read: {str(error)[:80]}") from error
+    if dtype not in _SAFETENSORS_DTYPES:
+        raise SampleRejected("wrong_dtype", f"it holds {str(dtype)[:40]!r}, expected floating-point numbers")
+    return _check_length(TensorInfo(found, shape, _SAFETENSORS_DTYPES[dtype], 8 + length + begin), end=8 + length + end)
+
+
+def _choose(held: list[str], names: Sequence[str]) -> str:
+    if len(held) == 1:
+        return held[0]
+    for name in names:
+        if name in held:
+            return name
+    shown = ", ".join(repr(name[:40]) for name in held[:8]) or "nothing"
+    raise SampleRejected("no_such_tensor", f"the file holds {shown}; expected one tensor, or {' or '.join(names)}")
+
+
+def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, torch.Tensor]:
+    import torch
+
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise _corrupt("a .pt file whose entries are compressed, as torch writes none")
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
+        raise SampleRejected(
+            "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
+        ) from error
+    stream.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = f"it names {named[1][:80]}" if named else "it does more than build tensors"
+        raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
+    except Exception as error:  # of a damaged file torch says so in many ways
+        raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
+    found = ""
+    if isinstance(loaded, dict):
+        found = _choose([name for name in loaded if isinstance(name, str)], names)
+        loaded = loaded[found]
+    if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided or loaded.device.type != "cpu":
+        raise SampleRejected("no_such_tensor", f"it holds a {type(loaded).__name__}, expected a dense tensor")
+    if str(loaded.dtype).removeprefix("torch.") not in _SIZES:
+        raise SampleRejected("wrong_dtype", f"it holds {loaded.dtype}, expected floating-point numbers")
+    if loaded.numel() == 0:
+        raise SampleRejected("wrong_shape", f"the tensor of shape {list(loaded.shape)} is empty")
+    # A view can repeat one value to any size; what is allocated later must have been paid for in bytes.
+    if loaded.numel() * loaded.element_size() > size:
+        raise _corrupt(f"a tensor of shape {list(loaded.shape)} in a file of {size} bytes")
+    return found, loaded.detach()

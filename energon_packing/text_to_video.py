@@ -1,0 +1,184 @@
+"""A text-to-video sample: a caption and a clip, or what encoders made of them, as every stage after conversion sees it.
+
+Stored as JSON in the Energon data set (`TextToVideo.to_record`). Clips and tensors are named, never embedded; their
+sizes were read at conversion, so that a sample can be measured without its pixels.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from energon_packing.conversation import LARGEST_NUMBER, SMALLEST_NUMBER, Media
+from energon_packing.errors import SampleRejected
+
+TensorRole = Literal["latents", "context"]
+RECORD_VERSION = 1
+RECORD_KIND = "text_to_video"
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+"""What a stored tensor may hold, by torch's names."""
+AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
+_CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor that a record names.
+
+    Attributes:
+        name: the entry's name in its store; relative, without ``..``; its extension says how it is read.
+        tensor: its name inside a file of several tensors; empty where the file is the tensor.
+        shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
+            out.
+        dtype: one of `FLOATING`.
+        rows: of a text, those before trailing rows of zeros, which are padding; None for all.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        """The JSON form."""
+        record = {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype}
+        return record if self.rows is None else {**record, "rows": self.rows}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextToVideo:
+    """One training sample of a text-to-video model.
+
+    Attributes:
+        key: unique in its data set; letters, digits, ``-`` and ``_`` only.
+        caption: the text; None where only its embeddings are there.
+        video: the clip, with all its sizes; None where ``latents`` stands for it.
+        latents: the encoded clip.
+        context: embeddings of the text, without padding; None has them made from the caption.
+        metadata: anything of JSON, passed on to the batch.
+    """
+
+    key: str
+    caption: str | None = None
+    video: Media | None = None
+    latents: StoredTensor | None = None
+    context: StoredTensor | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.video is None) == (self.latents is None):
+            raise SampleRejected("bad_record", "the record needs either a video or its latents")
+        if self.caption is None and self.context is None:
+            raise SampleRejected("bad_record", "the record has neither a caption nor embeddings of one")
+        if self.video is not None and any(getattr(self.video, name) is None for name in _CLIP_FIELDS):
+            raise SampleRejected("unmeasured_media", f"not all sizes of {reprlib.repr(self.video.name)} are known")
+        for role, axes in AXES.items():
+            stored: StoredTensor | None = getattr(self, role)
+            if stored is not None and len(stored.shape) != axes:
+                raise SampleRejected("wrong_shape", f"{role} of shape {list(stored.shape)}, expected {axes} axes")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Entries of the store that the record names, in the order video, latents, context."""
+        return tuple(part.name for part in (self.video, self.latents, self.context) if part is not None)
+
+    def to_record(self) -> dict[str, Any]:
+        """The JSON form that is stored in the data set; `from_record` reads it back unchanged."""
+        record: dict[str, Any] = {"version": RECORD_VERSION, "kind": RECORD_KIND}
+        if self.caption is not None:
+            record["caption"] = self.caption
+        if self.video is not None:
+            record["video"] = {name: getattr(self.video, name) for name in _CLIP_FIELDS}
+        for role in AXES:
+            stored: StoredTensor | None = getattr(self, role)
+            if stored is not None:
+                record[role] = stored.to_record()
+        if self.metadata:
+            record["metadata"] = dict(self.metadata)
+        return record
+
+    @classmethod
+    def from_record(cls, key: str, record: Any) -> TextToVideo:
+        """Reads what `to_record` wrote.
+
+        Raises:
+            SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a name is
+                absolute or holds ``..``, and the reasons of `TextToVideo` itself.
+        """
+        _check_keys(
+            record, {"version", "kind", "caption", "video", "latents", "context", "metadata"}, where="the record"
+        )
+        if record.get("kind") != RECORD_KIND or record.get("version") != RECORD_VERSION:
+            raise _bad(f"kind {reprlib.repr(record.get('kind'))} of version {reprlib.repr(record.get('version'))}")
+        caption, metadata = record.get("caption"), record.get("metadata", {})
+        if caption is not None and not isinstance(caption, str):
+            raise _bad(f"the caption is a {type(caption).__name__}")
+        if not isinstance(metadata, Mapping):
+            raise _bad(f"metadata is a {type(metadata).__name__}, expected an object")
+        return cls(
+            key=key,
+            caption=caption,
+            video=_read_clip(record["video"]) if "video" in record else None,
+            latents=_read_tensor(record["latents"], "latents") if "latents" in record else None,
+            context=_read_tensor(record["context"], "context") if "context" in record else None,
+            metadata=dict(metadata),
+        )
+
+
+def _bad(what: str) -> SampleRejected:
+    return SampleRejected("bad_record", f"not a stored text-to-video sample: {what}")
+
+
+def _check_keys(value: Any, known: set[str], *, where: str) -> None:
+    if not isinstance(value, Mapping):
+        raise _bad(f"{where} is a {type(value).__name__}")
+    for key in value:
+        if key not in known:
+            raise _bad(f"{where} has the unknown field {reprlib.repr(key)}")
+
+
+def _read_clip(value: Any) -> Media:
+    _check_keys(value, set(_CLIP_FIELDS), where="the video")
+    _check_name(value.get("name"), "video")
+    for what in ("width", "height", "frames"):
+        _number(value.get(what), f"{what} of the video", whole=True)
+    for what in ("fps", "duration"):
+        _number(value.get(what), f"{what} of the video")
+    return Media(kind="video", **value)
+
+
+def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:
+    _check_keys(value, {"name", "tensor", "shape", "dtype", "rows"}, where=role)
+    _check_name(value.get("name"), role)
+    tensor, shape, dtype = value.get("tensor", ""), value.get("shape"), value.get("dtype")
+    if not isinstance(tensor, str) or dtype not in FLOATING:
+        raise _bad(f"{role} is of dtype {reprlib.repr(dtype)}, or its tensor's name is no text")
+    if not isinstance(shape, list):
+        raise _bad(f"the shape of {role} is a {type(shape).__name__}")
+    for side in shape:
+        _number(side, f"a side of {role}", whole=True)
+    rows = value.get("rows")
+    if rows is not None:
+        _number(rows, f"the rows of {role}", whole=True)
+        if not shape or rows > shape[0]:
+            raise _bad(f"{role} of shape {shape} has {rows} rows")
+    return StoredTensor(name=value["name"], tensor=tensor, shape=tuple(shape), dtype=dtype, rows=rows)
+
+
+def _check_name(name: Any, what: str) -> None:
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise _bad(f"{what} has no usable name")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise SampleRejected("media_outside_root", f"{what} {reprlib.repr(name)} leaves the data set")
+
+
+def _number(value: Any, what: str, *, whole: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        raise _bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
+    if not SMALLEST_NUMBER <= value <= LARGEST_NUMBER:
+        raise _bad(f"{what} is outside of what a record may hold")

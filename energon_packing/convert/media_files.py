@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from energon_packing.conversation import Media, MediaKind
+from energon_packing.conversation import MediaKind
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
@@ -169,8 +169,19 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
         raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
 
+def _check_tensor(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
+    try:
+        return check_tensor(path, role, config, descriptor=_regular(path))
+    except OSError as error:
+        raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
+
+
 def open_regular(path: Path) -> Any:
     """Opens a resolved path for reading; a link that took its place meanwhile is not followed."""
+    return os.fdopen(_regular(path), "rb")
+
+
+def _regular(path: Path) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -182,19 +193,8 @@ def _video_extension(path: Path, container: str) -> str:
     suffix = path.suffix.lower().lstrip(".")
     if suffix in _CONTAINER_SUFFIXES:
         return suffix
-def _check_tensor(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
-    try:
-        return check_tensor(path, role, config, descriptor=_regular(path))
-    except OSError as error:
-        raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
-
-
     return next(
         (_EXTENSION_OF_CONTAINER[name] for name in container.split(",") if name in _EXTENSION_OF_CONTAINER), "mp4"
-    return os.fdopen(_regular(path), "rb")
-
-
-def _regular(path: Path) -> int:
     )
 
 
@@ -254,6 +254,8 @@ class MediaChecker:
 
     def _check(self, path: Path, kind: FileKind) -> Outcome:
         try:
+            if kind == "latents" or kind == "context":
+                return _check_tensor(path, kind, self._config)
             return check_media(path, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
@@ -265,10 +267,10 @@ class MediaChecker:
         outcome = self._outcomes[place]
         if isinstance(outcome, MediaFile):
             entry: dict[str, Any] = {"media": asdict(outcome)}
+        elif isinstance(outcome, TensorFile):
+            entry = {"tensor": asdict(outcome)}
         else:
             assert isinstance(outcome, SampleRejected)
-            if kind == "latents" or kind == "context":
-                return _check_tensor(path, kind, self._config)
             entry = {"rejected": [outcome.reason, outcome.detail]}
         self._journal.write(json.dumps({"place": [*place, *_stamp(path)], **entry}) + "\n")
 
@@ -280,8 +282,6 @@ class MediaChecker:
             self._journal.close()
 
 
-        elif isinstance(outcome, TensorFile):
-            entry = {"tensor": asdict(outcome)}
 def _stamp(path: Path) -> tuple[int, int]:
     """Size in bytes and change time in nanoseconds: what makes a remembered outcome valid."""
     try:

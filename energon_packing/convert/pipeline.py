@@ -166,9 +166,7 @@ def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path,
         if config.format == "text-to-video":
             pending.parsed = parse_text_to_video(raw.value)
         else:
-            pending.parsed = parse_record(
-                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
-            )
+            pending.parsed = parse_record(raw.value, config.format)
         pending.warnings.extend(pending.parsed.warnings)
         references: Sequence[FileReference | VideoReference] = pending.parsed.media
         for media in references:

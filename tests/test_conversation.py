@@ -177,7 +177,7 @@ FITS: dict[tuple[str | int, ...], Callable[[Any], bool]] = {
     **{("media", 1, field): lambda value: value is None or value == 7 for field in ("width", "height")},
     ("media", 1, "frame_names", 1): lambda value: isinstance(value, str) and value != "",
     ("media", 1, "frame_times"): lambda value: value == [],
-    ("media", 1, "frame_times", 0): lambda value: type(value) is int and value == 0,
+    ("media", 1, "frame_times", 0): lambda value: _is_number(value) and 0 <= value < 0.5,
     ("turns", 3, "tool_call_id"): lambda value: value is None or isinstance(value, str),
     ("tools",): lambda value: value in (None, [], [{}]),
     ("tools", 0): lambda value: isinstance(value, dict),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from energon_packing.convert.config import DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
+from energon_packing.convert.config import DEFAULT_FRAME_FPS, DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
 from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import REJECTS_FILE, ConversionReport
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
@@ -76,6 +76,19 @@ Examples:
 )
 @click.option("--max-media-mib", type=int, default=1024, show_default=True, help="Largest media file, in MiB.")
 @click.option(
+    "--frame-fps",
+    type=float,
+    default=DEFAULT_FRAME_FPS,
+    show_default=True,
+    help="Frames a second of a video that is a list of images and does not say its own.",
+)
+@click.option(
+    "--extra-column",
+    "extra_columns",
+    multiple=True,
+    help="Column with values of the trained tokens (advantages, log-probabilities); may be repeated.",
+)
+@click.option(
     "--max-rejects",
     type=float,
     default=0.5,
@@ -102,6 +115,8 @@ def convert(
     check_media: Any,
     max_pixels: int,
     max_media_mib: int,
+    frame_fps: float,
+    extra_columns: tuple[str, ...],
     max_rejects: float,
     resume: bool,
     overwrite: bool,
@@ -127,6 +142,8 @@ def convert(
         check_media=check_media,
         max_pixels=max_pixels,
         max_media_bytes=max_media_mib << 20,
+        frame_fps=frame_fps,
+        extra_columns=extra_columns,
         max_rejects=max_rejects,
         resume=resume,
         overwrite=overwrite,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from energon_packing.conversation import LARGEST_NUMBER, PREFERENCE, SMALLEST_NUMBER
 from energon_packing.errors import ConfigError
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
 
@@ -17,6 +18,15 @@ Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 
 DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
+DEFAULT_FRAME_FPS = 2.0
+"""Frames a second of a list of images that does not say its own; what LLaMA-Factory and qwen-vl-utils assume, too."""
+RECORD_COLUMNS = frozenset(
+    (
+        *("id", "messages", "conversations", "prompt", "chosen", "rejected", "system", "tools"),
+        *("image", "images", "video", "videos"),
+    )
+)
+"""Columns of a record with a meaning of their own."""
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -46,6 +56,9 @@ class ConvertConfig:
         max_pixels: largest image or frame, width times height.
         max_media_bytes: largest media file.
         max_record_bytes: longest line of a JSON Lines file, and longest element of an array (in characters).
+        frame_fps: frames a second of a video that is a list of images and does not say its own.
+        extra_columns: columns of a record that hold extras (values of the trained tokens) under their own names,
+            besides those in the column ``extras``.
         max_rejects: share of rejected records above which the conversion counts as failed; in [0, 1].
         resume: skip a finished conversion of the same sources and options, go on with an interrupted one.
         overwrite: replace a data set that is there already.
@@ -64,6 +77,8 @@ class ConvertConfig:
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_media_bytes: int = 1 << 30
     max_record_bytes: int = 64 << 20
+    frame_fps: float = DEFAULT_FRAME_FPS
+    extra_columns: tuple[str, ...] = ()
     max_rejects: float = 0.5
     resume: bool = False
     overwrite: bool = False
@@ -90,6 +105,15 @@ class ConvertConfig:
             raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
         if self.workers < 0:
             raise ConfigError(f"workers is {self.workers}; it must be 0 (no threads) or more")
+        if not SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER:
+            raise ConfigError(f"frame_fps is {self.frame_fps}; it must be a number above 0")
+        object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
+        reserved = {"extras", PREFERENCE, *RECORD_COLUMNS}.intersection(self.extra_columns)
+        if "" in self.extra_columns or len(set(self.extra_columns)) < len(self.extra_columns) or reserved:
+            raise ConfigError(
+                f"extra_columns is {list(self.extra_columns)}; name each column of extra values once, and none that "
+                "holds something else"
+            )
         if not 0.0 <= self.max_rejects <= 1.0:
             raise ConfigError(f"max_rejects is {self.max_rejects}; it is a share and must lie between 0 and 1")
 
@@ -98,6 +122,7 @@ class ConvertConfig:
         names = ("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media")
         options: dict[str, object] = {name: getattr(self, name) for name in names}
         options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
+        options.update({"frame_fps": self.frame_fps, "extra_columns": list(self.extra_columns)})
         options["media_root"] = None if self.media_root is None else str(self.media_root.absolute())
         options["split"] = dict(self.split)
         return options

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from PIL import Image
 
-from energon_packing.conversation import MediaKind
+from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
@@ -86,6 +86,19 @@ class MediaFile:
     def extension(self) -> str:
         """Without the dot."""
         return self.name.rsplit(".", 1)[1]
+
+
+def medium_of_file(name: str, file: MediaFile) -> Media:
+    """What a record says of a checked file that is stored under a name."""
+    return Media(
+        kind=file.kind,
+        name=name,
+        width=file.width,
+        height=file.height,
+        frames=file.frames,
+        fps=file.fps,
+        duration=file.duration,
+    )
 
 
 def resolve_media(reference: str, root: Path) -> Path:

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from energon_packing.conversation import Conversation, Media
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.layout import DATASET_FILE, media_names
 from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
-from energon_packing.convert.records import MediaReference, ParsedRecord, parse_record
+from energon_packing.convert.record_media import FileReference
+from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, WARNINGS_FILE, ConversionReport
 from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
 from energon_packing.convert.splits import assign_splits, position_of
@@ -166,9 +166,11 @@ def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path,
         if config.format == "text-to-video":
             pending.parsed = parse_text_to_video(raw.value)
         else:
-            pending.parsed = parse_record(raw.value, config.format)
+            pending.parsed = parse_record(
+                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
+            )
         pending.warnings.extend(pending.parsed.warnings)
-        references: Sequence[MediaReference | VideoReference] = pending.parsed.media
+        references: Sequence[FileReference | VideoReference] = pending.parsed.media
         for media in references:
             pending.paths.append(resolve_media(media.path, root))
     except SampleRejected as error:
@@ -219,39 +221,12 @@ def _spool_line(
     config: ConvertConfig, key: str, parsed: ParsedRecord | ParsedVideoRecord, files: list[MediaFile | TensorFile]
 ) -> str:
     names = media_names(config.layout, [file.name for file in files])
-    if isinstance(parsed, ParsedVideoRecord):
-        value = parsed.record(key, names, files)
-    else:
-        value = _conversation(key, parsed, names, files).to_record()
     try:
-        record = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        record = json.dumps(parsed.record(key, names, files), ensure_ascii=False, allow_nan=False)
         record.encode("utf-8")
     except (UnicodeEncodeError, ValueError, RecursionError) as error:
         raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
     return json.dumps({"key": key, "record": record, "files": [file.name for file in files]})
-
-
-def _conversation(
-    key: str, parsed: ParsedRecord, names: list[str], files: list[MediaFile | TensorFile]
-) -> Conversation:
-    return Conversation(
-        key=key,
-        turns=parsed.turns,
-        media=tuple(
-            Media(
-                kind=file.kind,
-                name=name,
-                width=file.width,
-                height=file.height,
-                frames=file.frames,
-                fps=file.fps,
-                duration=file.duration,
-            )
-            for name, file in zip(names, files, strict=True)
-            if isinstance(file, MediaFile)
-        ),
-        tools=parsed.tools,
-    )
 
 
 def _unusable_source(config: ConvertConfig, reading: _Reading) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Changes whenever the files that a conversion writes change their form; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"

@@ -45,7 +45,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def parse_function_call_text(text: str) -> tuple[dict[str, Any], ...]:
-    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, or a list of such calls.
+    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with an ``id`` or without, or a list of such.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -61,7 +61,7 @@ def parse_function_call_text(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def parse_tool_calls(value: Any) -> tuple[dict[str, Any], ...]:
-    """OpenAI's ``tool_calls`` of an assistant message; call ids are dropped, since turns have no place for them.
+    """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates insist on them.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -76,11 +76,22 @@ def parse_tool_calls(value: Any) -> tuple[dict[str, Any], ...]:
             raise SampleRejected("bad_tool_call", f"a tool call is {type(call).__name__}, expected an object")
         if call.get("type", "function") != "function":
             raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
-        calls.append(_call(call.get("function", call)))
+        calls.append(_call(call.get("function", call), call.get("id")))
     return tuple(calls)
 
 
-def _call(value: Any) -> dict[str, Any]:
+def call_id(value: Any) -> str | None:
+    """The id of a call, or None.
+
+    Raises:
+        SampleRejected: ``bad_tool_call`` where it is not text.
+    """
+    if value is not None and not isinstance(value, str):
+        raise SampleRejected("bad_tool_call", f"the id of a tool call is {type(value).__name__}, expected text")
+    return value or None
+
+
+def _call(value: Any, outer_id: Any = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SampleRejected("bad_tool_call", f"a function call is {type(value).__name__}, expected an object")
     name, arguments = value.get("name"), value.get("arguments")
@@ -94,4 +105,6 @@ def _call(value: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         found = "missing" if "arguments" not in value else f"{type(arguments).__name__}"
         raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {found}, expected an object")
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    found_id = call_id(value.get("id") if outer_id is None else outer_id)
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if found_id is None else {"id": found_id, **call}

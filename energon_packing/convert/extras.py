@@ -1,0 +1,69 @@
+"""Further values of the trained tokens, as a record holds them: advantages, log-probabilities, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from energon_packing.conversation import PREFERENCE, read_extras
+from energon_packing.errors import SampleRejected
+
+_ANSWERS = ("chosen", "rejected")
+
+
+def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
+    """The column ``extras`` (name -> value) and each named column of its own.
+
+    A value is one number for all trained tokens or a list with one for each. Of a pair it is one number for both
+    answers or ``{"chosen": ..., "rejected": ...}`` of either, which may also stand in two columns, ``chosen_NAME`` and
+    ``rejected_NAME`` or ``NAME_chosen`` and ``NAME_rejected``.
+
+    Args:
+        record: the parsed JSON.
+        columns: names of further columns; a record may lack any of them.
+        pair: whether the record is a chosen and a rejected answer.
+
+    Raises:
+        SampleRejected: ``bad_extra`` for what is no such value, ``conflicting_columns`` where a name has two.
+    """
+    found = record.get("extras")
+    if found is None:
+        found = {}
+    if not isinstance(found, dict):
+        raise SampleRejected("bad_extra", f"the extras column is a {type(found).__name__}, expected name -> value")
+    values = dict(found)
+    for name in columns:
+        value = _column(record, name, pair)
+        if value is None:
+            continue
+        if name in values:
+            raise SampleRejected("conflicting_columns", f"{name!r} is a column and also in the extras column")
+        values[name] = value
+    try:
+        extras = read_extras(values)
+    except SampleRejected as error:
+        raise SampleRejected("bad_extra", error.detail) from error
+    for name, value in extras.items():
+        if name == PREFERENCE:
+            raise SampleRejected("bad_extra", f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
+        if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
+            raise SampleRejected("bad_extra", f"{name!r} has parts other than the two answers of a pair")
+        if isinstance(value, list | tuple) and pair:
+            raise SampleRejected("bad_extra", f"{name!r} is one list for two answers; give one for each of them")
+    return extras
+
+
+def _column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
+    value = record.get(name)
+    if not pair:
+        return value
+    for names in ([f"{answer}_{name}" for answer in _ANSWERS], [f"{name}_{answer}" for answer in _ANSWERS]):
+        parts = [record.get(column) for column in names]
+        if all(part is None for part in parts):
+            continue
+        if value is not None:
+            raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")
+        if any(part is None for part in parts):
+            raise SampleRejected("bad_extra", f"the record has only one of {names[0]!r} and {names[1]!r}")
+        value = dict(zip(_ANSWERS, parts, strict=True))
+    return value

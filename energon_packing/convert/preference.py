@@ -1,0 +1,114 @@
+"""Preference records: which messages are the common beginning, and which the chosen and the rejected answer.
+
+Read are the shapes in which such data are published:
+
+* ``conversations`` or ``messages`` (the beginning), ``chosen`` and ``rejected`` (a text, a message, or a list of them);
+* ``prompt`` (a text or a list of messages), ``chosen`` and ``rejected``;
+* ``chosen`` and ``rejected`` alone, two whole conversations that begin alike;
+* ``messages`` with the chosen answer in it, and ``rejected_response`` or ``rejected_messages``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from energon_packing.errors import SampleRejected
+
+TURN_COLUMNS = ("messages", "conversations")
+_ALIASES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawPair:
+    """The messages of a pair as the record holds them, not looked into yet: the beginning and the two answers."""
+
+    beginning: list[Any]
+    chosen: list[Any]
+    rejected: list[Any]
+
+
+def find_pair(record: Mapping[str, Any]) -> RawPair | None:
+    """Takes a preference record apart; None for a record that is none.
+
+    Raises:
+        SampleRejected: ``bad_pair`` where a part is missing or the answers do not follow one beginning.
+    """
+    answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
+    other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
+    if not answers and not other:
+        return None
+    if record.get("rejected_images") or record.get("rejected_videos"):
+        raise _bad("the rejected answer has media of its own; both answers follow the same media")
+    columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
+    if len(columns) > 1:
+        raise _bad(f"the beginning stands in both {columns[0]!r} and {columns[1]!r}; keep one of them")
+    common = _messages(record[columns[0]], columns[0], "user") if columns else None
+    if other:
+        if answers or len(other) > 1:
+            raise _bad(f"{other[0]!r} stands beside {(*other[1:], *answers)[0]!r}; keep one of them")
+        return _replaced(common, record[other[0]], other[0])
+    if len(answers) == 1:
+        (only,) = answers
+        raise _bad(f"the record has {only!r} and nothing to prefer it to; a pair has 'chosen' and 'rejected'")
+    chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
+    if common is None:
+        return _split(chosen, rejected)
+    return RawPair(beginning=common, chosen=_without(common, chosen), rejected=_without(common, rejected))
+
+
+def _bad(detail: str) -> SampleRejected:
+    return SampleRejected("bad_pair", detail)
+
+
+def _messages(value: Any, column: str, speaker: str) -> list[Any]:
+    """A text becomes one message of ``speaker``, a message a list of one."""
+    if isinstance(value, str):
+        return [{"role": speaker, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _bad(f"{column!r} is neither text nor a message nor a list of messages")
+    return value
+
+
+def _speech(message: Any) -> Any:
+    """Who says what, however the fields are called."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role", message.get("from"))
+    alias = _ALIASES.get(role) if isinstance(role, str) else None
+    return alias or role, message.get("content", message.get("value")), message.get("tool_calls")
+
+
+def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
+    """An answer that repeats the whole beginning, as some data sets write it, without that beginning."""
+    head = answer[: len(beginning)]
+    if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
+        return answer[len(beginning) :]
+    return answer
+
+
+def _split(chosen: list[Any], rejected: list[Any]) -> RawPair:
+    """Two whole conversations: what they share before they first differ is the beginning."""
+    shared = 0
+    most = min(len(chosen), len(rejected)) - 1
+    while shared < most and _speech(chosen[shared]) == _speech(rejected[shared]):
+        shared += 1
+    if shared == 0:
+        raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
+    return RawPair(beginning=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+
+
+def _replaced(whole: list[Any] | None, rejected: Any, column: str) -> RawPair:
+    """``messages`` that end with the chosen answer, and what stands in its place in the rejected one."""
+    if whole is None:
+        raise _bad(f"{column!r} stands alone; the chosen answer is the end of 'messages'")
+    if column == "rejected_messages":
+        return _split(whole, _messages(rejected, column, "assistant"))
+    if isinstance(rejected, str | dict):  # in the place of the last message
+        return RawPair(beginning=whole[:-1], chosen=whole[-1:], rejected=_messages(rejected, column, "assistant"))
+    asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
+    end = asked[-1] if asked else 0  # in the place of all that follows the last question
+    return RawPair(beginning=whole[:end], chosen=whole[end:], rejected=_messages(rejected, column, "assistant"))

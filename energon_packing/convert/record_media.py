@@ -1,0 +1,168 @@
+"""The media of one record: paths out of its columns and content parts, in the order in which its text names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from energon_packing.conversation import MediaKind, MediaPart
+from energon_packing.convert.frame_lists import frame_rate, frame_times
+from energon_packing.errors import SampleRejected
+
+_COLUMNS: Mapping[MediaKind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
+_RATES, _TIMES = "video_fps", "video_timestamps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileReference:
+    """A file as the record names it, and what it has to be: frames are images."""
+
+    kind: MediaKind
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaReference:
+    """A medium as the record names it.
+
+    Attributes:
+        kind: ``image`` or ``video``.
+        paths: one file, or the frames of a video that is a list of images.
+        is_frames: whether the paths are such a list (which may be of one image).
+        fps: of a list of frames; None for a file, which says it itself.
+        times: seconds of each frame, where the record says them.
+    """
+
+    kind: MediaKind
+    paths: tuple[str, ...]
+    is_frames: bool = False
+    fps: float | None = None
+    times: tuple[float, ...] = ()
+
+    @property
+    def files(self) -> tuple[FileReference, ...]:
+        """The files to look at."""
+        kind: MediaKind = "image" if self.is_frames else self.kind
+        return tuple(FileReference(kind=kind, path=path) for path in self.paths)
+
+
+@dataclass(slots=True)
+class RecordMedia:
+    """The media of one record while its turns are read."""
+
+    columns: dict[MediaKind, list[MediaReference]]
+    frame_fps: float
+    references: list[MediaReference] = field(default_factory=list)
+    placeholders: dict[MediaKind, int] = field(default_factory=lambda: {"image": 0, "video": 0})
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any], frame_fps: float) -> RecordMedia:
+        """The columns of a record.
+
+        Args:
+            record: the parsed JSON.
+            frame_fps: frames a second of lists of frames that do not say their own.
+
+        Raises:
+            SampleRejected: ``conflicting_columns``, ``non_string_value``, ``bad_frames``.
+        """
+        return cls(columns={kind: _column(record, kind, frame_fps) for kind in _COLUMNS}, frame_fps=frame_fps)
+
+    def add(self, reference: MediaReference) -> MediaPart:
+        """The place of a medium that the text names here."""
+        self.references.append(reference)
+        return MediaPart(index=len(self.references) - 1)
+
+    def next_of_column(self, kind: MediaKind) -> MediaPart:
+        """The place of the column's next entry."""
+        index = self.placeholders[kind]
+        self.placeholders[kind] += 1
+        column = self.columns[kind]
+        # Too few entries are reported for the record as a whole, with both counts.
+        return self.add(column[index] if index < len(column) else MediaReference(kind=kind, paths=("",)))
+
+    def check(self) -> None:
+        """Whether each entry of the columns has its placeholder.
+
+        Raises:
+            SampleRejected: ``placeholder_mismatch``.
+        """
+        for kind, column in self.columns.items():
+            count = self.placeholders[kind]
+            if count == len(column):
+                continue
+            if count == 0:
+                detail = f"the record names {len(column)} {kind}(s), but no text has a <{kind}> placeholder"
+            else:
+                detail = f"the text has {count} <{kind}> placeholder(s), but the record names {len(column)} {kind}(s)"
+            raise SampleRejected("placeholder_mismatch", detail)
+
+
+def reference_of(
+    entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
+) -> MediaReference:
+    """One medium: a path, ``{"path": ...}``, or of a video a list of frames or ``{"frames": [...]}`` with their time.
+
+    Args:
+        entry: what stands in a column or a content part.
+        kind: of the medium.
+        where: column or part, for messages.
+        frame_fps: frames a second where nothing says them.
+        rate, times: of a list of frames, from columns of their own; those in the entry go first.
+
+    Raises:
+        SampleRejected: ``non_string_value``, ``bad_frames``.
+    """
+    own = entry if isinstance(entry, dict) else {}
+    frames = own.get("frames", own.get("video")) if own else entry
+    if kind != "video" or not isinstance(frames, list):
+        return MediaReference(kind=kind, paths=(_path(entry, where),))
+    if not frames:
+        raise SampleRejected("bad_frames", f"{where!r} holds an empty list of frames")
+    given = frame_rate(own.get("sample_fps", own.get("fps", rate)))
+    return MediaReference(
+        kind=kind,
+        paths=tuple(_path(frame, where) for frame in frames),
+        is_frames=True,
+        fps=frame_fps if given is None else given,
+        times=frame_times(own.get("timestamps", times), len(frames)),
+    )
+
+
+def _column(record: Mapping[str, Any], kind: MediaKind, frame_fps: float) -> list[MediaReference]:
+    """What a record lists for one kind; empty where it lists nothing."""
+    filled = [name for name in _COLUMNS[kind] if record.get(name) not in (None, "", [])]
+    if not filled:
+        return []
+    if len(filled) > 1:
+        raise SampleRejected("conflicting_columns", f"the record has both {filled[0]!r} and {filled[1]!r}")
+    column = record[filled[0]]
+    entries = column if isinstance(column, list) else [column]
+    count = len(entries)
+    rates, times = record.get(_RATES), record.get(_TIMES)
+    if kind == "image":
+        rates = times = None
+    rates = rates if isinstance(rates, list) else [rates] * count
+    times = [None] * count if times is None else times
+    for name, values in ((_RATES, rates), (_TIMES, times)):
+        if not isinstance(values, list) or len(values) != count:
+            raise SampleRejected("bad_frames", f"{name!r} has not one entry for each of {count} video(s)")
+    return [
+        reference_of(entry, kind, filled[0], frame_fps, rate, seconds)
+        for entry, rate, seconds in zip(entries, rates, times, strict=True)
+    ]
+
+
+def _path(entry: Any, name: str) -> str:
+    if isinstance(entry, dict) and isinstance(entry.get("path"), str):
+        entry = entry["path"]
+    if not isinstance(entry, str):
+        raise SampleRejected("non_string_value", f"{name!r} holds {kind_of(entry)}, expected a path")
+    return entry
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, for a sentence."""
+    names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
+    return names.get(type(value).__name__, "a number")

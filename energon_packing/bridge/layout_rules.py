@@ -21,11 +21,16 @@ _SIZED: tuple[DatasetKind, ...] = (*_FINETUNING, "gpt_pretraining")
 
 
 def _offline(view: RunView) -> bool:
-    return view.enable_offline_packing
+    # With both modes on rule 1 speaks; which micro-batch is right depends on the one that stays.
+    return view.enable_offline_packing and not view.enable_in_batch_packing
 
 
 def _in_batch(view: RunView) -> bool:
-    return view.enable_in_batch_packing
+    return view.enable_in_batch_packing and not view.enable_offline_packing
+
+
+def _graphs(view: RunView) -> bool:
+    return view.cuda_graph_impl != "none"
 
 
 def _own_micro_batch(view: RunView) -> bool:
@@ -109,6 +114,39 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
 
 
 @_rule(
+    id="bridge-05-local-graphs-of-iterations",
+    checks="local CUDA graphs hold a whole iteration",
+    applies=_graphs,
+    bridge_says=('cuda_graph_impl="local" only for',),
+)
+def _local_graphs(view: RunView) -> Finding | None:
+    if not view.local_layer_graph:
+        return None
+    return Finding(
+        why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
+        "Transformer Engine only",
+        mend="set cuda_graph_impl to 'transformer_engine'",
+        changes={"cuda_graph_impl": "transformer_engine"},
+    )
+
+
+@_rule(
+    id="bridge-14-comm-type-of-each-layer",
+    checks="a list of cp_comm_type names every layer",
+    applies=_context_parallel,
+    bridge_says=("Length of cp_comm_type",),  # Megatron-Core says it first, when the model is finalised
+)
+def _comm_type_of_each_layer(view: RunView) -> Finding | None:
+    kinds = view.cp_comm_type
+    if not isinstance(kinds, tuple) or view.num_layers is None or len(kinds) == view.num_layers:
+        return None
+    return Finding(
+        why=f"cp_comm_type lists {len(kinds)} layers, the model has {view.num_layers}",
+        mend="give one name for all layers, or one a layer",
+    )
+
+
+@_rule(
     id="bridge-15-world-size",
     checks="the world size is a multiple of TP x PP x CP",
     applies=always,
@@ -177,6 +215,22 @@ def _eval_global_batch(view: RunView) -> Finding | None:
 
 
 @_rule(
+    id="bridge-05-no-nan-check-in-graph",
+    checks="a graph of the whole iteration looks for no NaN",
+    applies=_graphs,
+    bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
+)
+def _no_nan_check(view: RunView) -> Finding | None:
+    if not (view.full_iteration_graph and view.check_for_nan_in_loss):
+        return None
+    return Finding(
+        why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
+        mend="set rerun_state_machine.check_for_nan_in_loss to false",
+        changes={"check_for_nan_in_loss": False},
+    )
+
+
+@_rule(
     id="bridge-08-model-seq-length",
     checks="the model's seq_length is a multiple of 2 x CP",
     applies=_context_parallel,
@@ -224,22 +278,6 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
         "numbers of trained tokens",
         mend="set training.average_in_collective to false",
         changes={"average_in_collective": False},
-    )
-
-
-@_rule(
-    id="bridge-14-comm-type-of-each-layer",
-    checks="a list of cp_comm_type names every layer",
-    applies=_context_parallel,
-    bridge_says=("Length of cp_comm_type",),
-)
-def _comm_type_of_each_layer(view: RunView) -> Finding | None:
-    kinds = view.cp_comm_type
-    if not isinstance(kinds, tuple) or view.num_layers is None or len(kinds) == view.num_layers:
-        return None
-    return Finding(
-        why=f"cp_comm_type lists {len(kinds)} layers, the model has {view.num_layers}",
-        mend="give one name for all layers, or one a layer",
     )
 
 

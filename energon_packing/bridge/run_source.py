@@ -65,6 +65,8 @@ _IN_CONTAINER = {
     "pad_to_max_length": "dataset.pad_to_max_length",
     "pad_cu_seqlens": "dataset.offline_packing_specs.pad_cu_seqlens",
     "packed_sequence_size": "dataset.offline_packing_specs.packed_sequence_size",
+    "cuda_graph_impl": "model.cuda_graph_impl",
+    "check_for_nan_in_loss": "rerun_state_machine.check_for_nan_in_loss",
     "mtp_num_layers": "model.mtp_num_layers",
     "overlap_moe_expert_parallel_comm": "comm_overlap.overlap_moe_expert_parallel_comm",
     "recompute_granularity": "model.recompute_granularity",

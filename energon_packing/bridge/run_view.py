@@ -78,6 +78,8 @@ class RunView:
     cuda_graph_impl: str = "none"
     cuda_graph_modules: tuple[str, ...] = ()
     """Module names under capture; ``full_iteration`` among them, as Bridge allows, means the whole iteration."""
+    inference_graph_scopes: tuple[str, ...] = ()
+    check_for_nan_in_loss: bool = False
     mtp_num_layers: int = 0
     num_moe_experts: int | None = None
     num_layers: int | None = None
@@ -134,6 +136,14 @@ class RunView:
         if self.cuda_graph_impl == "full_iteration":
             return True
         return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+
+    @property
+    def local_layer_graph(self) -> bool:
+        """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
+        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
+            return False
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
 
     @property
     def graphs_capture_attention(self) -> bool:
@@ -259,6 +269,10 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         cuda_graph_impl=getattr(model, "cuda_graph_impl", "none"),
         cuda_graph_modules=_names(getattr(model, "cuda_graph_modules", None))
         + _names(getattr(model, "cuda_graph_scope", None)),
+        inference_graph_scopes=_names(getattr(model, "inference_cuda_graph_scope", None)),
+        check_for_nan_in_loss=bool(
+            getattr(getattr(container, "rerun_state_machine", None), "check_for_nan_in_loss", False)
+        ),
         mtp_num_layers=getattr(model, "mtp_num_layers", None) or 0,
         overlap_moe_expert_parallel_comm=bool(
             getattr(model, "overlap_moe_expert_parallel_comm", False)

@@ -109,6 +109,7 @@ def equivalent_container(view: RunView) -> Any:
     from megatron.bridge.models.gpt_provider import GPTModelProvider
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
+    from megatron.core.transformer.enums import CudaGraphModule
 
     tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
     experts = view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None)
@@ -130,6 +131,9 @@ def equivalent_container(view: RunView) -> Any:
         hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
         calculate_per_token_loss=view.calculate_per_token_loss,
         cuda_graph_impl=view.cuda_graph_impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in view.cuda_graph_modules if not name.startswith("full")],
+        # What 0.19 calls full_iteration; as a module it is history that no CudaGraphModule names.
+        cuda_graph_scope=["full_iteration"] if "full_iteration" in view.cuda_graph_modules else None,
     )
     return bridge.ConfigContainer(
         train=bridge.TrainingConfig(
@@ -147,6 +151,7 @@ def equivalent_container(view: RunView) -> Any:
         logger=bridge.LoggerConfig(),
         tokenizer=TokenizerConfig(),
         checkpoint=bridge.CheckpointConfig(),
+        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=view.check_for_nan_in_loss),
     )
 
 

@@ -133,6 +133,7 @@ def _compare(
         "tolerance": limit,
         "segments": [dataclasses.asdict(segment) for result in results for segment in result.segments],
         "perturbations": [dataclasses.asdict(result.perturbation) for result in results],
+        "boundaries_ignored": [result.boundaries_ignored for result in results],
         "bridge": bridged,
         "failures": failures,
     }
@@ -215,10 +216,10 @@ def _print(outcome: dict[str, Any]) -> None:
             *(f"{row['gradient_norm']:.3f}", f"{row['gradient']:.1e}"),
         )
     console.print(table)
-    for row in outcome["perturbations"]:
+    for row, ignored in zip(outcome["perturbations"], outcome["boundaries_ignored"], strict=True):
         console.print(
             f"pack {row['pack']}: segment {row['index']} changed, its logits move by {row['own']:.1e}, all others by "
-            f"{row['others']:.1e}",
+            f"{row['others']:.1e}" + ("" if ignored is None else f"; boundaries ignored: {ignored:.1e}"),
             highlight=False,
         )
     for row in outcome["bridge"]:

@@ -116,15 +116,30 @@ class Perturbation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackParity:
-    """Outcome of `compare_pack`."""
+    """Outcome of `compare_pack`.
+
+    Attributes:
+        segments: one entry for each sample.
+        perturbation: the pack again, with one sample changed.
+        boundaries_ignored: the control that must fail: largest difference of a logit from the sample alone where
+            attention sees the whole row. None for a pack of one sample, for attention by ``positions``, and where a
+            mistake was asked for already.
+    """
 
     segments: tuple[SegmentParity, ...]
     perturbation: Perturbation
+    boundaries_ignored: float | None = None
 
     def failures(self, tolerance: float = TOLERANCE) -> list[str]:
         """What does not hold, one sentence each; empty where the pack equals its samples."""
         found = [sentence for segment in self.segments for sentence in segment.failures(tolerance)]
-        return found + self.perturbation.failures(tolerance)
+        found += self.perturbation.failures(tolerance)
+        if self.boundaries_ignored is not None and not self.boundaries_ignored > tolerance:
+            found.append(
+                f"pack {self.perturbation.pack}: ignoring the boundaries changes logits by "
+                f"{self.boundaries_ignored:.2e} only, so this comparison could not have found a leak"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,10 +199,17 @@ def compare_pack(
     logits = _packed_logits(subject, whole, cp_size=cp_size, isolate=break_ != "boundaries")
     losses = _segment_losses(whole, logits, len(rows), cp_size)
     parameters = [parameter for parameter in subject.model.parameters() if parameter.requires_grad]
+    leaky = None
+    if break_ is None and subject.attention == "mask" and len(rows) > 1:
+        with torch.no_grad():
+            leaky = _packed_logits(subject, whole, cp_size=cp_size, isolate=False)
+    ignored = 0.0
     segments = []
     for index, row in enumerate(rows):
         start, tokens = int(batch.boundaries[index]), batch.sample_lengths[index]
         alone = _alone_logits(subject, row)
+        if leaky is not None:
+            ignored = max(ignored, float((leaky[start : start + tokens] - alone.detach()).abs().max()))
         loss_alone = _mean_loss(alone, row["labels"], row["loss_mask"])
         difference = (logits[start : start + tokens].detach() - alone.detach()).abs().amax(dim=-1)
         ours = _gradient(losses[index], parameters, retain=True)
@@ -214,7 +236,9 @@ def compare_pack(
     with torch.no_grad():
         after = _packed_logits(subject, changed[1], cp_size=cp_size, isolate=isolate)
     return PackParity(
-        segments=tuple(segments), perturbation=_perturbation(batch, number, changed[0], logits.detach(), after)
+        segments=tuple(segments),
+        perturbation=_perturbation(batch, number, changed[0], logits.detach(), after),
+        boundaries_ignored=None if leaky is None else ignored,
     )
 
 

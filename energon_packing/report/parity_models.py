@@ -8,6 +8,7 @@ import torch
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
+from energon_packing.report import tiny_tiles
 from energon_packing.report.parity import Attention, Subject
 
 _TINY = {"qwen2_vl": "qwen2_5_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
@@ -28,7 +29,7 @@ def special_tokens(encoder: ConversationEncoder) -> Any:
 
 
 def tiny_family(encoder: ConversationEncoder) -> str | None:
-    """The tiny model that serves the encoder's family; None where there is none."""
+    """The tiny Bridge model that serves the encoder's family; None where there is none."""
     return _TINY.get(encoder.family.name)
 
 
@@ -106,13 +107,15 @@ def _load(model: str) -> Any:
 def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
     from energon_packing.bridge.tiny_models import hugging_face_config
 
+    longest = max(seq_length, 64)
     family = tiny_family(encoder)
-    if family is None:
+    if family is not None:
+        config = hugging_face_config(family, vocab_size=vocab_size, tokens=special_tokens(encoder), seq_length=longest)
+    elif encoder.family.name in tiny_tiles.FAMILIES:
+        config = tiny_tiles.tiny_config(encoder, vocab_size=vocab_size, seq_length=longest)
+    else:
         raise UserError(
             f"There is no tiny model for the family {encoder.family.name!r}; name one with --model (families with a "
-            f"tiny model: {', '.join(sorted(_TINY))})."
+            f"tiny model: {', '.join(sorted((*_TINY, *tiny_tiles.FAMILIES)))})."
         )
-    config = hugging_face_config(
-        family, vocab_size=vocab_size, tokens=special_tokens(encoder), seq_length=max(seq_length, 64)
-    )
     return _auto_class(config).from_config(config)

@@ -22,6 +22,58 @@ def data(tmp_path_factory):
     return root
 
 
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}IMAGE\n{% elif part.type == 'video' %}<video>\n{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def processor_of(family, folder):
+    """The shipped processor; for families without one, Hugging Face's classes on the shipped tokenizer, saved."""
+    if family not in ("internvl", "llava_onevision"):
+        return processor_path(family)
+    place = folder / f"{family}-processor"
+    if place.exists():
+        return place
+    import transformers
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    size = {"height": 28, "width": 28}
+    if family == "internvl":
+        names = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+    else:
+        names = {"image_token": "<image>"}
+    image = "<IMG_CONTEXT>" if family == "internvl" else "<image>"
+    shared = {
+        "tokenizer": transformers.AutoTokenizer.from_pretrained(
+            processor_path("text"), extra_special_tokens=names | {"video_token": "<video>"}
+        ),
+        "chat_template": TEMPLATE.replace("IMAGE", image),
+    }
+    if family == "internvl":
+        made = transformers.InternVLProcessor(
+            image_processor=transformers.GotOcr2ImageProcessor(size=size, max_patches=6),
+            video_processor=InternVLVideoProcessor(size=size),
+            image_seq_length=4,
+            **shared,
+        )
+    else:
+        images = transformers.LlavaOnevisionImageProcessor(size=size)
+        images.image_grid_pinpoints = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
+        made = transformers.LlavaOnevisionProcessor(
+            image_processor=images,
+            video_processor=transformers.LlavaOnevisionVideoProcessor(size=size, num_frames=4),
+            num_image_tokens=9,
+            vision_feature_select_strategy="full",
+            **shared,
+        )
+    made.save_pretrained(place)
+    return place
+
+
 @pytest.fixture(scope="module")
 def run(data):
     """``run(family, *options)``: exit code and the JSON that the command prints."""
@@ -30,7 +82,7 @@ def run(data):
         file = data / f"{family}.yaml"
         file.write_text(
             f"data: {{path: {data / 'data'}, shuffle_buffer: 1}}\n"
-            f"encoder: {{processor: {processor_path(family)}}}\n"
+            f"encoder: {{processor: {processor_of(family, data)}}}\n"
             f"packing: {{seq_length: {length}, window: 16, drop_budget: 1.0}}\n"
         )
         arguments = ["parity", "--config", str(file), "--packs", "1", "--json", *options]
@@ -46,6 +98,11 @@ def run(data):
         ("qwen2_5_vl", ()),
         ("qwen3_vl", ("--cp", "2")),
         ("qwen3_vl", ("--attention", "positions")),
+        ("internvl", ()),
+        ("internvl", ("--cp", "2")),
+        ("internvl", ("--attention", "positions")),
+        ("llava_onevision", ()),
+        ("llava_onevision", ("--cp", "2")),
         ("text", ("--cp", "4")),
     ],
 )
@@ -62,16 +119,41 @@ def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
     (perturbation,) = outcome["perturbations"]
     assert perturbation["others"] == 0
     assert perturbation["own"] > 0.01
+    (ignored,) = outcome["boundaries_ignored"]
+    assert (ignored is None) if "positions" in options else ignored > 0.01
 
 
 @pytest.mark.parametrize(
-    ("mistake", "sentence"),
-    [("boundaries", "logits of segment"), ("positions", "logits differ"), ("labels", "the gradient differs")],
+    ("family", "mistake", "sentence"),
+    [
+        ("qwen2_5_vl", "boundaries", "logits of segment"),
+        ("qwen2_5_vl", "positions", "logits differ"),
+        ("qwen2_5_vl", "labels", "the gradient differs"),
+        ("qwen3_vl", "boundaries", "logits of segment"),
+        ("internvl", "boundaries", "logits of segment"),
+        ("internvl", "positions", "logits differ"),
+        ("llava_onevision", "boundaries", "logits of segment"),
+        ("llava_onevision", "labels", "the gradient differs"),
+    ],
 )
-def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, mistake, sentence):
-    code, outcome = run("qwen2_5_vl", "--break", mistake)
+def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, family, mistake, sentence):
+    code, outcome = run(family, "--break", mistake)
     assert code == 1
     assert any(sentence in failure for failure in outcome["failures"])
+
+
+def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monkeypatch):
+    from energon_packing.report import parity
+
+    whole = parity._packed_logits
+    monkeypatch.setattr(
+        parity,
+        "_packed_logits",
+        lambda subject, batch, *, cp_size, isolate: whole(subject, batch, cp_size=cp_size, isolate=True),
+    )
+    code, outcome = run("text", "--no-bridge")
+    assert code == 1
+    assert "could not have found a leak" in outcome["failures"][0]
 
 
 def test_bridge_is_compared_where_it_is_installed(run):

@@ -11,8 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from PIL import Image
-from test_generic_against_processors import glm4v
-from test_internvl_against_processor import internvl
 from test_llava_against_processor import small
 from whole_sample import both_ways, conversations, encoder, image
 
@@ -20,6 +18,7 @@ from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.families import registry
+from energon_packing.report.offline_processors import glm4v, internvl
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 

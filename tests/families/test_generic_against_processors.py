@@ -8,31 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_internvl_against_processor import internvl
-from test_llava_against_processor import PINPOINTS, SIDE, llava, llava_next
+from test_llava_against_processor import PINPOINTS, SIDE
 from transformers import (
-    Glm4vImageProcessor,
-    Glm4vProcessor,
-    Glm4vVideoProcessor,
     PixtralImageProcessor,
     PixtralProcessor,
 )
-from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
+from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family, load_processor
-
-
-def glm4v() -> Glm4vProcessor:
-    special = {"image_token": "<|image|>", "video_token": "<|video|>"}
-    return Glm4vProcessor(
-        image_processor=Glm4vImageProcessor(size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}),
-        video_processor=Glm4vVideoProcessor(),
-        tokenizer=tokenizer(**special, begin="<|begin_of_image|>"),
-        chat_template=chatml("<|begin_of_image|><|image|>"),
-    )
+from energon_packing.report.offline_processors import chatml, glm4v, internvl, llava, llava_next, tokenizer
 
 
 @cache

@@ -8,38 +8,17 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import GotOcr2ImageProcessor, InternVLProcessor, LlavaOnevisionVideoProcessor
+from transformers import LlavaOnevisionVideoProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
-from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
-from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
+from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family
 from energon_packing.families.uniform_frames import uniform_frames
+from energon_packing.report.offline_processors import internvl, qianfan
 
-TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
 TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
-
-
-def internvl(side: int = 448, tile_tokens: int = 256, **images) -> InternVLProcessor:
-    size = {"height": side, "width": side}
-    return InternVLProcessor(
-        image_processor=GotOcr2ImageProcessor(size=size, **images),
-        video_processor=InternVLVideoProcessor(size=size),
-        tokenizer=tokenizer(**TOKENS, video_token="<video>"),
-        image_seq_length=tile_tokens,
-        chat_template=chatml("<IMG_CONTEXT>\n", "<video>\n"),
-    )
-
-
-def qianfan(side: int = 448, tile_tokens: int = 256) -> QianfanOCRProcessor:
-    return QianfanOCRProcessor(
-        image_processor=GotOcr2ImageProcessor(size={"height": side, "width": side}),
-        tokenizer=tokenizer(**TOKENS),
-        image_seq_length=tile_tokens,
-        chat_template=chatml("<image>\n"),
-    )
 
 
 @pytest.fixture(scope="module")

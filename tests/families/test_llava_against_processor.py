@@ -15,68 +15,27 @@ from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
     LlavaNextConfig,
-    LlavaNextImageProcessor,
     LlavaNextModel,
-    LlavaNextProcessor,
     LlavaOnevisionConfig,
-    LlavaOnevisionImageProcessor,
     LlavaOnevisionModel,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
     Qwen2Config,
     SiglipImageProcessor,
     SiglipVisionConfig,
 )
-from whole_sample import both_ways, chatml, conversations, encoder, image, tokenizer, video
+from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.report.offline_processors import chatml, llava, llava_next, llava_onevision
 
 SIDE, FRAMES = 28, 6
 PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in range(1, 5) for columns in range(1, 5)]
-SQUARE = {"height": SIDE, "width": SIDE}
-CLIP = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-
-
-def llava(side: int = 336, images=None, **settings) -> LlavaProcessor:
-    images = images or CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    return LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer(image_token="<image>"),
-        chat_template=chatml("<image>\n"),
-        **(CLIP | settings),
-    )
-
-
-def llava_next(side: int = 336, pinpoints=None) -> LlavaNextProcessor:
-    images = LlavaNextImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
-    if pinpoints:
-        images.image_grid_pinpoints = pinpoints
-    return LlavaNextProcessor(
-        image_processor=images, tokenizer=tokenizer(image_token="<image>"), chat_template=chatml("<image>\n"), **CLIP
-    )
-
-
-def onevision(side: int = 384, tokens: int = 729, pinpoints=None, frames=None) -> LlavaOnevisionProcessor:
-    size = {"height": side, "width": side}
-    images = LlavaOnevisionImageProcessor(size=size)
-    if pinpoints:
-        images.image_grid_pinpoints = pinpoints
-    return LlavaOnevisionProcessor(
-        image_processor=images,
-        video_processor=LlavaOnevisionVideoProcessor(size=size, num_frames=frames),
-        tokenizer=tokenizer(image_token="<image>", video_token="<video>"),
-        num_image_tokens=tokens,
-        vision_feature_select_strategy="full",
-        chat_template=chatml("<image>\n", "<video>\n"),
-    )
 
 
 @cache
 def published(name: str):
-    return encoder({"llava": llava, "llava_next": llava_next, "llava_onevision": onevision}[name]())
+    return encoder({"llava": llava, "llava_next": llava_next, "llava_onevision": llava_onevision}[name]())
 
 
 @cache
@@ -86,7 +45,7 @@ def small(name: str):
         return encoder(llava(SIDE))
     if name == "llava_next":
         return encoder(llava_next(SIDE, PINPOINTS))
-    return encoder(onevision(SIDE, 9, PINPOINTS, FRAMES))
+    return encoder(llava_onevision(SIDE, 9, PINPOINTS, FRAMES))
 
 
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
@@ -240,7 +199,7 @@ def test_what_the_families_cannot_do_is_refused_by_name():
         published("llava").family.plan(video(8, 2.0, 30, 30))
     for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("video_max_frames", 8), ("position_ids", "mrope")):
         with pytest.raises(ConfigError, match=name):
-            encoder(onevision(SIDE, 9), **{name: value})
+            encoder(llava_onevision(SIDE, 9), **{name: value})
     with pytest.raises(ConfigError, match="patch_size"):
         encoder(llava(SIDE, patch_size=None))
 

@@ -10,35 +10,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
-from whole_sample import chatml, conversations, encoder, image, random_pixels, tokenizer, video
+from whole_sample import conversations, encoder, image, random_pixels, video
 
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.report.offline_processors import qwen2_vl
 
-TEMPLATE = chatml(
-    "<|vision_start|><|image_pad|><|vision_end|>",
-    "<|vision_start|><|video_pad|><|vision_end|>",
-)
-CLASSES = {"qwen2_vl": (Qwen2VLProcessor, 2), "llava_onevision_1_5": (Qwen2_5_VLProcessor, 1)}
+NAMES = ("qwen2_vl", "llava_onevision_1_5")
 
 
 @cache
 def relative(name: str, **config):
     """The encoder on a processor with the family's own number of frames in one time step."""
-    kind, step = CLASSES[name]
     images = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 40}
     videos = {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 9}
-    processor = kind(
-        image_processor=Qwen2VLImageProcessor(size=images, temporal_patch_size=step),
-        video_processor=Qwen2VLVideoProcessor(size=videos, temporal_patch_size=step, max_frames=12),
-        tokenizer=tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>"),
-        chat_template=TEMPLATE,
-    )
+    processor = qwen2_vl(name, images, videos, max_frames=12)
     return encoder(processor, family=name, **config)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=2000)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_of_any_size_costs_the_patches_that_the_processor_says(name, width, height):
@@ -52,7 +42,7 @@ def test_an_image_of_any_size_costs_the_patches_that_the_processor_says(name, wi
         assert ours.family.plan(image(width, height)).patches == expected
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=300)
 @given(
     frames=st.integers(1, 60),
@@ -80,7 +70,7 @@ def test_a_video_becomes_the_planned_frames_and_grid(name, frames, fps, width, h
     assert [int(index) for index in made["video_metadata"][0].frames_indices] == list(plan.frame_indices)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40)
 @given(conversation=conversations(kinds=("image", "video"), frames=(4, 20)))
 def test_tokens_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample(name, conversation):

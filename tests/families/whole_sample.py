@@ -6,39 +6,14 @@ demo with the special tokens of the family added to it.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
-from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 
 TEXTS = ("Hello there. ", "\n", "what is  this?", "Ünïcödé 你好 🙂", "a < b > c")
-
-
-def chatml(image: str, video: str = "") -> str:
-    """A ChatML template that writes the given text for an image and for a video."""
-    return (
-        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-        "{% if part.type == 'image' %}"
-        + image
-        + "{% elif part.type == 'video' %}"
-        + video
-        + "{% else %}{{ part.text }}"
-        "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-
-
-@cache
-def tokenizer(**special: str):
-    """The demo's tokenizer with further special tokens, each also an attribute of that name."""
-    return AutoTokenizer.from_pretrained(processor_path("text"), extra_special_tokens=special)
 
 
 def encoder(processor, **config) -> ConversationEncoder:

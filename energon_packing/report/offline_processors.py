@@ -1,0 +1,186 @@
+"""The Hugging Face processors of the families, made without a download.
+
+They are the real classes with their published sizes, on the demo's tokenizer with the family's special tokens added.
+What they cannot give are a model's own vocabulary and chat template, on which neither geometry nor pixels depend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from energon_packing.demo import processor_path
+from energon_packing.errors import UserError
+
+INTERNVL_TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"}
+QWEN_TEMPLATE_MEDIA = ("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>")
+CLIP = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+
+
+def chatml(image: str, video: str = "") -> str:
+    """A ChatML template that writes the given text for an image and for a video."""
+    return (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+        "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+        "{% if part.type == 'image' %}"
+        + image
+        + "{% elif part.type == 'video' %}"
+        + video
+        + "{% else %}{{ part.text }}"
+        "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+@cache
+def tokenizer(**special: str) -> Any:
+    """The demo's tokenizer with further special tokens, each also an attribute of that name."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(processor_path("text"), extra_special_tokens=special)
+
+
+def internvl(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
+    """``InternVLProcessor`` on tiles of ``side`` pixels; ``images`` are settings of its image processor."""
+    from transformers import GotOcr2ImageProcessor, InternVLProcessor
+    from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
+
+    size = {"height": side, "width": side}
+    return InternVLProcessor(
+        image_processor=GotOcr2ImageProcessor(size=size, **images),
+        video_processor=InternVLVideoProcessor(size=size),
+        tokenizer=tokenizer(**INTERNVL_TOKENS, video_token="<video>"),
+        image_seq_length=tile_tokens,
+        chat_template=chatml("<IMG_CONTEXT>\n", "<video>\n"),
+    )
+
+
+def qianfan(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
+    """``QianfanOCRProcessor``, which takes images only."""
+    from transformers import GotOcr2ImageProcessor
+    from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
+
+    return QianfanOCRProcessor(
+        image_processor=GotOcr2ImageProcessor(size={"height": side, "width": side}, **images),
+        tokenizer=tokenizer(**INTERNVL_TOKENS),
+        image_seq_length=tile_tokens,
+        chat_template=chatml("<image>\n"),
+    )
+
+
+def llava(side: int = 336, images: Any = None, **settings: Any) -> Any:
+    """``LlavaProcessor`` with a CLIP image processor, or with the one that is given."""
+    from transformers import CLIPImageProcessor, LlavaProcessor
+
+    if images is None:
+        images = CLIPImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer(image_token="<image>"),
+        chat_template=chatml("<image>\n"),
+        **(CLIP | settings),
+    )
+
+
+def llava_next(side: int = 336, pinpoints: Any = None) -> Any:
+    """``LlavaNextProcessor``; ``pinpoints`` replace the published resolutions."""
+    from transformers import LlavaNextImageProcessor, LlavaNextProcessor
+
+    images = LlavaNextImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    if pinpoints:
+        images.image_grid_pinpoints = pinpoints
+    return LlavaNextProcessor(
+        image_processor=images, tokenizer=tokenizer(image_token="<image>"), chat_template=chatml("<image>\n"), **CLIP
+    )
+
+
+def llava_onevision(side: int = 384, tokens: int = 729, pinpoints: Any = None, frames: int | None = None) -> Any:
+    """``LlavaOnevisionProcessor``; ``frames`` is its video processor's ``num_frames``."""
+    from transformers import LlavaOnevisionImageProcessor, LlavaOnevisionProcessor, LlavaOnevisionVideoProcessor
+
+    size = {"height": side, "width": side}
+    images = LlavaOnevisionImageProcessor(size=size)
+    if pinpoints:
+        images.image_grid_pinpoints = pinpoints
+    return LlavaOnevisionProcessor(
+        image_processor=images,
+        video_processor=LlavaOnevisionVideoProcessor(size=size, num_frames=frames),
+        tokenizer=tokenizer(image_token="<image>", video_token="<video>"),
+        num_image_tokens=tokens,
+        vision_feature_select_strategy="full",
+        chat_template=chatml("<image>\n", "<video>\n"),
+    )
+
+
+def qwen2_vl(
+    name: str = "qwen2_vl",
+    images: dict[str, int] | None = None,
+    videos: dict[str, int] | None = None,
+    max_frames: int | None = None,
+) -> Any:
+    """``Qwen2VLProcessor``, or for ``llava_onevision_1_5`` the ``Qwen2_5_VLProcessor`` with one frame a time step.
+
+    Args:
+        name: of the family.
+        images: ``shortest_edge`` and ``longest_edge`` (areas in pixels); None leaves the published ones.
+        videos: the same for frames.
+        max_frames: of a video; None leaves the published number.
+    """
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+
+    step = 1 if name == "llava_onevision_1_5" else 2
+    limits = {} if max_frames is None else {"max_frames": max_frames}
+    if videos is not None:
+        limits["size"] = videos  # type: ignore[assignment]
+    kind = Qwen2_5_VLProcessor if step == 1 else Qwen2VLProcessor
+    return kind(
+        image_processor=Qwen2VLImageProcessor(temporal_patch_size=step, **({} if images is None else {"size": images})),
+        video_processor=Qwen2VLVideoProcessor(temporal_patch_size=step, **limits),
+        tokenizer=tokenizer(image_token="<|image_pad|>", video_token="<|video_pad|>"),
+        chat_template=chatml(*QWEN_TEMPLATE_MEDIA),
+    )
+
+
+def glm4v() -> Any:
+    """``Glm4vProcessor``, which has no family of its own: for the generic one."""
+    from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
+
+    return Glm4vProcessor(
+        image_processor=Glm4vImageProcessor(size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}),
+        video_processor=Glm4vVideoProcessor(),
+        tokenizer=tokenizer(image_token="<|image|>", video_token="<|video|>", begin="<|begin_of_image|>"),
+        chat_template=chatml("<|begin_of_image|><|image|>"),
+    )
+
+
+def _shipped(name: str) -> Any:
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(processor_path(name))
+
+
+PROCESSORS: dict[str, Callable[[], Any]] = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_5_vl": lambda: _shipped("qwen2_5_vl"),
+    "qwen3_vl": lambda: _shipped("qwen3_vl"),
+    "internvl": internvl,
+    "qianfan_vl": qianfan,
+    "llava": llava,
+    "llava_next": llava_next,
+    "llava_onevision": llava_onevision,
+    "llava_onevision_1_5": lambda: qwen2_vl("llava_onevision_1_5"),
+    "huggingface": glm4v,
+}
+"""Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""
+
+
+def processor_of(family: str) -> Any:
+    """A fresh processor for a family.
+
+    Raises:
+        UserError: there is no family of that name with media.
+    """
+    if family not in PROCESSORS:
+        raise UserError(f"there is no family {family!r} with media; the names are {', '.join(PROCESSORS)}")
+    return PROCESSORS[family]()

@@ -1,0 +1,99 @@
+"""The oracle of a whole sample: what a family's Hugging Face processor makes of text and media in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from energon_packing.conversation import Conversation
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.measured import Measured
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.qwen_vl import Qwen25VL
+
+TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+def call_processor(
+    encoder: ConversationEncoder, conversation: Conversation, measured: Measured, media: Sequence[Any]
+) -> dict[str, Any]:
+    """The processor called on a whole sample.
+
+    Args:
+        encoder: names the processor and the chat template.
+        conversation: the sample.
+        measured: says which frames of a video stand for it; nothing else of it is used.
+        media: for each medium an image or a stack of sampled frames, in any form that the processor takes.
+    """
+    text = encoder.processor.apply_chat_template(
+        conversation.to_messages(), tokenize=False, chat_template=encoder.template.source, **_tools(conversation)
+    )
+    return dict(
+        encoder.processor(
+            text=[text],
+            return_tensors="pt",
+            add_special_tokens=_adds_special_tokens(encoder, text),
+            **media_arguments(encoder, conversation, measured, media),
+        )
+    )
+
+
+def _tools(conversation: Conversation) -> dict[str, Any]:
+    return {"tools": [dict(tool) for tool in conversation.tools]} if conversation.tools else {}
+
+
+def _adds_special_tokens(encoder: ConversationEncoder, text: str) -> bool:
+    """As ``apply_chat_template(tokenize=True)`` of a processor decides it: not before a text that has the first one."""
+    bos = encoder.tokenizer.bos_token
+    return encoder.family.special_tokens and not (bos is not None and text.startswith(bos))
+
+
+def media_arguments(
+    encoder: ConversationEncoder, conversation: Conversation, measured: Measured, media: Sequence[Any]
+) -> dict[str, Any]:
+    """``images``, ``videos`` and what belongs to them, for a processor's call on one sample."""
+    family, result = encoder.family, dict[str, Any]()
+    images = [entry for plan, entry in zip(measured.plans, media, strict=True) if plan.kind == "image"]
+    if images:
+        result["images"] = [images]
+    clips = [
+        (plan, medium, entry)
+        for plan, medium, entry in zip(measured.plans, conversation.media, media, strict=True)
+        if plan.kind == "video"
+    ]
+    if not clips:
+        return result
+    videos = [entry for _, _, entry in clips]
+    if isinstance(family, LlavaOneVision):  # clips shorter than its number of frames are stretched first
+        videos = [family.spread(torch.as_tensor(entry)) for entry in videos]
+    result |= {"videos": videos, "do_sample_frames": False}
+    if isinstance(family, Qwen25VL):
+        result["video_metadata"] = [
+            {"total_num_frames": medium.frames, "fps": medium.fps, "frames_indices": list(plan.frame_indices)}
+            for plan, medium, _ in clips
+        ]
+    return result
+
+
+def differences(
+    visual: Mapping[str, torch.Tensor], whole: Mapping[str, Any], plans: Sequence[MediaPlan]
+) -> dict[str, float]:
+    """Largest absolute difference of each visual input; infinite where one is missing or of another shape or type.
+
+    The LLaVA processors pad all images of a call to equally many tiles; that padding is taken off first, since our
+    tiles of samples that share a pack have none.
+    """
+    theirs = {name: value for name, value in whole.items() if name not in TEXT_INPUTS}
+    found = dict.fromkeys([*visual, *theirs], math.inf)
+    for name in visual.keys() & theirs.keys():
+        ours, other = visual[name], torch.as_tensor(theirs[name])
+        if name == "pixel_values" and other.dim() == 5:
+            tiles = [plan.tiles for plan in plans if plan.kind == "image"]
+            other = torch.cat([image[:count] for image, count in zip(other, tiles, strict=True)])
+        if ours.shape == other.shape and ours.dtype == other.dtype:
+            found[name] = float((ours - other).abs().max()) if ours.numel() else 0.0
+    return found

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from energon_packing.bridge.cpu_context_parallel import PartitionedIndices, attend_over_ranks
 from energon_packing.errors import UserError
 
 
@@ -81,11 +82,14 @@ class SegmentAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_unused: Any,
     ) -> None:
         super().__init__(config=config)
-        if config.context_parallel_size > 1:
-            raise UserError("The CPU stand-in for attention has no context parallelism; use context_parallel_size=1.")
+        if config.context_parallel_size > 1 and pg_collection is None:
+            raise UserError("The CPU stand-in for attention needs the process groups for context parallelism.")
+        # Under this name Bridge exchanges the group for an evaluation with another context-parallel size.
+        self.cp_group = None if pg_collection is None else pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
@@ -120,11 +124,16 @@ class SegmentAttention(MegatronModule):
         if attention_bias is not None:
             raise NotImplementedError("the CPU stand-in for attention takes no bias")
         causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
+        spread = self.config.context_parallel_size > 1 and self.cp_group is not None and self.cp_group.size() > 1
         if packed_seq_params is None:
+            if spread:
+                raise NotImplementedError("the CPU stand-in for attention has context parallelism for packed rows only")
             rows = [self._attend(query[:, b], key[:, b], value[:, b], causal) for b in range(query.size(1))]
             return torch.stack(rows, dim=1).flatten(2)
         if _ignore_boundaries and causal:
             return self._attend(query, key, value, causal).flatten(1)
+        if spread:
+            return self._attend_over_ranks(query, key, value, packed_seq_params, causal).flatten(1)
         pieces: list[torch.Tensor] = []
         end = 0
         for start, stop in physical_segments(packed_seq_params):
@@ -135,6 +144,24 @@ class SegmentAttention(MegatronModule):
         if query.size(0) > end:
             pieces.append(query.new_zeros(query.size(0) - end, *query.shape[1:-1], value.size(-1)))
         return torch.cat(pieces).flatten(1)
+
+    def _attend_over_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSeqParams, causal: bool
+    ) -> torch.Tensor:
+        repeat = query.size(1) // key.size(1)
+        key, value = (tensor.repeat_interleave(repeat, dim=1) for tensor in (key, value))
+        boundaries = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        return attend_over_ranks(
+            query,
+            key,
+            value,
+            physical_segments(packed),
+            boundaries,
+            self.cp_group,
+            causal=causal,
+            scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+        )
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
         """Plain attention over one segment: ``[t, heads, width]`` in and out."""
@@ -306,6 +333,10 @@ def _cpu_device(*_args: Any, **_kwargs: Any) -> torch.device:
     return torch.device("cpu")
 
 
+def _no_random_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
 class _NoStream:
     """The CUDA stream of a machine without one: work is done in order, so there is nothing to wait for."""
 
@@ -386,6 +417,8 @@ REPLACED: tuple[Replacement, ...] = (
     _row("torch.cuda:current_stream", _no_stream, "side streams wait for it"),
     _row("torch.cuda:stream", _plain_block, "enters a side stream; the block just runs"),
     _row("torch.cuda:synchronize", _nothing, "timers wait for CUDA; CPU work is done when the call returns"),
+    _row("torch.cuda:get_rng_state", _no_random_state, "checkpoints hold CUDA's random state; nothing draws from it"),
+    _row("torch.cuda:set_rng_state", _nothing, "checkpoints hold CUDA's random state; nothing draws from it"),
     _row("torch.cuda.nvtx:range_push", _nothing, "the Qwen3-VL model marks profiler ranges"),
     _row("torch.cuda.nvtx:range_pop", _nothing, "the Qwen3-VL model marks profiler ranges"),
     *(
@@ -423,6 +456,11 @@ REPLACED: tuple[Replacement, ...] = (
     _row(f"{_QWEN3}:TENorm", TorchNorm, "patch merger of Qwen3-VL"),
     _row(f"{_QWEN3}:TEColumnParallelLinear", ColumnParallelLinear, "patch merger of Qwen3-VL"),
     _row(f"{_QWEN3}:TERowParallelLinear", RowParallelLinear, "patch merger of Qwen3-VL"),
+    _row(
+        "megatron.core.utils:tex",
+        PartitionedIndices,
+        "slices packed rows for context parallelism with a Transformer Engine kernel; our own indices, which are equal",
+    ),
     # Start-up
     Replacement(
         target=f"{_SETUP}:initialize_megatron",

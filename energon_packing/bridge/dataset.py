@@ -20,10 +20,13 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
+from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks
 from energon_packing.bridge.rules import violations
 from energon_packing.bridge.run_view import view_of
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, from_mapping
-from energon_packing.energon.loader import PackLoader, build_loader
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 
 
@@ -57,6 +60,13 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     num_val_workers: int | None = None
     """Loader processes for validation; None takes ``num_workers``."""
 
+    readers: Literal["one", "every"] = "one"
+    """``one``: one rank of a replica (its tensor-, context- and pipeline-parallel ranks) reads, decodes and passes its
+    packs on. ``every``: each rank reads for itself, which saves the passing on and costs the decoding on every rank;
+    what they read is compared, and the first difference stops the run."""
+    compare_every: int = 1
+    """With ``readers="every"``: compare each so many packs."""
+
     data: Any = field(default_factory=DataSection)
     """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
     encoder: Any = field(default_factory=EncoderSection)
@@ -68,6 +78,9 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     """Sequence parallelism and evaluation CP, as `finalize` found them in the run. A data set is not told of either;
     without a run it aligns as if there were sequence parallelism, which is always valid and wastes at most
     ``CP * TP - 1`` tokens a sample. No annotation: it is no setting."""
+
+    _evaluation_groups = None
+    """Process groups of an evaluation with another layout, see `evaluate_on`; no setting either."""
 
     @property
     def enable_in_batch_packing(self) -> bool:
@@ -110,10 +123,13 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
             raise ConfigError("dataset.num_workers and num_val_workers are 0 or more.")
+        if self.compare_every < 1:
+            raise ConfigError(f"dataset.compare_every is {self.compare_every}; compare each pack (1) or fewer.")
         self.run_config(ParallelConfig())
         container = _container_under_validation()
         if container is not None and container.dataset is self:
             _enforce_escaped_rules(container)
+            _refuse_skipped_steps(container)
             sequence_parallel = bool(getattr(container.model, "sequence_parallel", False))
             self._run_layout = (sequence_parallel, container.dist.eval_context_parallel_size)
 
@@ -158,28 +174,52 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             eval_context_parallel=eval_context_parallel,
         )
 
+    def evaluate_on(self, groups: Any) -> None:
+        """Names the process groups of the evaluation, where they are not those of the training.
+
+        Bridge takes an evaluation with another context-parallel size from ``GlobalState._eval_pgs``, which the caller
+        sets, and never tells a data set of it. Call this where you set that, before the iterators are built (for
+        example in an ``on_data_init_start`` callback), on every rank.
+
+        Args:
+            groups: a ``ProcessGroupCollection``, or None for the training's own.
+        """
+        self._evaluation_groups = groups
+
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
         """Builds the endless training and validation iterators of this rank.
 
-        Ranks of one replica (tensor, context, pipeline) read the same packs, data-parallel ranks different ones.
+        Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. A
+        collective call of all ranks, as Bridge's ``setup`` makes it.
 
         Raises:
             UserError: no data set at ``path``, a missing split, or an unusable processor.
         """
         config = self.run_config(self.parallel_config(context.pg_collection))
-        group = getattr(context.pg_collection, "dp", None)
-        place: dict[str, Any] = {
-            "rank": 0 if group is None else group.rank(),
-            "world_size": 1 if group is None else group.size(),
-            "data_parallel_group": group,
-        }
         train = validation = None
         if context.train_samples > 0:
-            train = BridgePackIterator(build_loader(config, **place))
+            train = self._iterator(config, context.pg_collection)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
-            validation = BridgePackIterator(build_loader(config, split=self.validation_split, workers=workers, **place))
+            groups = self._evaluation_groups or context.pg_collection
+            validation = self._iterator(config, groups, split=self.validation_split, workers=workers)
         return train, validation, None
+
+    def _iterator(self, config: RunConfig, groups: Any, **what: Any) -> BridgePackIterator:
+        replica = Replica.of(groups)
+        source = None
+        if replica.is_reader or self.readers == "every":
+            loader = build_loader(
+                config,
+                rank=replica.rank,
+                world_size=replica.world_size,
+                data_parallel_group=getattr(groups, "dp", None),
+                **what,
+            )
+            source = EndlessPacks(loader)
+        if source is not None and self.readers == "every":
+            return BridgePackIterator(EveryReader(source, replica, compare_every=self.compare_every))
+        return BridgePackIterator(OneReader(source, replica))
 
 
 # Bridge instantiates what a YAML file names in ``_target_`` only from modules that it was told of: these, and no more.
@@ -240,38 +280,11 @@ def _enforce_escaped_rules(container: ConfigContainer) -> None:
             raise ConfigError(f"{judgement.finding.why} {judgement.finding.mend} (rule {judgement.rule.id})")
 
 
-class BridgePackIterator:
-    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
-
-    ``setup_data_iterators`` wraps it for reruns; ``checkpointing`` calls `save_state` and `restore_state`.
-    """
-
-    def __init__(self, loader: PackLoader) -> None:
-        self._loader = loader
-        self._packs = self._endless()
-
-    def _endless(self) -> Any:
-        while True:
-            empty = True
-            for pack in self._loader:
-                empty = False
-                yield pack.batch.to_bridge()
-            if empty:
-                raise ConfigError(
-                    "The data set gave no pack in a whole epoch; see the ledger (dataset.packing.ledger) for why."
-                )
-
-    def __iter__(self) -> BridgePackIterator:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._packs)
-
-    def save_state(self) -> Any:
-        """State after the last batch."""
-        return self._loader.save_state()
-
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which the state was saved; call before the first batch."""
-        self._loader.restore_state(state)
-        self._packs = self._endless()
+def _refuse_skipped_steps(container: ConfigContainer) -> None:
+    """Bridge's dummy step for a skipped iteration reads on the first and last pipeline stage only; the stages between
+    them would go on with the boundaries of the packs that were skipped."""
+    if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
+        raise ConfigError(
+            "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first and "
+            "last stage only, so that the others would train on wrong boundaries; leave it empty."
+        )

@@ -254,7 +254,7 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
         norm = context.grad_norm
         report = StepReport(
             step=len(reports) + 1,
-            loss=float(context.loss_dict["lm loss"]),
+            loss=_from_last_stage(context.loss_dict, ready.pg_collection),
             grad_norm=None if norm is None else float(norm),
         )
         reports.append(report)
@@ -274,7 +274,7 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
         if not held_out:
             return None
         losses, _, _ = evaluate(state, step_function, RerunDataIterator(iter(held_out)), ready.model, None, config)
-        return float(losses["lm loss"])
+        return _from_last_stage(losses, ready.pg_collection)
 
     before = held_out_loss()
     train(
@@ -290,3 +290,14 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
         callback_manager=callbacks,
     )
     return RunResult(steps=tuple(reports), held_out_before=before, held_out_after=held_out_loss())
+
+
+def _from_last_stage(losses: Any, groups: Any) -> float:
+    """The language model's loss, which Bridge knows on the last pipeline stage only, on every rank."""
+    last = groups.pp.size() - 1
+    loss = torch.zeros(1)
+    if groups.pp.rank() == last:
+        loss[0] = float(losses["lm loss"])
+    if last:
+        torch.distributed.broadcast(loss, torch.distributed.get_global_rank(groups.pp, last), group=groups.pp)
+    return float(loss)

@@ -168,11 +168,11 @@ def test_the_control_ignores_borders_of_causal_attention_only_and_only_while_ope
         assert torch.equal(attention(causal)(query, key, value, None, packed_seq_params=packed), apart)
 
 
-def test_context_parallelism_is_refused_with_a_sentence():
+def test_context_parallelism_without_process_groups_is_refused_with_a_sentence():
     class Two(Config):
         context_parallel_size = 2
 
-    with pytest.raises(UserError, match="no context parallelism"):
+    with pytest.raises(UserError, match="process groups for context parallelism"):
         cpu_stand_ins.SegmentAttention(Two(), 1, None, "self")
 
 

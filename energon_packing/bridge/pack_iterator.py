@@ -1,0 +1,69 @@
+"""The iterator that Bridge trains on: packs of this rank's replica, with a state that Bridge's checkpoints save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.errors import ConfigError
+from energon_packing.packed_batch import PackedBatch
+
+
+class EndlessPacks:
+    """Batches of a loader without an end, with its state."""
+
+    def __init__(self, loader: PackLoader) -> None:
+        self._loader = loader
+        self._packs = self._endless()
+
+    def _endless(self) -> Iterator[PackedBatch]:
+        while True:
+            empty = True
+            for pack in self._loader:
+                empty = False
+                yield pack.batch
+            if empty:
+                raise ConfigError(
+                    "The data set gave no pack in a whole epoch; see the ledger (dataset.packing.ledger) for why."
+                )
+
+    def __next__(self) -> PackedBatch:
+        return next(self._packs)
+
+    def save_state(self) -> Any:
+        """State after the last batch."""
+        return self._loader.save_state()
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the batch at which the state was saved; call before the first batch."""
+        self._loader.restore_state(state)
+        self._packs = self._endless()
+
+
+class BridgePackIterator:
+    """An endless iterator of Bridge batches with a state that Bridge's checkpoints save.
+
+    ``setup_data_iterators`` wraps it for reruns; ``checkpointing`` calls `save_state` on the first tensor-, context-
+    and pipeline-parallel rank, which is the one that reads, and `restore_state` on every rank. With virtual pipeline
+    stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so there is one iterator
+    and one state on a rank.
+    """
+
+    def __init__(self, reader: OneReader | EveryReader) -> None:
+        self._reader = reader
+
+    def __iter__(self) -> BridgePackIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._reader).to_bridge()
+
+    def save_state(self) -> Any:
+        """State after the last batch; holds builtins and Energon's own state classes only."""
+        return self._reader.save_state()
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the batch at which the state was saved; call on every rank, before the first batch."""
+        self._reader.restore_state(state)

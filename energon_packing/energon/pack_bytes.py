@@ -1,0 +1,115 @@
+"""A `PackedBatch` as one buffer of bytes, for ranks that get their packs from another rank.
+
+The layout is 8 bytes with the length of a JSON header, the header (names, dtypes, shapes, offsets and all plain
+values), and the tensors, each at a multiple of 64 bytes. One buffer is one message, and reading it copies nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from energon_packing.packed_batch import PackedBatch
+
+PIXELS = ("pixel_values", "pixel_values_videos")
+"""Visual inputs that the first pipeline stage alone reads: Bridge's ``vlm_step`` drops the same two on later stages."""
+
+_ALIGNMENT = 64
+_MAPPINGS = ("visual_inputs", "extra")
+_TUPLES = ("sample_keys", "sample_lengths")
+
+
+def pack_to_bytes(batch: PackedBatch, *, pixels: bool = True) -> torch.Tensor:
+    """The batch as uint8 ``[n]``.
+
+    Args:
+        batch: on the host.
+        pixels: False leaves `PIXELS` out.
+    """
+    tensors = _tensors(batch, pixels=pixels)
+    plain = {
+        spec.name: getattr(batch, spec.name)
+        for spec in dataclasses.fields(batch)
+        if spec.name not in _MAPPINGS and not isinstance(getattr(batch, spec.name), torch.Tensor)
+    }
+    entries: list[tuple[str, str, list[int], int]] = []
+    offset = 0
+    for name, tensor in tensors.items():
+        offset = _aligned(offset)
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        offset += tensor.nbytes
+    empty = [name for name in _MAPPINGS if getattr(batch, name) is not None]
+    text = json.dumps({"plain": plain, "tensors": entries, "mappings": empty}).encode()
+    start = _aligned(8 + len(text))
+    buffer = _new_buffer(start + offset)
+    buffer[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
+    buffer[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    for (_, _, _, at), tensor in zip(entries, tensors.values(), strict=True):
+        if tensor.nbytes:
+            buffer[start + at : start + at + tensor.nbytes] = _as_bytes(tensor)
+    return buffer
+
+
+def pack_from_bytes(buffer: torch.Tensor) -> PackedBatch:
+    """What `pack_to_bytes` wrote; the tensors are views of ``buffer``."""
+    length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
+    header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
+    start = _aligned(8 + length)
+    fields: dict[str, Any] = dict(header["plain"])
+    for name in _TUPLES:
+        fields[name] = tuple(fields[name])
+    fields["visual_counts"] = {name: tuple(counts) for name, counts in fields["visual_counts"].items()}
+    for name in _MAPPINGS:
+        fields[name] = {} if name in header["mappings"] else None
+    for name, dtype_name, shape, at in header["tensors"]:
+        dtype = getattr(torch, dtype_name)
+        count = int(torch.Size(shape).numel()) * dtype.itemsize
+        tensor = buffer[start + at : start + at + count].view(dtype).view(shape)
+        mapping, _, key = name.partition("/")
+        if key:
+            fields[mapping][key] = tensor
+        else:
+            fields[name] = tensor
+    return PackedBatch(**fields)
+
+
+def field_digests(batch: PackedBatch) -> dict[str, str]:
+    """Name of each tensor -> digest of its values, dtype and shape; 16 hexadecimal digits."""
+    digests = {}
+    for name, tensor in _tensors(batch, pixels=True).items():
+        digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
+        if tensor.nbytes:
+            digest.update(_as_bytes(tensor).numpy())
+        digests[name] = digest.hexdigest()
+    return digests
+
+
+def _tensors(batch: PackedBatch, *, pixels: bool) -> dict[str, torch.Tensor]:
+    """Every tensor of a batch by name; ``visual_inputs/pixel_values`` for one of a mapping."""
+    found: dict[str, torch.Tensor] = {}
+    for spec in dataclasses.fields(batch):
+        value = getattr(batch, spec.name)
+        if isinstance(value, torch.Tensor):
+            found[spec.name] = value
+        elif spec.name in _MAPPINGS and value:
+            for name, tensor in value.items():
+                if pixels or name not in PIXELS:
+                    found[f"{spec.name}/{name}"] = tensor
+    return found
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _new_buffer(size: int) -> torch.Tensor:
+    """Page-locked where there is a GPU, as the packs of a loader are."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

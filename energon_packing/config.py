@@ -154,6 +154,9 @@ class EncoderConfig:
     video_max_frames: int | None = None
     max_source_pixels: int = 120_000_000
     """An image or frame with more pixels than this is refused before it is decoded."""
+    max_decoded_bytes: int = 5 * 2**30
+    """Memory that the decoded media of one sample may take at 3 bytes a pixel; a sample over it is dropped before it is
+    decoded. The default holds the 768 frames of 1920x1080 that Qwen's processors sample at most."""
     decode_seconds: float | None = None
     """Wall-clock limit for decoding the media of one sample; None sets none."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -171,6 +174,7 @@ class EncoderConfig:
             "video_min_frames",
             "video_max_frames",
             "max_source_pixels",
+            "max_decoded_bytes",
         )
         _at_least("encoder", {name: getattr(self, name) for name in names}, 1)
         for low, high in (
@@ -400,6 +404,15 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
     Raises:
         ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
     """
+    values, where = load_values(path, overrides)
+    return from_mapping(RunConfig, values, where=where)
+
+
+def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
+    """The plain values of a configuration file with the overrides applied, and the file's name for messages.
+
+    Args, raises: as `load_config`, keys and types apart, which `from_mapping` checks.
+    """
     import yaml
 
     values: Any = {}
@@ -424,7 +437,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
             raise ConfigError(f"{where} holds a {type(values).__name__}; expected sections such as 'packing:'.")
     for override in overrides:
         _apply(values, override)
-    return from_mapping(RunConfig, values, where=where)
+    return values, where
 
 
 def to_mapping(config: Any) -> dict[str, Any]:

@@ -205,7 +205,7 @@ FAULTS: dict[str, Fault] = {
         "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else 1,
         "eval_micro_batch_size": None,
     },
-    "two lengths": lambda v, r: {"model_seq_length": v.model_seq_length * 2},
+    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.model_seq_length * 2},
     "batch": lambda v, r: {"global_batch_size": v.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
     "expert groups": lambda v, r: {
         "expert_parallel": 8,

@@ -89,6 +89,31 @@ class WanPack:
         )
         return {name: getattr(self, name) for name in names} | {"video_metadata": list(self.video_metadata)}
 
+    @property
+    def num_samples(self) -> int:
+        """Clips of the pack."""
+        return len(self.keys)
+
+    @property
+    def real_tokens(self) -> int:
+        """Patches without padding."""
+        return int(self.seq_len_q.sum())
+
+    @property
+    def total_tokens(self) -> int:
+        """Patches of the row, padding included."""
+        return len(self.video_latents)
+
+    def positions(self) -> torch.Tensor:
+        """int64 ``[3, Q]``: frame, row and column of each patch in its own video, from 0; padding is at 0, 0, 0."""
+        row = torch.zeros(3, self.total_tokens, dtype=torch.int64)
+        start = 0
+        for grid, place in zip(self.grid_sizes.tolist(), self.seq_len_q_padded.tolist(), strict=True):
+            axes = torch.meshgrid(*(torch.arange(side) for side in grid), indexing="ij")
+            row[:, start : start + grid[0] * grid[1] * grid[2]] = torch.stack([axis.flatten() for axis in axes])
+            start += place
+        return row
+
     def boundaries(self) -> dict[str, torch.Tensor]:
         """``cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_kv, cu_seqlens_kv_padded``: int32 ``[n + 1]``."""
         return {f"cu_{name}": _boundaries(getattr(self, name)) for name in _LENGTH_FIELDS}

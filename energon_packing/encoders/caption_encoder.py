@@ -1,0 +1,99 @@
+"""From a caption to embeddings: what a text-to-video encoder asks of a text encoder, and UMT5 in that form."""
+
+from __future__ import annotations
+
+import functools
+import html
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from energon_packing.errors import ConfigError, SampleRejected
+
+
+class CaptionEncoder(Protocol):
+    """A text encoder. Anything with these attributes and methods can be given to `TextToVideoEncoder`.
+
+    Attributes:
+        name: goes into the fingerprint of saved loader states.
+        width: of an embedding.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def width(self) -> int: ...
+
+    def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
+        """Token ids of a caption, at most ``limit`` of them, and how many there are without the limit."""
+
+    def encode(self, token_ids: list[int]) -> torch.Tensor:
+        """Embeddings ``[len(token_ids), width]``, floating point, on the CPU."""
+
+
+class T5CaptionEncoder:
+    """UMT5 (or T5) of transformers, as diffusers' Wan pipelines use it, without their padding.
+
+    Captions are cleaned as there: HTML entities resolved twice, white space joined. (diffusers also mends broken
+    Unicode where ftfy is installed; here texts are taken as they are.) Weights are read on first use, inside the loader
+    process, and from safetensors only.
+
+    Args:
+        path: a diffusers pipeline (its folders ``text_encoder`` and ``tokenizer`` are taken), or a directory that holds
+            both; directory or hub name.
+        device: where it runs.
+
+    Raises:
+        ConfigError: transformers is missing, or there is no text encoder or tokenizer at ``path``.
+    """
+
+    def __init__(self, path: str, *, device: str = "cpu") -> None:
+        self._path, self._device = path, device
+        alone = (Path(path) / "config.json").is_file()
+        self._place: dict[str, Any] = {} if alone else {"subfolder": "text_encoder"}
+        try:
+            from transformers import AutoConfig, AutoTokenizer
+        except ImportError as error:
+            raise ConfigError(f"encoder.text_encoder needs transformers ({error}).") from error
+        try:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False, **self._place)
+            place = {} if alone else {"subfolder": "tokenizer"}
+            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **place)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"encoder.text_encoder {path!r} cannot be used: {str(error).splitlines()[0]}") from error
+        if config.model_type not in ("umt5", "t5"):
+            raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; umt5 and t5 are known.")
+        self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
+        self.width = int(config.d_model)
+        self.name = f"{self._class} {path}"
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        import transformers
+
+        model = getattr(transformers, self._class).from_pretrained(self._path, use_safetensors=True, **self._place)
+        return model.to(self._device).eval().requires_grad_(False)
+
+    def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
+        """Token ids, the end token included, and how many there are without the limit.
+
+        Raises:
+            SampleRejected: ``bad_text`` for a lone surrogate.
+        """
+        text = " ".join(html.unescape(html.unescape(caption)).split())
+        try:
+            token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise SampleRejected("bad_text", f"the caption is not valid Unicode: {error}") from error
+        found = len(token_ids)
+        if found > limit:
+            token_ids = self._tokenizer(text, add_special_tokens=True, truncation=True, max_length=limit)["input_ids"]
+        return list(token_ids), found
+
+    @torch.inference_mode()
+    def encode(self, token_ids: list[int]) -> torch.Tensor:
+        """Embeddings float32 ``[len(token_ids), width]``."""
+        ids = torch.tensor([token_ids], device=self._device)
+        hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        return hidden[0].float().cpu().clone()

@@ -1,0 +1,284 @@
+"""The text-to-video encoder: *measure* counts patches and text tokens without pixels, *render* makes the tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.conversation import Media
+from energon_packing.encoders.caption_encoder import CaptionEncoder, T5CaptionEncoder
+from energon_packing.encoders.clip import ClipPlan, plan_clip, resize_frames
+from energon_packing.encoders.latent_encoder import LatentEncoder, WanLatentEncoder
+from energon_packing.encoders.text_to_video_config import TextToVideoConfig
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.media.tensor import read_tensor
+from energon_packing.media.video import decode_frames
+from energon_packing.text_to_video import StoredTensor, TextToVideo
+from energon_packing.wan_packing import BRIDGE_LARGEST_LATENT, BRIDGE_TEXT_LENGTH, WanSample
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MeasuredClip:
+    """A sample between selection and rendering.
+
+    Attributes:
+        key: of the sample.
+        sample: what the record holds.
+        latent_shape: channels, frames, height, width of the latents.
+        grid: patches along frames, height and width.
+        text_tokens: real text tokens of the sample's keys (with ``compat=bridge`` the 512 that Bridge calls real).
+        text_rows: embeddings that are there.
+        token_ids: int32 ``[text_rows]`` of the caption; None where its embeddings are stored.
+        changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
+    """
+
+    key: str
+    sample: TextToVideo
+    latent_shape: tuple[int, int, int, int]
+    grid: tuple[int, int, int]
+    text_tokens: int
+    text_rows: int
+    token_ids: np.ndarray | None
+    changes: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Patches of the clip."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def images(self) -> int:
+        """No vision encoder sees anything of it."""
+        return 0
+
+    @property
+    def patches(self) -> int:
+        """Rows of vision input besides those of the row itself."""
+        return 0
+
+
+class TextToVideoEncoder:
+    """Measures and renders text-to-video samples.
+
+    Args:
+        config: patch size, limits, sampling; where the two models are.
+        latent_encoder: for records with a video; None makes one of ``config.vae``, where that is set.
+        caption_encoder: for records without stored embeddings; None makes one of ``config.text_encoder``.
+
+    Raises:
+        ConfigError: a model cannot be used, or its latents or embeddings are not of the configured width.
+    """
+
+    def __init__(
+        self,
+        config: TextToVideoConfig,
+        *,
+        latent_encoder: LatentEncoder | None = None,
+        caption_encoder: CaptionEncoder | None = None,
+    ) -> None:
+        self.config = config
+        if latent_encoder is None and config.vae:
+            latent_encoder = WanLatentEncoder(config.vae, device=config.device)
+        if caption_encoder is None and config.text_encoder:
+            caption_encoder = T5CaptionEncoder(config.text_encoder, device=config.device)
+        if latent_encoder is not None and latent_encoder.channels != config.latent_channels:
+            raise ConfigError(
+                f"encoder.latent_channels is {config.latent_channels}, but {latent_encoder.name} makes latents of "
+                f"{latent_encoder.channels} channels."
+            )
+        if caption_encoder is not None and caption_encoder.width != config.text_width:
+            raise ConfigError(
+                f"encoder.text_width is {config.text_width}, but {caption_encoder.name} makes embeddings of width "
+                f"{caption_encoder.width}."
+            )
+        self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
+        self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the rows depend on, by name; a loader state that was saved under another one is refused."""
+        settings = {f"encoder.{name}": value for name, value in dataclasses.asdict(self.config).items()}
+        for name in ("encoder.vae", "encoder.text_encoder", "encoder.device"):
+            del settings[name]  # the two models speak for themselves, and where they run does not count
+        settings["encoder.patch"] = list(self.config.patch)
+        return settings | {
+            "latent encoder": None if self.latent_encoder is None else self.latent_encoder.name,
+            "caption encoder": None if self.caption_encoder is None else self.caption_encoder.name,
+        }
+
+    def measure(self, sample: TextToVideo) -> MeasuredClip:
+        """Patches and text tokens of a sample, without reading a medium.
+
+        Raises:
+            SampleRejected: ``wrong_shape`` for latents or embeddings of another width or of no whole number of
+                patches, ``over_limit`` for too many stored embeddings, ``too_short``, ``too_small``, ``bad_text``.
+            ConfigError: the record needs a model that the configuration does not name.
+        """
+        shape = self._latent_shape(sample)
+        grid = [side // size for side, size in zip(shape[1:], self.config.patch, strict=True)]
+        rows, token_ids, changes = self._text(sample)
+        return MeasuredClip(
+            key=sample.key,
+            sample=sample,
+            latent_shape=shape,
+            grid=(grid[0], grid[1], grid[2]),
+            text_tokens=BRIDGE_TEXT_LENGTH if self.config.compat == "bridge" else rows,
+            text_rows=rows,
+            token_ids=token_ids,
+            changes=changes,
+        )
+
+    def render(self, measured: MeasuredClip, read: Callable[[str], bytes]) -> WanSample:
+        """Latents ``[channels, frames, height, width]`` and embeddings ``[text_rows, width]`` of one sample.
+
+        Args:
+            measured: what `measure` returned.
+            read: gives the bytes of a clip or tensor by its name.
+
+        Raises:
+            SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``, ``media_too_large``,
+                ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` where something is not of the size that was
+                measured; ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips.
+            ConfigError: a model gave something else than it promised.
+        """
+        sample = measured.sample
+        if sample.latents is not None:
+            latent = self._stored(sample.latents, read)
+        else:
+            assert sample.video is not None
+            latent = self._encoded(sample.video, measured.latent_shape, read)
+        if sample.context is not None:
+            text = self._stored(sample.context, read)[: measured.text_rows]
+        else:
+            text = self._embedded(measured)
+        for what, tensor in (("latents", latent), ("text embeddings", text)):
+            if not torch.isfinite(tensor).all():
+                raise SampleRejected("not_finite", f"its {what} hold values that are not finite")
+        if self.config.compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
+            raise SampleRejected(
+                "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
+            )
+        return WanSample(
+            key=measured.key,
+            latent=latent.to(self._dtype),
+            text=text.to(self._dtype),
+            metadata=dict(sample.metadata),
+        )
+
+    def _latent_shape(self, sample: TextToVideo) -> tuple[int, int, int, int]:
+        channels = self.config.latent_channels
+        if sample.latents is None:
+            assert sample.video is not None
+            return (channels, *self._plan(sample.video).latent_shape)
+        found, frames, height, width = sample.latents.shape
+        if found != channels:
+            raise SampleRejected("wrong_shape", f"latents of {found} channels, encoder.latent_channels is {channels}")
+        for side, size in zip((frames, height, width), self.config.patch, strict=True):
+            if side % size:
+                raise SampleRejected(
+                    "wrong_shape",
+                    f"latents of {[frames, height, width]} do not divide into patches of {list(self.config.patch)}",
+                )
+        return found, frames, height, width
+
+    def _plan(self, video: Media) -> ClipPlan:
+        if self.latent_encoder is None:
+            raise ConfigError("The data hold videos without latents; name their VAE in encoder.vae, or store latents.")
+        assert video.frames is not None
+        assert video.fps is not None
+        assert video.width is not None
+        assert video.height is not None
+        return plan_clip(
+            video.frames,
+            video.fps,
+            video.width,
+            video.height,
+            config=self.config,
+            temporal_stride=self.latent_encoder.temporal_stride,
+            spatial_stride=self.latent_encoder.spatial_stride,
+        )
+
+    def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
+        """Embeddings of the text, its token ids where they are to be made, and what was changed."""
+        limit, width = self.config.max_text_tokens, self.config.text_width
+        if sample.context is not None:
+            held, found = sample.context.shape
+            rows = held if sample.context.rows is None else sample.context.rows
+            if found != width:
+                raise SampleRejected("wrong_shape", f"text embeddings of width {found}, encoder.text_width is {width}")
+            if rows > limit:
+                raise SampleRejected("over_limit", f"{rows} text embeddings; encoder.max_text_tokens is {limit}")
+            return rows, None, ()
+        if self.caption_encoder is None:
+            raise ConfigError(
+                "The data hold captions without embeddings; name their encoder in encoder.text_encoder, or store them."
+            )
+        assert sample.caption is not None
+        token_ids, found = self.caption_encoder.tokenize(sample.caption, limit)
+        if not 0 < len(token_ids) <= limit:
+            raise ConfigError(f"{self.caption_encoder.name} made {len(token_ids)} tokens with a limit of {limit}.")
+        changes = (("truncated", f"caption of {found} tokens cut to {limit}"),) if found > limit else ()
+        return len(token_ids), np.array(token_ids, dtype=np.int32), changes
+
+    def _stored(self, stored: StoredTensor, read: Callable[[str], bytes]) -> torch.Tensor:
+        data = _read(stored.name, read)
+        names = (stored.tensor,) if stored.tensor else ()
+        tensor = read_tensor(data, stored.name.rsplit(".", 1)[-1], names)
+        sides = tuple(tensor.shape)
+        if sides not in (stored.shape, (1, *stored.shape)):
+            raise SampleRejected(
+                "media_changed", f"{stored.name!r} is of shape {list(sides)}, measured as {list(stored.shape)}"
+            )
+        return tensor.reshape(stored.shape).float()
+
+    def _encoded(
+        self, video: Media, latent_shape: tuple[int, int, int, int], read: Callable[[str], bytes]
+    ) -> torch.Tensor:
+        assert self.latent_encoder is not None
+        plan = self._plan(video)
+        limit = self.config.decode_seconds
+        try:
+            frames = decode_frames(
+                _read(video.name, read),
+                plan.frame_indices.tolist(),
+                max_pixels=self.config.max_source_pixels,
+                deadline=None if limit is None else time.monotonic() + limit,
+            )
+        except SampleRejected as error:
+            raise SampleRejected(error.reason, f"video {video.name!r}: {error.detail}") from error
+        found = frames.shape[-1], frames.shape[-2]
+        if found != (video.width, video.height):
+            raise SampleRejected(
+                "media_changed",
+                f"video {video.name!r} is {found[0]}x{found[1]}, measured as {video.width}x{video.height}",
+            )
+        latent = self.latent_encoder.encode(resize_frames(frames, plan.height, plan.width))
+        if tuple(latent.shape) != latent_shape:
+            raise ConfigError(
+                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)} where its strides promise "
+                f"{list(latent_shape)}."
+            )
+        return latent.float()
+
+    def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
+        assert self.caption_encoder is not None
+        assert measured.token_ids is not None
+        text = self.caption_encoder.encode(measured.token_ids.tolist())
+        if tuple(text.shape) != (measured.text_rows, self.config.text_width):
+            raise ConfigError(
+                f"{self.caption_encoder.name} made embeddings of shape {list(text.shape)} for {measured.text_rows} "
+                f"tokens of width {self.config.text_width}."
+            )
+        return text.float()
+
+
+def _read(name: str, read: Callable[[str], bytes]) -> bytes:
+    try:
+        return read(name)
+    except (KeyError, OSError) as error:
+        raise SampleRejected("missing_media", f"{name!r} cannot be read: {error}") from error

@@ -1,0 +1,164 @@
+"""The configuration of a text-to-video loader. Imports neither torch nor Energon.
+
+A YAML file has up to four sections; an unknown key is an error that names the nearest known one::
+
+    data:     {path: out/clips, workers: 4}
+    encoder:  {text_width: 4096, max_text_tokens: 512}
+    packing:  {seq_length: 75600, window: 128}
+    parallel: {context_parallel: 4}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from energon_packing.alignment import alignment_multiple
+from energon_packing.config import DataConfig, ParallelConfig, from_mapping, load_values
+from energon_packing.errors import ConfigError
+
+Longer = Literal["middle", "spread"]
+Compat = Literal["none", "bridge"]
+BRIDGE_TEXT_LENGTH = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextToVideoConfig:
+    """How a record becomes latents and text embeddings."""
+
+    patch: tuple[int, ...] = (1, 2, 2)
+    """Patch size of the transformer along frames, height and width of the latents."""
+    latent_channels: int = 16
+    """Channels of the latents; a record with other latents is dropped."""
+    text_width: int = 4096
+    """Width of the text embeddings."""
+    max_text_tokens: int = 512
+    """A longer caption is cut, which the ledger says; a record with more stored embeddings is dropped."""
+    compat: Compat = "none"
+    """``bridge`` makes the rows that Bridge's own Wan data path makes: every text 512 tokens long, all of them called
+    real, and alignment to ``2 * context_parallel`` only."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of latents and embeddings in a batch, whatever their files hold."""
+    vae: str = ""
+    """Directory or hub name of a diffusers pipeline with ``vae``, or of an `AutoencoderKLWan`; empty where all records
+    have stored latents."""
+    text_encoder: str = ""
+    """Directory or hub name of a diffusers pipeline with ``text_encoder`` and ``tokenizer``, or of a UMT5 or T5 encoder
+    with its tokenizer; empty where all records have stored embeddings."""
+    device: str = "cpu"
+    """Where the two encoders run; another one than the CPU needs ``data.workers: 0``."""
+    fps: float | None = 16.0
+    """Frames a second that are taken from a clip; None takes every frame."""
+    max_frames: int = 81
+    longer: Longer = "middle"
+    """What is taken of a clip with more frames: those in its ``middle``, or ``spread`` over the whole clip, which then
+    plays faster."""
+    max_pixels: int = 832 * 480
+    """Largest area of a frame after resizing; a smaller clip is not enlarged."""
+    max_source_pixels: int = 120_000_000
+    """A frame with more pixels than this is refused before it is decoded."""
+    decode_seconds: float | None = None
+    """Wall-clock limit for decoding one clip; None sets none."""
+
+    def __post_init__(self) -> None:
+        if len(self.patch) != 3 or any(side < 1 for side in self.patch):
+            raise ConfigError(f"encoder.patch is {list(self.patch)}; name three sizes of at least 1.")
+        names = ("latent_channels", "text_width", "max_text_tokens", "max_frames", "max_pixels", "max_source_pixels")
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"encoder.{name} is {getattr(self, name)}; it must be at least 1.")
+        for name in ("fps", "decode_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
+        if self.compat == "bridge" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
+            raise ConfigError(
+                f"encoder.max_text_tokens is {self.max_text_tokens}; with compat=bridge texts are padded to "
+                f"{BRIDGE_TEXT_LENGTH}, so it is at most that."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextToVideoPackingConfig:
+    """How clips share a row."""
+
+    seq_length: int = 75_600
+    """Latent patches of a row, alignment padding included: no pack is ever longer."""
+    max_text_tokens_per_pack: int | None = None
+    """Text tokens of a pack, alignment padding included; None sets no limit."""
+    window: int = 128
+    """Measured samples held for selection."""
+    policy: str = "window"
+    """As for conversations, see docs/packing.md."""
+    max_segments_per_pack: int | None = None
+    """Clips of a pack."""
+    max_cost_per_pack: float | None = None
+    """Cost of a pack in patches without attention: a clip of L patches costs ``L + L**2 / 24576``."""
+    balance_window: int = 1
+    """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
+    oversize: Literal["drop", "raise"] = "drop"
+    """A clip longer than a row is dropped into the ledger, or stops the run."""
+    drop_budget: float = 0.1
+    """Share of samples that may be dropped before the run stops; 1.0 never stops."""
+    ledger: str | None = None
+    """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
+
+    def __post_init__(self) -> None:
+        names = ("seq_length", "max_text_tokens_per_pack", "window", "max_segments_per_pack", "max_cost_per_pack")
+        for name in (*names, "balance_window"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < math.inf:
+                raise ConfigError(f"packing.{name} is {value}; it must be at least 1.")
+        if self.policy != "window":  # the registry needs numpy
+            from energon_packing.packing.per_window import check_online_policy
+
+            check_online_policy(self.policy)
+        if not 0.0 <= self.drop_budget <= 1.0:
+            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it is a share between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextToVideoRunConfig:
+    """All sections of a configuration file."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    encoder: TextToVideoConfig = field(default_factory=TextToVideoConfig)
+    packing: TextToVideoPackingConfig = field(default_factory=TextToVideoPackingConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if self.encoder.device != "cpu" and self.data.workers > 0:
+            raise ConfigError(
+                f"encoder.device is {self.encoder.device!r} with data.workers={self.data.workers}: forked loader "
+                "processes cannot use it. Set data.workers to 0, or store latents and embeddings beforehand."
+            )
+        if self.packing.seq_length % self.multiple:
+            down = self.packing.seq_length // self.multiple * self.multiple
+            raise ConfigError(
+                f"packing.seq_length {self.packing.seq_length} is not a multiple of {self.multiple}, which the "
+                f"parallel sizes need; use {down or self.multiple} or {down + self.multiple}."
+            )
+
+    @property
+    def multiple(self) -> int:
+        """Patches, and text tokens, that every clip is padded to a multiple of."""
+        if self.encoder.compat == "bridge":
+            return alignment_multiple(context_parallel=self.parallel.context_parallel)
+        return self.parallel.multiple
+
+
+def load_text_to_video_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TextToVideoRunConfig:
+    """Reads a configuration file.
+
+    Args:
+        path: YAML file; None starts from the defaults.
+        overrides: ``section.key=value`` strings, applied in order; values are YAML.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or holds an unknown key or an impossible value.
+    """
+    values, where = load_values(path, overrides)
+    return from_mapping(TextToVideoRunConfig, values, where=where)

@@ -1,0 +1,338 @@
+"""Text-to-video packs in the Energon loader: the stages of `PackingTaskEncoder` for clips.
+
+1. The cooker reads a record; ``preencode_sample`` measures: latent patches and text tokens, without pixels.
+2. `WindowPackingDataset`, put in by ``build_batch``, selects under both capacities.
+3. ``postencode_sample`` renders the clips of one pack, ``pack_selected_samples`` lays them side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.energon import (
+    Cooker,
+    CrudeSample,
+    Sample,
+    TaskEncoder,
+    WorkerConfig,
+    basic_sample_keys,
+    cooker,
+    edataclass,
+    stateless,
+)
+from megatron.energon.cache import FileStore
+
+from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.encoders.caption_encoder import CaptionEncoder
+from energon_packing.encoders.latent_encoder import LatentEncoder
+from energon_packing.encoders.text_to_video import MeasuredClip, TextToVideoEncoder
+from energon_packing.encoders.text_to_video_config import TextToVideoRunConfig
+from energon_packing.energon.internals import BatchDataset, SavableDataset, get_failure_tolerance, get_stateless
+from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
+from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+from energon_packing.ledger import ChangedSample, Ledger
+from energon_packing.packing.balance import serpentine_order
+from energon_packing.packing.clip_limits import ClipLimits, clip_cost
+from energon_packing.packing.per_window import next_pack
+from energon_packing.text_to_video import TextToVideo
+from energon_packing.wan_packing import WanPack, WanSample, pack_wan
+
+
+@edataclass
+class TextToVideoSample(Sample):
+    """A record and the store that holds its clip and tensors; ``sample`` is None where ``problem`` says why."""
+
+    sample: TextToVideo | None
+    store: FileStore | None = None
+    problem: Problem | None = None
+
+
+@edataclass
+class MeasuredClipSample(MeasuredSample):
+    """A clip of known size, in the packing window."""
+
+    measured: MeasuredClip | None  # type: ignore[assignment]  # the window only asks whether there is one
+
+
+@edataclass
+class RenderedClipSample(RenderedSample):
+    """A clip with its tensors; ``rows`` is empty."""
+
+    clip: WanSample | None = None
+    measured: MeasuredClip | None = None
+
+
+@edataclass
+class ClipPack(Pack):
+    """What the loader yields: `Pack` with a `WanPack` as its batch; ``occupied`` and lengths count patches."""
+
+    batch: WanPack  # type: ignore[assignment]  # the loader asks for counts only, which both have
+
+
+@stateless
+@cooker(need_primary=True)
+def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore | None = None) -> TextToVideoSample:
+    """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
+    keys = basic_sample_keys(sample)
+    try:
+        record = TextToVideo.from_record(sample["__key__"], json.loads(sample["json"]))
+    except SampleRejected as error:
+        return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        return TextToVideoSample(**keys, sample=None, problem=Problem(reason="bad_record", detail=repr(error)))
+    return TextToVideoSample(**keys, sample=record, store=primary if media is None else media)
+
+
+TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=TEXT_TO_VIDEO_SUBFLAVORS)
+"""Reads data sets that ``energon-packing convert --format text-to-video`` wrote."""
+
+
+class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """Measures, selects, renders and assembles clips; every name here is part of Energon's contract.
+
+    Args:
+        config: of the run.
+        latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
+        cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
+        fingerprint: further names and values that a saved state must agree with.
+
+    Raises:
+        ConfigError: a model cannot be used.
+    """
+
+    decoder = None
+
+    def __init__(
+        self,
+        config: TextToVideoRunConfig,
+        *,
+        latent_encoder: LatentEncoder | None = None,
+        caption_encoder: CaptionEncoder | None = None,
+        cookers: Sequence[Cooker[Any]] = (),
+        fingerprint: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.packing, self.multiple = config.packing, config.multiple
+        self.encoder = TextToVideoEncoder(
+            config.encoder, latent_encoder=latent_encoder, caption_encoder=caption_encoder
+        )
+        self.limits = ClipLimits(
+            patches=self.packing.seq_length,
+            multiple=self.multiple,
+            text_tokens=self.packing.max_text_tokens_per_pack,
+            segments=self.packing.max_segments_per_pack,
+            cost=self.packing.max_cost_per_pack,
+        )
+        self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
+        self._extra_fingerprint = dict(fingerprint or {})
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and values that a saved loader state must agree with."""
+        names = (
+            "seq_length",
+            "window",
+            "balance_window",
+            "oversize",
+            "policy",
+            "max_text_tokens_per_pack",
+            "max_segments_per_pack",
+            "max_cost_per_pack",
+        )
+        settings = {name: getattr(self.packing, name) for name in names}
+        return {**self.encoder.fingerprint(), **settings, "multiple": self.multiple, **self._extra_fingerprint}
+
+    @stateless
+    def preencode_sample(self, sample: TextToVideoSample) -> MeasuredClipSample:
+        """Measures one clip. Never raises: what goes wrong becomes the sample's problem."""
+        problem, measured = sample.problem, None
+        if problem is None:
+            try:
+                if sample.sample is None:
+                    raise SampleRejected("bad_record", "the cooker gave no record")
+                measured = self.encoder.measure(sample.sample)
+                self._check_size(measured)
+            except SampleRejected as error:
+                problem = Problem(reason=error.reason, detail=error.detail)
+            except UserError as error:
+                problem = Problem(reason="config", detail=str(error), fatal=error)
+            except Exception as error:
+                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+        return MeasuredClipSample.derive_from(
+            sample, measured=None if problem else measured, store=sample.store, problem=problem
+        )
+
+    def _check_size(self, measured: MeasuredClip) -> None:
+        if self.limits.too_long(measured):
+            reason = "oversize"
+            detail = (
+                f"{measured.length} patches ({'x'.join(map(str, measured.grid))}); a row holds "
+                f"packing.seq_length={self.packing.seq_length}"
+            )
+        else:
+            reason, exceeded = "over_limit", self.limits.exceeded(measured)
+            if exceeded is None:
+                return
+            detail = exceeded
+        if self.packing.oversize == "raise":
+            raise ConfigError(
+                f"Sample {measured.key} has {detail}. Raise it, or drop such samples with packing.oversize=drop."
+            )
+        raise SampleRejected(reason, detail)
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:
+        """Makes the latents and embeddings of one clip.
+
+        Raises:
+            SampleRejected: see `TextToVideoEncoder.render`.
+        """
+        measured = sample.measured
+        if measured is None:
+            raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
+        clip = self.encoder.render(measured, functools.partial(_read, sample.store))
+        return RenderedClipSample.derive_from(
+            sample, rows=(), clip=clip, measured=measured, changes=measured.changes, cost=clip_cost(measured.length)
+        )
+
+    @stateless
+    def pack_selected_samples(self, samples: list[RenderedClipSample]) -> ClipPack:
+        """Lays the clips of one pack side by side.
+
+        Raises:
+            PackingError: a clip does not have the size that was measured.
+        """
+        batch = self._assemble([sample.clip for sample in samples if sample.clip is not None])
+        measured = [sample.measured for sample in samples if sample.measured is not None]
+        for name, made, planned in (
+            ("patches", batch.seq_len_q.tolist(), [clip.length for clip in measured]),
+            ("text tokens", batch.seq_len_kv.tolist(), [clip.text_tokens for clip in measured]),
+            ("grids", batch.grid_sizes.tolist(), [list(clip.grid) for clip in measured]),
+        ):
+            if made != planned:
+                raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, measured as {planned}")
+        return ClipPack(
+            __key__=samples[0].__key__,
+            __restore_key__=(),
+            __subflavors__=samples[0].__subflavors__,
+            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            batch=batch,
+            keys=tuple(sample.__key__ for sample in samples),
+            changed=tuple(
+                ChangedSample(key=sample.__key__, how=how, detail=detail)
+                for sample in samples
+                for how, detail in sample.changes
+            ),
+            cost=sum(sample.cost for sample in samples),
+            occupied=int(batch.seq_len_q_padded.sum()),
+        )
+
+    def padding_pack(self) -> ClipPack:
+        """A pack of no sample: one masked clip of a single patch and one text token, all zeros."""
+        config = self.encoder.config
+        dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
+        filler = WanSample(
+            key="",
+            latent=torch.zeros(config.latent_channels, *config.patch, dtype=dtype),
+            text=torch.zeros(1, config.text_width, dtype=dtype),
+            metadata={},
+        )
+        batch = self._assemble([filler])
+        batch.loss_mask.zero_()
+        return ClipPack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
+
+    def _assemble(self, clips: list[WanSample]) -> WanPack:
+        config = self.encoder.config
+        patch = config.patch
+        return pack_wan(
+            clips,
+            multiple=self.multiple,
+            patch=(patch[0], patch[1], patch[2]),
+            capacity=self.packing.seq_length,
+            compat=config.compat,
+        )
+
+    @stateless
+    def batch(self, samples: list[ClipPack]) -> ClipPack:
+        """A packed row is a whole micro-batch; there is nothing to stack."""
+        return samples[0]
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[MeasuredClipSample],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Energon's hook in which the packing window takes the place of the batcher.
+
+        Raises:
+            ConfigError: a batch size above 1, or a buffer of Energon's own packing.
+        """
+        if batch_size not in (None, 1):
+            raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+        if packing_buffer_size is not None:
+            raise ConfigError("Clips are packed from packing.window samples; leave packing_buffer_size out.")
+        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
+        packed: SavableDataset[Any] = WindowPackingDataset(
+            dataset,
+            window=self.packing.window,
+            balance_window=self.packing.balance_window,
+            select=self._select,
+            order=self._order,
+            fewest=self._fewest,
+            render=self.postencode_sample,
+            assemble=self.pack_selected_samples,
+            ledger=functools.partial(self._ledger, worker_config),
+            fingerprint={**self.fingerprint(), "loader": loader},
+            worker_config=worker_config,
+        )
+        if batch_size is None:
+            return packed
+        return BatchDataset(
+            packed,
+            batch_size=1,
+            batcher=self.batch,
+            batcher_stateless=get_stateless(self.batch),
+            drop_last=batch_drop_last,
+            worker_config=worker_config,
+            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+        )
+
+    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
+        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
+        return Ledger(self.packing.ledger, budget=self.packing.drop_budget, name=name)
+
+    def _select(self, samples: Sequence[MeasuredClipSample], ended: bool) -> list[int]:
+        measured = [sample.measured for sample in samples if sample.measured is not None]
+        return next_pack(
+            self.packing.policy,
+            [self.limits.length_units(clip) for clip in measured],
+            self.limits.units,
+            self.limits.costs(measured),
+            self.limits.limited,
+            ended=ended,
+        )
+
+    def _fewest(self, samples: Sequence[MeasuredClipSample]) -> int:
+        units = sum(self.limits.length_units(sample.measured) for sample in samples if sample.measured is not None)
+        return -(-units // self.limits.units)
+
+    def _order(self, plans: Sequence[Sequence[MeasuredClipSample]], block: int) -> Sequence[int]:
+        costs = [
+            sum(clip_cost(sample.measured.length) for sample in plan if sample.measured is not None) for plan in plans
+        ]
+        return serpentine_order(costs, block)
+
+
+def _read(store: FileStore | None, name: str) -> bytes:
+    if store is None:
+        raise KeyError(f"no store for {name!r}")
+    data, _ = store[name]
+    return bytes(data)

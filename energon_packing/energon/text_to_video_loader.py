@@ -1,0 +1,60 @@
+"""The loader of text-to-video packs: `build_loader` for clips, with everything that a `PackLoader` can do."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from energon_packing.config import PackingConfig, RunConfig
+from energon_packing.encoders.caption_encoder import CaptionEncoder
+from energon_packing.encoders.latent_encoder import LatentEncoder
+from energon_packing.encoders.text_to_video_config import TextToVideoRunConfig
+from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.loader import PackLoader, build_dataset, data_fingerprint
+from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
+
+
+def build_text_to_video_loader(
+    config: TextToVideoRunConfig,
+    *,
+    latent_encoder: LatentEncoder | None = None,
+    caption_encoder: CaptionEncoder | None = None,
+    task_encoder: TextToVideoTaskEncoder | None = None,
+    prefetch: int = 2,
+    data_parallel_group: Any = None,
+    agree: Agree | None = None,
+    **arguments: Any,
+) -> PackLoader:
+    """A loader of packs of clips for one data-parallel rank; its packs are `ClipPack`.
+
+    Args:
+        config: of the run.
+        latent_encoder, caption_encoder: models of your own; None takes those of ``config.encoder``.
+        task_encoder: None builds one from the configuration and the two models.
+        prefetch, agree: as `PackLoader`.
+        data_parallel_group, arguments: ``rank``, ``world_size``, ``split``, ``workers``, as `build_dataset`.
+
+    Raises:
+        UserError: there is no data set at ``data.path``, or it lacks the split.
+        ConfigError: a model or a size cannot be used.
+    """
+    # Of the rest of a run's configuration the data set asks for `data` only.
+    run = RunConfig(data=config.data, packing=PackingConfig(seq_length=config.packing.seq_length))
+    if task_encoder is None:
+        task_encoder = TextToVideoTaskEncoder(
+            config,
+            latent_encoder=latent_encoder,
+            caption_encoder=caption_encoder,
+            fingerprint=data_fingerprint(run),
+        )
+    dataset = build_dataset(
+        run, task_encoder=cast("Any", task_encoder), data_parallel_group=data_parallel_group, **arguments
+    )
+    return PackLoader(
+        dataset,
+        prefetch=prefetch,
+        epoch_end=config.data.epoch_end,
+        padding=task_encoder.padding_pack,
+        agree=agree,
+        group=data_parallel_group,
+        capacity=config.packing.seq_length,
+    )

@@ -1,0 +1,91 @@
+"""What a pack of clips may hold: latent patches in its row, and text tokens in the row of keys beside it.
+
+Both rows are padded to the alignment multiple, clip by clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from energon_packing.packing.balance import pack_cost
+from energon_packing.packing.pack_limits import PackLimits
+
+
+class SizedClip(Protocol):
+    """A clip that has been measured: its patches and its text tokens."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def images(self) -> int: ...
+    @property
+    def patches(self) -> int: ...
+    @property
+    def text_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipLimits:
+    """The limits of one pack of clips.
+
+    Attributes:
+        patches: latent patches of the row, alignment padding included; a multiple of `multiple`.
+        multiple: patches and text tokens that every clip is padded to a multiple of.
+        text_tokens: of all clips, alignment padding included; None for no limit.
+        segments: clips.
+        cost: of all clips by `pack_cost`, in patches without attention.
+    """
+
+    patches: int
+    multiple: int = 1
+    text_tokens: int | None = None
+    segments: int | None = None
+    cost: float | None = None
+    _row: PackLimits = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        row = PackLimits(tokens=self.patches, multiple=self.multiple, segments=self.segments, cost=self.cost)
+        object.__setattr__(self, "_row", row)
+
+    @property
+    def units(self) -> int:
+        """Capacity of a row of patches in alignment units."""
+        return self._row.units
+
+    @property
+    def limited(self) -> dict[str, int]:
+        """Limits besides patches, by name."""
+        text = {} if self.text_tokens is None else {"text_tokens": self.text_tokens}
+        return text | self._row.limited
+
+    def length_units(self, clip: SizedClip) -> int:
+        """Alignment units that a clip occupies in the row of patches."""
+        return self._row.length_units(clip)
+
+    def text_place(self, clip: SizedClip) -> int:
+        """Text tokens that a clip occupies in the row of keys."""
+        return -(-clip.text_tokens // self.multiple) * self.multiple
+
+    def costs(self, clips: Sequence[SizedClip]) -> dict[str, list[int]]:
+        """For each limited name one cost a clip."""
+        text = {} if self.text_tokens is None else {"text_tokens": [self.text_place(clip) for clip in clips]}
+        return text | self._row.costs(clips)
+
+    def too_long(self, clip: SizedClip) -> bool:
+        """Whether a clip has more patches than a whole row."""
+        return self._row.too_long(clip)
+
+    def exceeded(self, clip: SizedClip) -> str | None:
+        """The first limit besides patches that a clip exceeds alone, as part of a sentence; None where it fits."""
+        if self.text_tokens is not None and self.text_place(clip) > self.text_tokens:
+            return (
+                f"{self.text_place(clip)} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
+            )
+        return self._row.exceeded(clip)
+
+
+def clip_cost(patches: int) -> int:
+    """Cost of one clip, in the unit of `pack_cost`; its text is short beside it."""
+    return pack_cost([patches])

@@ -1,0 +1,317 @@
+"""Splitting a sample that fits no pack: the pieces side by side are the sample, and no medium is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.config import EncoderConfig, LimitsConfig
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.demo import processor_path
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.splitting import MeasuredSplit, MediaText, expanded
+from energon_packing.errors import SampleRejected
+from energon_packing.packing.pack_limits import PackLimits, Size
+
+MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "60")), deadline=None)
+FAMILIES = ("text", "qwen2_5_vl", "qwen3_vl")
+WORDS = ("sea", "mountain", "🌞", "über", "tree,", "7", "\n\n", "what?", "naïve", "日本")
+
+
+def encoder_of(family: str = "qwen2_5_vl", *, ratio: float = 0.0, **config) -> ConversationEncoder:
+    limits = LimitsConfig(min_active_ratio=ratio)
+    return ConversationEncoder(EncoderConfig(processor=str(processor_path(family)), limits=limits, **config))
+
+
+@pytest.fixture(scope="module")
+def made():
+    """Encoders that drop no piece, by family and kind of positions."""
+    found = {(family, "auto"): encoder_of(family) for family in FAMILIES}
+    found |= {(family, "mrope"): encoder_of(family, position_ids="mrope") for family in FAMILIES[1:]}
+    return found
+
+
+@st.composite
+def conversations(draw: st.DrawFn, media: bool = True) -> Conversation:
+    """Exchanges of any length, turns with several images and clips, tools between answers."""
+    turns: list[Turn] = [Turn(role="system", parts=("Be brief.",))] if draw(st.booleans()) else []
+    named: list[Media] = []
+
+    def text(most: int) -> str:
+        words = draw(st.lists(st.sampled_from(WORDS), min_size=1, max_size=6))
+        return " ".join(words * draw(st.integers(1, most)))
+
+    for _ in range(draw(st.integers(1, 5))):
+        parts: list = []
+        for _ in range(draw(st.integers(0, 3)) if media else 0):
+            name, width, height = str(len(named)), draw(st.integers(40, 300)), draw(st.integers(40, 300))
+            if draw(st.integers(0, 3)):
+                medium = Media(kind="image", name=f"{name}.png", width=width, height=height)
+            else:
+                size = {"width": width, "height": height, "frames": 24, "fps": 8.0, "duration": 3.0}
+                medium = Media(kind="video", name=f"{name}.mp4", **size)
+            parts.append(MediaPart(index=len(named)))
+            named.append(medium)
+            if draw(st.booleans()):
+                parts.append(text(1))
+        turns.append(Turn(role="user", parts=(*parts, text(8))))
+        turns.append(Turn(role="assistant", parts=(text(20),)))
+    return Conversation(key="k", turns=tuple(turns), media=tuple(named))
+
+
+def bounded(tokens: int, images: int | None = None, patches: int | None = None):
+    limits = PackLimits(tokens=tokens, images=images, patches=patches)
+    return lambda *size: limits.holds(Size(**dict(zip(("length", "images", "patches"), size, strict=True))))
+
+
+def whole_of(found: MeasuredSplit) -> list[Measured]:
+    assert all(isinstance(piece, Measured) or piece.reason == "too_few_targets" for piece in found.pieces)
+    return [piece for piece in found.pieces if isinstance(piece, Measured)]
+
+
+def pieces_of(encoder, conversation, fits, **options) -> list[Measured]:
+    """All pieces, also those without a target, which the validity filter would refuse."""
+    passed = encoder._enough_targets
+    try:
+        encoder._enough_targets = lambda piece: piece
+        return whole_of(encoder.split(conversation, encoder.measure(conversation), fits, **options))
+    finally:
+        encoder._enough_targets = passed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@MANY
+def test_the_pieces_side_by_side_are_the_sample(made, family, data):
+    encoder = made[family, "auto"]
+    conversation = data.draw(conversations(media=family != "text"))
+    whole = encoder.measure(conversation)
+    row = data.draw(st.integers(8, whole.length + 5))
+    limits = data.draw(st.sampled_from([{}, {"images": 2}, {"patches": 400}]))
+    at = data.draw(st.sampled_from(["turn", "token"]))
+    try:
+        pieces = pieces_of(encoder, conversation, bounded(row, **limits), at=at)
+    except SampleRejected as error:
+        assert error.reason == "oversize"  # noqa: PT017
+        assert whole.media or row < 24, "text can always be split, but between the tokens of one character"
+        return
+    keys = [f"k#{number}" for number in range(len(pieces))]
+    assert [piece.key for piece in pieces] == (keys if len(pieces) > 1 else ["k"])
+    ids, weights = zip(*(piece.expand() for piece in pieces), strict=True)
+    assert np.array_equal(np.concatenate(ids), whole.expand()[0])
+    assert np.array_equal(np.concatenate(weights), whole.expand()[1])
+    assert tuple(plan for piece in pieces for plan in piece.plans) == whole.plans
+    assert tuple(medium for piece in pieces for medium in piece.media) == whole.media
+    assert [piece.length for piece in pieces] == [len(part) for part in ids]
+    for piece, tokens in zip(pieces, ids, strict=True):
+        assert bounded(row, **limits)(piece.length, piece.images, piece.patches)
+        placeholders = np.isin(tokens, list(encoder.family.placeholder_ids.values())).sum()
+        assert placeholders == sum(plan.tokens for plan in piece.plans), "a medium was cut"
+        # The first token of a piece is no target: nothing stands before it.
+        assert piece.targets == int((piece.expand()[1][1:] > 0).sum())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@MANY
+def test_no_token_fewer_would_have_made_a_piece_longer_at_tokens(made, family, data):
+    """``token`` fills: the part that begins the next piece would not have fitted into this one."""
+    encoder = made[family, "auto"]
+    conversation = data.draw(conversations(media=False))
+    whole = encoder.measure(conversation)
+    row = data.draw(st.integers(30, max(30, whole.length) + 5))
+    pieces = pieces_of(encoder, conversation, bounded(row), at="token")
+    # What may not be parted in text is one character, of at most four tokens.
+    assert all(piece.length > row - 4 for piece in pieces[:-1])
+    assert len(pieces) <= -(-whole.length // (row - 3))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+@MANY
+def test_at_turns_a_piece_ends_after_the_last_answer_that_fits(made, family, data):
+    encoder = made[family, "auto"]
+    conversation = data.draw(conversations(media=family != "text"))
+    ends = [0]
+    for count in range(1, len(conversation.turns) + 1):
+        if conversation.turns[count - 1].role == "assistant":
+            named = sum(isinstance(part, MediaPart) for turn in conversation.turns[:count] for part in turn.parts)
+            start = dataclasses.replace(
+                conversation, turns=conversation.turns[:count], media=conversation.media[:named]
+            )
+            ends.append(encoder.measure(start).length)
+    row = data.draw(st.integers(max(np.diff(ends)), ends[-1] + 5), label="a row that holds every exchange")
+    pieces = pieces_of(encoder, conversation, bounded(row))
+    expected, start = [], 0
+    while start < ends[-1]:
+        stop = max(end for end in ends if end - start <= row)
+        expected.append(stop - start)
+        start = stop
+    assert [piece.length for piece in pieces] == expected
+    assert all(piece.targets for piece in pieces)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("text", "auto"), ("qwen2_5_vl", "mrope"), ("qwen3_vl", "mrope")])
+@given(data=st.data())
+@MANY
+def test_positions_restart_in_each_piece_or_go_on_as_in_the_sample(made, family, kind, data):
+    encoder = made[family, kind]
+    conversation = data.draw(conversations(media=family != "text"))
+    whole = encoder.measure(conversation)
+    row = data.draw(st.integers(whole.length // 3 + 200, whole.length + 200))
+
+    def positions(measured: Measured) -> np.ndarray:
+        ids, _ = measured.expand()
+        own = encoder.family.positions(ids, measured.plans) if kind == "mrope" else np.arange(len(ids))[None]
+        return own + measured.position_start
+
+    going_on = pieces_of(encoder, conversation, bounded(row), positions="continue")
+    assert np.array_equal(np.concatenate([positions(piece) for piece in going_on], axis=1), positions(whole))
+    anew = pieces_of(encoder, conversation, bounded(row), positions="restart")
+    assert [piece.length for piece in anew] == [piece.length for piece in going_on]
+    assert all(piece.position_start == 0 for piece in anew)
+
+
+def talk(*texts: str, **more) -> Conversation:
+    turns = [Turn(role="user" if at % 2 == 0 else "assistant", parts=(text,)) for at, text in enumerate(texts)]
+    return Conversation(key="k", turns=tuple(turns), **more)
+
+
+def test_rows_of_pieces_hold_what_the_row_of_the_sample_holds_but_for_the_targets_behind_cuts(made):
+    encoder = made["text", "auto"]
+    conversation = talk("Why? " * 10, "Because of it. " * 40, "And now?", "Nothing. " * 30)
+    whole = encoder.render(encoder.measure(conversation), lambda name: b"")
+    pieces = pieces_of(encoder, conversation, bounded(50), at="token", positions="continue")
+    rows = [encoder.render(piece, lambda name: b"") for piece in pieces]
+    assert len(rows) > 3
+    for name in ("input_ids", "position_ids"):
+        assert torch.equal(torch.cat([row[name] for row in rows]), whole[name])
+    labels = torch.cat([row["labels"] for row in rows])
+    last = np.cumsum([len(row["labels"]) for row in rows]) - 1
+    assert all(labels[last] == -100), "the last token of a piece would else be trained on another segment of the row"
+    others = np.setdiff1d(np.arange(len(labels)), last)
+    assert torch.equal(labels[others], whole["labels"][others])
+    assert torch.equal(torch.cat([row["loss_mask"] for row in rows])[others], whole["loss_mask"][others])
+
+
+def test_at_turns_no_target_is_lost(made):
+    encoder = made["text", "auto"]
+    conversation = talk(*(text for number in range(8) for text in (f"Question {number}?", "So it is. " * 12)))
+    pieces = pieces_of(encoder, conversation, bounded(150))
+    assert len(pieces) > 2
+    assert sum(piece.targets for piece in pieces) == encoder.measure(conversation).targets
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample", "square"])
+def test_a_target_weighs_in_a_piece_what_it_weighs_in_the_sample(weighting):
+    encoder = encoder_of("text", loss_weighting=weighting)
+    turns = list(talk("Why?", "So. " * 60, "Why?", "Not. " * 60).turns)
+    turns[3] = dataclasses.replace(turns[3], loss_weight=0.25)
+    conversation = Conversation(key="k", turns=tuple(turns))
+    weights = np.concatenate([piece.expand()[1] for piece in pieces_of(encoder, conversation, bounded(40))])
+    assert np.array_equal(weights, encoder.measure(conversation).expand()[1])
+    assert len(set(weights)) == 3
+
+
+def test_extras_follow_their_targets():
+    encoder = encoder_of("text", extra_fields=("advantages", "reward"))
+    plain = talk("Why? " * 20, "Because. " * 50, "And?", "No. " * 50)
+    count = encoder_of("text").measure(plain).targets
+    values = tuple(float(number) for number in range(count))
+    conversation = dataclasses.replace(plain, extras={"advantages": values, "reward": 2.0})
+    whole = encoder.render(encoder.measure(conversation), lambda name: b"")
+    pieces = pieces_of(encoder, conversation, bounded(60), at="token")
+    rows = [encoder.render(piece, lambda name: b"") for piece in pieces]
+    for name in ("advantages", "reward"):
+        joined = torch.cat([row[name] for row in rows])
+        last = np.cumsum([len(row["labels"]) for row in rows]) - 1
+        others = np.setdiff1d(np.arange(len(joined)), last)
+        assert torch.equal(joined[others], whole[name][others])
+        assert len(rows) > 2
+
+
+def test_a_medium_that_fits_no_pack_makes_the_sample_oversize(made):
+    encoder = made["qwen2_5_vl", "auto"]
+    image = Media(kind="image", name="a.png", width=800, height=800)
+    turns = (
+        Turn(role="user", parts=("Look: ", MediaPart(index=0), "What is it? " * 50)),
+        Turn(role="assistant", parts=("A cat.",)),
+    )
+    conversation = Conversation(key="k", turns=turns, media=(image,))
+    measured = encoder.measure(conversation)
+    tokens = measured.plans[0].tokens
+    # The image's tokens and the two that frame it.
+    assert len(encoder.split(conversation, measured, bounded(tokens + 2)).pieces) > 1
+    with pytest.raises(SampleRejected, match=f"one part that must stay whole has {tokens + 2} tokens, 1 images") as no:
+        encoder.split(conversation, measured, bounded(tokens + 1))
+    assert no.value.reason == "oversize"
+
+
+def test_adjacent_images_may_be_parted_and_keep_their_frames(made):
+    encoder = made["qwen2_5_vl", "auto"]
+    images = tuple(Media(kind="image", name=f"{at}.png", width=280, height=280) for at in range(4))
+    turns = (
+        Turn(role="user", parts=(*(MediaPart(index=at) for at in range(4)), "Which one?")),
+        Turn(role="assistant", parts=("The first.",)),
+    )
+    conversation = Conversation(key="k", turns=turns, media=images)
+    pieces = pieces_of(encoder, conversation, bounded(10_000, images=1))
+    assert [piece.images for piece in pieces] == [1, 1, 1, 1]
+    tokens = encoder.tokenizer.convert_tokens_to_ids
+    for piece in pieces:
+        ids = piece.token_ids.tolist()
+        at = ids.index(tokens("<|image_pad|>"))
+        assert [ids[at - 1], ids[at + 1]] == [tokens("<|vision_start|>"), tokens("<|vision_end|>")]
+
+
+def test_a_piece_needs_a_share_of_targets_strictly_above_the_ratio_and_so_does_the_sample():
+    conversation = talk("A long story. " * 60, "Yes, it is so.", "Why? " * 5, "Because. " * 20)
+    plain = encoder_of("text")
+    pieces = pieces_of(plain, conversation, bounded(100), at="token")
+    shares = [piece.targets / piece.length for piece in pieces]
+    assert shares[0] == 0.0
+    middle = sorted(shares)[len(shares) // 2]
+    for ratio, kept in ((middle, [share > middle for share in shares]), (0.0, [share > 0 for share in shares])):
+        encoder = encoder_of("text", ratio=ratio)
+        found = encoder.split(conversation, plain.measure(conversation), bounded(100), at="token").pieces
+        assert [isinstance(piece, Measured) for piece in found] == kept
+        refused = [piece for piece in found if isinstance(piece, SampleRejected)]
+        assert refused
+        assert all(piece.reason == "too_few_targets" for piece in refused)
+    measured = plain.measure(conversation)
+    with pytest.raises(SampleRejected, match="too_few_targets"):
+        encoder_of("text", ratio=measured.targets / measured.length).measure(conversation)
+
+
+def test_the_ledger_is_told_which_part_of_the_sample_a_piece_is(made):
+    pieces = pieces_of(made["text", "auto"], talk("Why?", "So. " * 100), bounded(64))
+    total = sum(piece.length for piece in pieces)
+    assert pieces[1].changes == (("split", f"piece 2 of {len(pieces)}: tokens 64 to 128 of {total}"),)
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=4), st.text("XY", min_size=1, max_size=9)), max_size=5),
+    st.text("ab", max_size=4),
+)
+@MANY
+def test_an_expanded_text_says_where_its_characters_went(pairs: list[tuple[str, str]], tail: str) -> None:
+    text, media = "", []
+    for before, shown in pairs:
+        text += before + "<"
+        media.append(MediaText(start=len(text), end=len(text) + 1, text=shown, frame=("<", ">")))
+        text += "?>"
+    text += tail
+    joined, spans, moved = expanded(text, media)
+    assert joined == "".join(f"{before}<{shown}>" for before, shown in pairs) + tail
+    assert [joined[start:end] for start, end in spans] == [f"<{shown}>" for _, shown in pairs]
+    for at, character in enumerate(text):
+        if character != "?":
+            assert joined[moved(at)] == character
+    assert moved(len(text)) == len(joined)

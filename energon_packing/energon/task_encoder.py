@@ -125,7 +125,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "window": self.packing.window,
             "balance_window": self.packing.balance_window,
             "oversize": self.packing.oversize,
-            "split": f"at a {self.packing.split_at}, positions {self.packing.split_positions}",
+            "oversize_split": f"at a {self.packing.split_at}, positions {self.packing.split_positions}",
             "policy": self.packing.policy,
             "dummy_image": self.packing.dummy_image,
             **{name: getattr(self.packing, name) for name in PACK_LIMITS},

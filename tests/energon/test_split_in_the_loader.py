@@ -136,7 +136,7 @@ def test_another_way_of_splitting_is_refused_with_a_saved_state(split_config):
     state = loader.save_state()
     other = build_loader(split_config(data={"repeat": True}, split_at="token"))
     other.restore_state(state)
-    with pytest.raises(ConfigError, match="split='at a turn"):
+    with pytest.raises(ConfigError, match="oversize_split='at a turn"):
         next(iter(other))
 
 

@@ -1,0 +1,212 @@
+"""Megatron-LM's command line: our arguments group, and the run's configuration made from all arguments together.
+
+Megatron-LM's arguments are the authority on what Megatron-LM decides (parallel sizes, row length, batch sizes). A
+configuration file that says the same thing differently is refused, so that ``energon-packing validate CFG.yaml`` and
+the run can never judge two different layouts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from energon_packing.config import RunConfig, load_config
+from energon_packing.errors import ConfigError
+
+_Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+
+ROW_LENGTH = "packing_row_length"
+"""Where `parse_and_validate_args` keeps the length of a row: model providers of vision scripts overwrite
+``seq_length``. A plain number, because Megatron-LM saves its arguments in checkpoints."""
+
+# Setting of ours -> Megatron-LM's name of it.
+_OWNED_BY_MEGATRON = {
+    "parallel.tensor_parallel": "tensor_model_parallel_size",
+    "parallel.context_parallel": "context_parallel_size",
+    "parallel.pipeline_parallel": "pipeline_model_parallel_size",
+    "parallel.expert_parallel": "expert_model_parallel_size",
+    "parallel.sequence_parallel": "sequence_parallel",
+    "training.micro_batch_size": "micro_batch_size",
+    "training.global_batch_size": "global_batch_size",
+    "training.calculate_per_token_loss": "calculate_per_token_loss",
+    "training.average_in_collective": "ddp_average_in_collective",
+}
+
+
+def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds our arguments; an ``extra_args_provider`` of Megatron-LM's ``parse_args``.
+
+    A script that has extra arguments of its own adds those first: ``--dataloader-save`` is then left to it.
+    """
+    group = parser.add_argument_group("energon packing")
+    group.add_argument("--packing-config", metavar="CFG.yaml", help="settings of data, encoder and packing")
+    group.add_argument(
+        "--packing-set",
+        metavar="SECTION.KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="change settings of the file, for example packing.window=512",
+    )
+    group.add_argument(
+        "--packing-valid-split", default="val", help="part of the data set for validation (default: %(default)s)"
+    )
+    group.add_argument("--packing-test-split", default=None, help="part of the data set for the test at the end")
+    group.add_argument(
+        "--packing-restart-data",
+        action="store_true",
+        help="begin the data anew where a checkpoint holds no state of the loader",
+    )
+    with contextlib.suppress(argparse.ArgumentError):  # the script has it, with Megatron-LM's meaning
+        group.add_argument(
+            "--dataloader-save", default=None, metavar="DIR", help="where checkpoints put the state of the loader"
+        )
+    return parser
+
+
+def parse_and_validate_args(
+    extra_args_provider: _Provider | None = None,
+    ignore_unknown_args: bool = False,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> Any:
+    """Megatron-LM's function of this name, with our arguments group and our checks.
+
+    ``--dataloader-type`` is ``external`` unless it is given.
+
+    Raises:
+        ConfigError: arguments that packed rows cannot be trained with; before any process group exists.
+    """
+    from megatron.training.arguments import parse_and_validate_args as megatrons
+
+    def with_ours(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        return add_energon_packing_args(parser)
+
+    defaults = {"dataloader_type": "external"} | dict(args_defaults or {})
+    args = megatrons(with_ours, ignore_unknown_args, defaults)
+    setattr(args, ROW_LENGTH, row_length(args))
+    run_config_of(args)
+    return args
+
+
+def row_length(args: Any) -> int:
+    """Tokens of a row: ``--dataloader-seq-length`` of vision scripts where it is given, else ``--seq-length``."""
+    kept = getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length
+    return int(kept)
+
+
+def run_config_of(args: Any) -> RunConfig:
+    """Our configuration for a Megatron-LM run.
+
+    Args:
+        args: Megatron-LM's namespace, parsed with `add_energon_packing_args`.
+
+    Raises:
+        ConfigError: ``--packing-config`` is missing or wrong, it contradicts an argument of Megatron-LM, or an argument
+            cannot work with packed rows.
+    """
+    if not getattr(args, "packing_config", None) and not getattr(args, "packing_set", None):
+        raise ConfigError("--packing-config is missing; give the YAML file that `energon-packing validate` was run on.")
+    check_arguments(args)
+    config = load_config(args.packing_config, args.packing_set)
+    given = _settings_given(args.packing_config, args.packing_set)
+    _refuse_contradictions(config, given, args)
+    length = row_length(args)
+    if "packing.seq_length" in given and config.packing.seq_length != length:
+        raise ConfigError(
+            f"packing.seq_length is {config.packing.seq_length}, but --seq-length is {length}; a row is as long as the "
+            "model's sequence, so make them equal or leave packing.seq_length out."
+        )
+    if config.parallel.eval_context_parallel not in (None, args.context_parallel_size):
+        raise ConfigError("parallel.eval_context_parallel is set, but Megatron-LM evaluates as it trains; remove it.")
+    pipeline = args.pipeline_model_parallel_size > 1
+    experts = args.expert_model_parallel_size > 1
+    if (pipeline or experts) and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length:
+        raise ConfigError(
+            "packing.pad_to_max_length is false, but stages and experts exchange rows of one width; remove the setting."
+        )
+    data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
+    packing = replace(
+        config.packing,
+        seq_length=length,
+        pad_to_max_length=config.packing.pad_to_max_length or pipeline or experts,
+    )
+    parallel = replace(
+        config.parallel,
+        tensor_parallel=args.tensor_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        sequence_parallel=bool(args.sequence_parallel) and args.tensor_model_parallel_size > 1,
+        eval_context_parallel=None,
+    )
+    if packing.pad_to_max_length and length % parallel.multiple:
+        raise ConfigError(
+            f"--seq-length is {length}, no multiple of {parallel.multiple}, to which this layout aligns every sample; "
+            f"use {length // parallel.multiple * parallel.multiple}."
+        )
+    return replace(config, data=data, packing=packing, parallel=parallel)
+
+
+def check_arguments(args: Any) -> None:
+    """Refuses arguments of Megatron-LM that packed rows cannot be trained with.
+
+    Raises:
+        ConfigError: the first one, with what to do.
+    """
+
+    def value(name: str) -> Any:
+        return getattr(args, name, None)
+
+    if args.dataloader_type != "external":
+        raise ConfigError(f"--dataloader-type is {args.dataloader_type}; packs come from an external loader.")
+    for name in ("micro_batch_size", "eval_micro_batch_size"):
+        if value(name) not in (None, 1):
+            argument = name.replace("_", "-")
+            raise ConfigError(f"--{argument} is {value(name)}; a packed row is a whole micro-batch, so it is 1.")
+    if value("virtual_pipeline_model_parallel_size"):
+        raise ConfigError(
+            "Virtual pipeline stages would read the data once each and lose the loader's state; "
+            "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank."
+        )
+    if value("mtp_num_layers"):
+        raise ConfigError("--mtp-num-layers predicts across the borders of packed samples; remove it.")
+    for flag in ("full_validation", "multiple_validation_sets", "hybrid_context_parallel"):
+        if value(flag):
+            raise ConfigError(f"--{flag.replace('_', '-')} needs one of Megatron-LM's own data sets; remove it.")
+    if value("overlap_moe_expert_parallel_comm"):
+        raise ConfigError(
+            "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
+        )
+    if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
+        raise ConfigError(
+            "With --context-parallel-size above 1 the ranks of a row hold unequal numbers of trained tokens; "
+            "add --calculate-per-token-loss."
+        )
+    if args.calculate_per_token_loss and value("ddp_average_in_collective"):
+        raise ConfigError("--ddp-average-in-collective divides what --calculate-per-token-loss sums; remove it.")
+
+
+def _settings_given(path: str | None, overrides: list[str]) -> set[str]:
+    """Dotted names of the settings that the file and the overrides name."""
+    import yaml
+
+    values: Any = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")) or {}
+    named = {f"{section}.{key}" for section, entries in values.items() for key in (entries or {})}
+    return named | {override.partition("=")[0].strip() for override in overrides}
+
+
+def _refuse_contradictions(config: RunConfig, given: set[str], args: Any) -> None:
+    for setting, name in _OWNED_BY_MEGATRON.items():
+        section, key = setting.split(".")
+        ours, theirs = getattr(getattr(config, section), key), getattr(args, name, None)
+        if setting in given and theirs is not None and ours != theirs:
+            raise ConfigError(
+                f"{setting} is {ours}, but --{name.replace('_', '-')} is {theirs}; Megatron-LM's argument decides, so "
+                f"change it or remove {setting}."
+            )

@@ -1,0 +1,109 @@
+"""What a rank's forward step needs of a packed row: read by one rank of the replica, sliced and moved here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from energon_packing.context_parallel import slice_for_context_parallel
+from energon_packing.errors import PackingError
+from energon_packing.packed_batch import PackedBatch
+from energon_packing.packed_boundaries import packed_seq_params
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageBatch:
+    """A micro-batch of one row on one rank, on the model's device. T tokens, t = T / CP of them on this rank.
+
+    Attributes:
+        tokens: ``[1, t]`` int64; None on stages that have no embedding.
+        position_ids: ``[1, t]`` or ``[3, 1, t]`` int64; None where ``tokens`` is.
+        labels: ``[1, t]`` int64, shifted; None on stages that have no output layer.
+        loss_mask: ``[1, t]`` float32; None where ``labels`` is.
+        padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage; later stages get the part of
+            it whose tokens their layers hold, ``[1, t / TP]`` with sequence parallelism.
+        packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage.
+        cu_seqlens: int32, real boundaries of the whole row.
+        visual_inputs: name -> tensor of all media of the row; pixels are None on stages after the first.
+    """
+
+    tokens: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    labels: torch.Tensor | None
+    loss_mask: torch.Tensor | None
+    padding_mask: torch.Tensor
+    packed_seq_params: Any
+    cu_seqlens: torch.Tensor
+    visual_inputs: Mapping[str, torch.Tensor] | None
+
+
+def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
+    """The next micro-batch of this rank. Every rank of a replica calls it equally often.
+
+    Args:
+        data_iterator: what Megatron-LM made of a `PackDataloader`.
+        whole_row: gives every stage all token fields, without slicing them for context parallelism: for vision models,
+            which slice the embeddings that they have put pixels into.
+
+    Raises:
+        PackingError: the iterator gives something else than packs.
+    """
+    from megatron.core import parallel_state
+
+    row = next(data_iterator)
+    if not isinstance(row, PackedBatch):
+        raise PackingError(
+            f"the data iterator gives a {type(row).__name__}, not a packed row; pass the provider of "
+            "energon_packing.megatron_lm to pretrain()"
+        )
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    cp = parallel_state.get_context_parallel_world_size()
+    if not first:
+        row = without_pixels(row)
+    # On the host: the accelerator neither waits for the boundaries nor gets tokens of other ranks.
+    part = row
+    if cp > 1 and not whole_row:
+        part = slice_for_context_parallel(row, cp, parallel_state.get_context_parallel_rank())
+    part = part.to(device(), non_blocking=True)
+    mask = part.padding_mask
+    if not first:
+        mask = _of_sequence_parallel_rank(mask)
+    embeds, predicts = first or whole_row, last or whole_row
+    return StageBatch(
+        tokens=part.tokens if embeds else None,
+        position_ids=part.position_ids if embeds else None,
+        labels=part.labels if predicts else None,
+        loss_mask=part.loss_mask if predicts else None,
+        padding_mask=mask,
+        packed_seq_params=packed_seq_params(part, total_tokens=False),
+        cu_seqlens=part.cu_seqlens,
+        visual_inputs=part.visual_inputs,
+    )
+
+
+def device() -> torch.device:
+    """Where the model of this process lies."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def without_pixels(row: PackedBatch) -> PackedBatch:
+    """The row less what only the vision encoder reads, by far the largest part of it."""
+    if not row.visual_inputs:
+        return row
+    kept = {name: tensor for name, tensor in row.visual_inputs.items() if not name.startswith("pixel_values")}
+    return replace(row, visual_inputs=kept or None)
+
+
+def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
+    """Layers of later stages get their mask as it is; the first stage's embedding scatters its own."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if size == 1 or not get_args().sequence_parallel:
+        return mask
+    return mask.chunk(size, dim=1)[parallel_state.get_tensor_model_parallel_rank()].contiguous()

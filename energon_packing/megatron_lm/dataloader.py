@@ -1,0 +1,150 @@
+"""The external data loader of Megatron-LM: training, validation and test iterators of packs, with a savable state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from energon_packing.config import RunConfig
+from energon_packing.energon.loader import PackLoader, build_loader
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import OneReader
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.megatron_lm.arguments import run_config_of
+from energon_packing.megatron_lm.loader_state import saved_state
+from energon_packing.packed_batch import PackedBatch
+
+
+class PackDataloader:
+    """Packs of one replica without end; what Megatron-LM wraps as its train, valid and test iterator.
+
+    Every rank of a replica has one. The reader's reads, decodes and passes packs on; the others receive them, those of
+    later pipeline stages without pixels.
+
+    Args:
+        config: of the run.
+        replica: of this rank.
+        split: part of the data set.
+        data_parallel_group: of this rank, for what readers agree on.
+    """
+
+    def __init__(self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None) -> None:
+        self._replica = replica
+        self._restored: Any = None
+        source = None
+        if replica.is_reader:
+            loader = build_loader(
+                config,
+                split=split,
+                rank=replica.rank,
+                world_size=replica.world_size,
+                data_parallel_group=data_parallel_group,
+            )
+            source = _Endless(loader)
+        self._reader = OneReader(source, replica)
+
+    def __iter__(self) -> PackDataloader:
+        return self
+
+    def __next__(self) -> PackedBatch:
+        pack = next(self._reader)
+        self._restored = None
+        return pack
+
+    def save_state(self) -> Any:
+        """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read.
+
+        Megatron-LM asks the first tensor rank of the first stage, with context parallelism several of them, and writes
+        one file for all that is not None.
+        """
+        if not self._replica.is_reader:
+            return None
+        return self._reader.save_state() if self._restored is None else self._restored
+
+    def restore_state(self, state: Any) -> None:
+        """Continues after the pack at which the state was saved; on every rank of the replica, before the first pack.
+
+        Raises:
+            ConfigError: the state is not one of this loader.
+        """
+        self._reader.restore_state(state)
+        self._restored = state  # a checkpoint before the first pack would find a loader that has not started
+
+
+class _Endless:
+    """Packs of a loader, epoch after epoch."""
+
+    def __init__(self, loader: PackLoader) -> None:
+        self._loader = loader
+        self._packs = self._epochs()
+
+    def _epochs(self) -> Iterator[PackedBatch]:
+        while True:
+            empty = True
+            for pack in self._loader:
+                empty = False
+                yield pack.batch
+            if empty:
+                raise UserError("The data set gave no pack in a whole epoch; see the ledger (packing.ledger) for why.")
+
+    def __next__(self) -> PackedBatch:
+        return next(self._packs)
+
+    def save_state(self) -> Any:
+        return self._loader.save_state()
+
+    def restore_state(self, state: Any) -> None:
+        self._loader.restore_state(state)
+        self._packs = self._epochs()
+
+
+def train_valid_test_datasets_provider(
+    train_val_test_num_samples: tuple[int | None, ...], vp_stage: int | None = None
+) -> tuple[PackDataloader | None, PackDataloader | None, PackDataloader | None]:
+    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` that ``pretrain`` is given.
+
+    A collective call of all ranks, as ``pretrain`` makes it.
+
+    Args:
+        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built where it is 0.
+        vp_stage: of virtual pipelines, which are refused.
+
+    Raises:
+        UserError: no data set, a missing split, an unusable processor, or a state that is missing or does not fit.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    if vp_stage is not None:
+        raise ConfigError("Virtual pipeline stages would read the data once each; train without them.")
+    config = run_config_of(args)
+    data_parallel = parallel_state.get_data_parallel_group()
+    groups = SimpleNamespace(
+        dp=data_parallel,
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        cp=parallel_state.get_context_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    # Megatron-LM counts its evaluations itself; an epoch that ends before would end the run.
+    endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"))
+    made: list[PackDataloader | None] = []
+    splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
+    for number, split in zip(train_val_test_num_samples, splits, strict=True):
+        if not number or not split:
+            made.append(None)
+            continue
+        chosen = config if split == config.data.split and not made else endless
+        # A replica of its own for each: their messages would otherwise overtake one another.
+        made.append(PackDataloader(chosen, Replica.of(groups), split=split, data_parallel_group=data_parallel))
+    train, valid, test = made
+    if train is not None:
+        state = saved_state(args, data_parallel_rank=parallel_state.get_data_parallel_rank())
+        if state is not None:
+            train.restore_state(state)
+    return train, valid, test
+
+
+train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # Megatron-LM asks for it

@@ -1,0 +1,94 @@
+"""GPT on packed rows: what a ``pretrain_gpt.py`` of Megatron-LM imports in place of its own data functions.
+
+from energon_packing.megatron_lm.gpt import forward_step, parse_and_validate_args
+from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from energon_packing.errors import ConfigError
+from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args
+from energon_packing.megatron_lm.batch import StageBatch, get_batch
+from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
+from energon_packing.megatron_lm.loss import bound_loss, loss_func
+
+__all__ = [
+    "add_energon_packing_args",
+    "forward_step",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
+    "train_valid_test_datasets_provider",
+]
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+    """One micro-batch forward, as Megatron-LM's schedules call it.
+
+    Args:
+        data_iterator: of this rank.
+        model: a ``GPTModel``, wrapped or not.
+        return_schedule_plan: refused; a plan takes no boundaries.
+
+    Returns:
+        Token losses on the last stage, hidden states elsewhere; and the loss function.
+
+    Raises:
+        ConfigError: a schedule plan is asked for.
+    """
+    refuse_schedule_plan(return_schedule_plan)
+    batch = read(data_iterator)
+    extra = {"padding_mask": batch.padding_mask} if takes(model, "padding_mask") else {}
+    output = model(
+        batch.tokens,
+        batch.position_ids,
+        None,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=batch.packed_seq_params,
+        **extra,
+    )
+    return output, bound_loss(batch.loss_mask)
+
+
+def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
+    """`get_batch` under Megatron-LM's timer, its real tokens counted for the report of FLOPs."""
+    from megatron.training import get_timers, training
+
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, whole_row=whole_row)
+    count = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)  # from Megatron-Core 0.19 on
+    if count is not None:
+        count(batch.cu_seqlens)
+    timers("batch-generator").stop()
+    return batch
+
+
+def refuse_schedule_plan(asked: bool) -> None:
+    """Refuses a schedule plan.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if asked:
+        raise ConfigError(
+            "--overlap-moe-expert-parallel-comm runs the model without the boundaries of packed rows; remove it."
+        )
+
+
+def innermost(model: Any) -> Any:
+    """The model without its wrappers (data parallel, mixed precision)."""
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def takes(model: Any, name: str) -> bool:
+    """Whether the model's forward has an argument of that name."""
+    return name in inspect.signature(innermost(model).forward).parameters

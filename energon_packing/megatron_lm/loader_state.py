@@ -1,0 +1,93 @@
+"""The state of the loader in Megatron-LM's checkpoints: where it lies, and how it is read without running it."""
+
+from __future__ import annotations
+
+import pickle
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from energon_packing.errors import ConfigError
+
+# What the states of Energon's loaders are made of, by running them. Anything else in a file is not a loader's state.
+_ADMITTED = {
+    "builtins": {"set", "frozenset", "bytearray", "complex"},
+    "collections": {"OrderedDict"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy.core.multiarray": {"_reconstruct", "scalar"},
+    "numpy._core.multiarray": {"_reconstruct", "scalar"},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "megatron.energon.state": {"FlexState"},
+    "megatron.energon.rng": {"SystemRngState"},
+    "megatron.energon.savable_loader": {
+        *("SavableCheckpoint", "SavableDataLoaderState", "SavableDatasetCheckpoint", "SavableDatasetState"),
+    },
+    "megatron.energon.flavors.webdataset.sample_loader": {"SliceState"},
+}
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ADMITTED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
+    """The loader's state that belongs to the checkpoint that this run continues; None for a run that begins.
+
+    Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
+    ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
+
+    Raises:
+        ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` says that this is
+            meant; or the file holds something else.
+    """
+    if not args.iteration or args.packing_restart_data:
+        return None
+    if not args.dataloader_save:
+        raise ConfigError(
+            f"The run continues at iteration {args.iteration}, but --dataloader-save is not given, so the data would "
+            "begin anew; give the folder of the loader's states, or --packing-restart-data."
+        )
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    path = get_checkpoint_name(
+        args.dataloader_save,
+        args.iteration,
+        tensor_rank=0,
+        pipeline_rank=0,
+        expert_parallel=False,
+        expert_rank=0,
+        basename=f"train_dataloader_dprank{data_parallel_rank:03d}.pt",
+    )
+    return read_state(Path(path))
+
+
+def read_state(path: Path) -> Any:
+    """The state in a file, read by an unpickler that knows the classes of such states and no others.
+
+    Raises:
+        ConfigError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no state of the loader at {path}; the world size or --dataloader-save differs from the run that "
+            "saved it. Give --packing-restart-data to begin the data anew."
+        )
+    # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary of a class of its own.
+    restricted = types.SimpleNamespace(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path} is not the state of a loader: {reason}.") from error
+    if not isinstance(saved, dict) or "dataloader_state_dict" not in saved:
+        raise ConfigError(f"{path} is not the state of a loader: it has no dataloader_state_dict.")
+    return saved["dataloader_state_dict"]
+
+
+def _load(file: Any, **options: Any) -> Any:
+    return _StateUnpickler(file, **options).load()

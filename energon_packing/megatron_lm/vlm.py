@@ -1,0 +1,98 @@
+"""Vision-language models on packed rows: what a ``pretrain_vlm.py`` imports in place of its own data functions.
+
+    from energon_packing.megatron_lm.vlm import forward_step, parse_and_validate_args
+    from energon_packing.megatron_lm.vlm import train_valid_test_datasets_provider
+
+Two kinds of model are known by what they are: Megatron-Core's ``LLaVAModel``, and models whose forward takes the
+Hugging Face names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwen-VL classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from energon_packing.errors import ConfigError
+from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args
+from energon_packing.megatron_lm.batch import StageBatch, get_batch
+from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
+from energon_packing.megatron_lm.gpt import innermost, read, refuse_schedule_plan, takes
+from energon_packing.megatron_lm.llava import check_pipeline_width, image_placeholder, llava_inputs
+from energon_packing.megatron_lm.loss import bound_loss, loss_func
+
+__all__ = [
+    "add_energon_packing_args",
+    "forward_step",
+    "get_batch",
+    "loss_func",
+    "parse_and_validate_args",
+    "train_valid_test_datasets_provider",
+]
+
+
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[torch.Tensor, Any]:
+    """One micro-batch forward, as Megatron-LM's schedules call it.
+
+    Args:
+        data_iterator: of this rank.
+        model: a ``LLaVAModel`` or a model with Hugging Face's argument names, wrapped or not.
+        return_schedule_plan: refused; a plan takes no boundaries.
+
+    Returns:
+        Token losses on the last stage, hidden states elsewhere; and the loss function.
+
+    Raises:
+        ConfigError: a schedule plan is asked for, or the processor does not fit the model.
+    """
+    from megatron.core.models.multimodal.llava_model import LLaVAModel
+
+    refuse_schedule_plan(return_schedule_plan)
+    batch = read(data_iterator, whole_row=True)
+    call = _call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name
+    output = call(model, batch)
+    # A model that slices the row for context parallelism gives the mask of its own tokens back.
+    output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
+    return output, bound_loss(loss_mask)
+
+
+def _call_llava(model: Any, batch: StageBatch) -> Any:
+    inner = innermost(model)
+    check_pipeline_width(inner, batch)
+    inputs = llava_inputs(
+        batch,
+        placeholder=image_placeholder(),
+        image_token_index=inner.image_token_index,
+        tokens_per_tile=inner.img_seq_len,
+    )
+    # Images by position, since the mixed-precision wrapper casts those; the mask by name, since it must not: weights
+    # of targets lose digits in 16 bits.
+    return model(
+        inputs.images,
+        inputs.tokens,
+        inputs.position_ids,
+        None,
+        labels=inputs.labels,
+        loss_mask=inputs.loss_mask,
+        num_image_tiles=inputs.tiles,
+        packed_seq_params=batch.packed_seq_params,
+    )
+
+
+def _call_by_name(model: Any, batch: StageBatch) -> Any:
+    keywords: dict[str, Any] = {
+        "input_ids": batch.tokens,
+        "position_ids": batch.position_ids,
+        "attention_mask": None,
+        "labels": batch.labels,
+        "loss_mask": batch.loss_mask,
+        "packed_seq_params": batch.packed_seq_params,
+    }
+    visual = dict(batch.visual_inputs or {})
+    unknown = sorted(name for name in visual if not takes(model, name))
+    if unknown:
+        raise ConfigError(
+            f"{type(innermost(model)).__name__} takes no {', '.join(unknown)}, which the processor that "
+            "encoder.processor names makes; give the processor that belongs to the model."
+        )
+    return model(**keywords, **visual)

@@ -166,14 +166,20 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
 @_rule(
     id="ours-18-no-multi-token-prediction",
     checks="no multi-token prediction over packed rows",
-    place="Bridge's packing documentation; its development branch: validate()",
+    place="megatron.core.transformer.multi_token_prediction.roll_tensor",
     applies=packed,
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     if view.mtp_num_layers == 0:
         return None
+    reason = (
+        "Bridge documents it as unsupported over packed rows, and nobody tested it"
+        if view.multiple == 1
+        else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; behind the first padded sample "
+        "they lie elsewhere, and labels come from other samples"
+    )
     return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}: its shifted labels cross from one sample into the next",
+        why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}",
         mend="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.alignment import alignment_multiple
+from energon_packing.bridge.run_facts import PLACEHOLDERS, DataFacts, TokenFacts, model_facts, processor_facts
 from energon_packing.config import RunConfig
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
@@ -92,6 +94,25 @@ class RunView:
     recompute_granularity: str | None = None
     packed_metadata_missing: str | None = None
     """Path of the metadata of packs prepared offline, where it is needed and not there."""
+    pad_seq_to_multiple: int | None = None
+    """What packs that Bridge prepares offline pad each sample to."""
+    packing_buffer_size: int | None = None
+    """Samples that Bridge's own online packing chooses from."""
+    bridge_version: str | None = None
+
+    head_dim: int | None = None
+    attention_backend: str | None = None
+    fp8_recipe: str | None = None
+    """None where the model computes without fp8."""
+    model_tokens: TokenFacts | None = None
+    processor_tokens: TokenFacts | None = None
+
+    loss_weighting: str | None = None
+    window: int | None = None
+    balance_window: int | None = None
+    workers: int | None = None
+    data: DataFacts | None = None
+    """What was measured of the data set."""
 
     @property
     def multiple(self) -> int:
@@ -110,6 +131,12 @@ class RunView:
         """As `packed`, less the rows that the forward step packs itself."""
         deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
         return self.packed and not deferred
+
+    @property
+    def bridge_packs_natively(self) -> bool:
+        """Whether the installed Bridge has online packing of its own, which came with 0.7."""
+        numbers = re.findall(r"\d+", self.bridge_version or "")[:2]
+        return [int(number) for number in numbers] >= [0, 7]
 
     @property
     def data_parallel(self) -> int:
@@ -174,12 +201,16 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def view_of_config(config: RunConfig, *, world_size: int | None = None) -> RunView:
+def view_of_config(
+    config: RunConfig, *, world_size: int | None = None, model_config: Path | None = None, data: DataFacts | None = None
+) -> RunView:
     """The view of our YAML: a run that trains on a `PackedEnergonDatasetConfig` made from it.
 
     Args:
         config: the configuration.
         world_size: GPUs; None takes the smallest number that holds one replica.
+        model_config: the model's ``config.json``, where there is one.
+        data: what was measured of the data set.
     """
     parallel, packing, training = config.parallel, config.packing, config.training
     packed = not training.enable_in_batch_packing
@@ -218,24 +249,33 @@ def view_of_config(config: RunConfig, *, world_size: int | None = None) -> RunVi
         model=training.model,
         step=training.step,
         megatron_core_version=installed_version("megatron-core"),
+        bridge_version=installed_version("megatron-bridge"),
+        processor_tokens=processor_facts(config.encoder.processor),
+        loss_weighting=config.encoder.loss_weighting,
+        window=packing.window if packed else None,
+        balance_window=packing.balance_window,
+        workers=config.data.workers,
+        data=data,
+        **({} if model_config is None else model_facts(model_config)),
     )
 
 
-def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunView:
+def view_of(container: Any, *, world_size: int, step: str | None = None, data: DataFacts | None = None) -> RunView:
     """The view of a Bridge ``ConfigContainer``, read by attribute names as Bridge itself reads them.
 
     Args:
         container: the configuration, before or after ``validate()``.
         world_size: GPUs.
         step: name of the forward step, which a container does not hold.
+        data: what was measured of the data set.
     """
-    model, train, data = container.model, container.train, container.dataset
-    specs = getattr(data, "offline_packing_specs", None)
-    keywords = getattr(data, "dataset_kwargs", None) or {}
+    model, train, dataset = container.model, container.train, container.dataset
+    specs = getattr(dataset, "offline_packing_specs", None)
+    keywords = getattr(dataset, "dataset_kwargs", None) or {}
     sizes = getattr(model, "hierarchical_context_parallel_sizes", None)
     comm = getattr(model, "cp_comm_type", None)
     return RunView(
-        dataset_kind=_kind(data),
+        dataset_kind=_kind(dataset),
         tensor_parallel=getattr(model, "tensor_model_parallel_size", 1),
         context_parallel=getattr(model, "context_parallel_size", 1),
         pipeline_parallel=getattr(model, "pipeline_model_parallel_size", 1),
@@ -251,17 +291,17 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         global_batch_size=train.global_batch_size,
         eval_micro_batch_size=container.validation.eval_micro_batch_size,
         eval_global_batch_size=container.validation.eval_global_batch_size,
-        dataset_micro_batch_size=getattr(data, "micro_batch_size", None),
-        do_validation=bool(getattr(data, "do_validation", True)),
-        dataset_seq_length=getattr(data, "seq_length", model.seq_length),
+        dataset_micro_batch_size=getattr(dataset, "micro_batch_size", None),
+        do_validation=bool(getattr(dataset, "do_validation", True)),
+        dataset_seq_length=getattr(dataset, "seq_length", model.seq_length),
         model_seq_length=model.seq_length,
-        enable_offline_packing=bool(getattr(data, "enable_offline_packing", False)),
-        enable_in_batch_packing=bool(getattr(data, "enable_in_batch_packing", False)),
-        defer_in_batch_packing_to_step=bool(getattr(data, "defer_in_batch_packing_to_step", False)),
+        enable_offline_packing=bool(getattr(dataset, "enable_offline_packing", False)),
+        enable_in_batch_packing=bool(getattr(dataset, "enable_in_batch_packing", False)),
+        defer_in_batch_packing_to_step=bool(getattr(dataset, "defer_in_batch_packing_to_step", False)),
         has_offline_packing_specs=specs is not None,
         packed_sequence_size=None if specs is None else specs.packed_sequence_size,
         pad_cu_seqlens=bool(getattr(specs, "pad_cu_seqlens", False)),
-        pad_to_max_length=getattr(data, "pad_to_max_length", False) is True
+        pad_to_max_length=getattr(dataset, "pad_to_max_length", False) is True
         or keywords.get("pad_to_max_length", False) is True,
         calculate_per_token_loss=_per_token_loss(model),
         average_in_collective=bool(container.ddp.average_in_collective),
@@ -285,7 +325,45 @@ def view_of(container: Any, *, world_size: int, step: str | None = None) -> RunV
         model=type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
         step=step,
         megatron_core_version=installed_version("megatron-core"),
+        bridge_version=installed_version("megatron-bridge"),
+        pad_seq_to_multiple=getattr(specs, "pad_seq_to_mult", None) if _kind(dataset) == "gpt_sft" else None,
+        packing_buffer_size=getattr(dataset, "packing_buffer_size", None),
+        head_dim=getattr(model, "kv_channels", None) or _quotient(model, "hidden_size", "num_attention_heads"),
+        attention_backend=getattr(getattr(model, "attention_backend", None), "name", None),
+        fp8_recipe=_fp8_recipe(container),
+        model_tokens=TokenFacts(
+            size=getattr(model, "vocab_size", None),
+            placeholders={
+                kind: getattr(model, f"{kind}_token_id")
+                for kind in PLACEHOLDERS
+                if isinstance(getattr(model, f"{kind}_token_id", None), int)
+            },
+        ),
+        processor_tokens=processor_facts(getattr(dataset, "processor", None)),
+        loss_weighting=getattr(getattr(dataset, "encoder", None), "loss_weighting", None),
+        window=getattr(getattr(dataset, "packing", None), "window", None),
+        balance_window=getattr(getattr(dataset, "packing", None), "balance_window", None),
+        workers=getattr(dataset, "num_workers", None),
+        data=data,
     )
+
+
+def _quotient(model: Any, whole: str, parts: str) -> int | None:
+    size, number = getattr(model, whole, None), getattr(model, parts, None)
+    return size // number if size and number else None
+
+
+def _fp8_recipe(container: Any) -> str | None:
+    """The recipe by its name in Megatron-Core; Bridge takes precisions by name too (``bf16_with_mxfp8_mixed``)."""
+    precision = getattr(container, "mixed_precision", None)
+    if isinstance(precision, str):
+        if "mxfp8" in precision:
+            return "mxfp8"
+        return "fp8" if "fp8" in precision else None
+    for settings in (precision, container.model):
+        if getattr(settings, "fp8", None):
+            return str(getattr(settings, "fp8_recipe", "delayed"))
+    return None
 
 
 def _missing_metadata(specs: Any) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from energon_packing.bridge.rules import RULES, judge, rule_that_bridge_named, violations
+from energon_packing.bridge.run_facts import DataFacts, TokenFacts
 from energon_packing.bridge.run_view import RunView, view_of_config
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 
@@ -31,6 +32,11 @@ def packed(**changes: Any) -> RunView:
 
 def outcome(rule: str, view: RunView) -> str:
     return next(judgement.outcome for judgement in judge(view) if judgement.rule.id == rule)
+
+
+def facts(**changes: Any) -> DataFacts:
+    known = {"samples": 1000, "measured": 100, "dropped": 0, "too_long": 0, "longest": 900, "mean": 500.0}
+    return DataFacts(**(known | {"fill": 0.9, "packs": 10} | changes))
 
 
 # rule, a run that breaks it, a run like it that does not, severity
@@ -119,6 +125,76 @@ OWN = [
     ),
     ("ours-27-no-virtual-pipeline", {"virtual_pipeline_parallel": 2}, {"virtual_pipeline_parallel": 1}, "error"),
     ("bridge-16-fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
+    (
+        "ours-30-alignment-used",
+        {"dataset_kind": "gpt_sft", "context_parallel": 2, "pad_seq_to_multiple": 2},
+        {"pad_seq_to_multiple": 8},
+        "error",
+    ),
+    ("ours-31-fp8-multiple", {"fp8_recipe": "delayed"}, {"pad_to_max_length": True}, "error"),
+    (
+        "ours-31-fp8-multiple",
+        {"fp8_recipe": "mxfp8", "pad_to_max_length": True, "tensor_parallel": 4, "sequence_parallel": True}
+        | dict.fromkeys(("dataset_seq_length", "model_seq_length", "packed_sequence_size"), 4096 + 64),
+        dict.fromkeys(("dataset_seq_length", "model_seq_length", "packed_sequence_size"), 4096 + 128),
+        "error",
+    ),
+    ("ours-32-head-dimension", {"head_dim": 288}, {"head_dim": 256}, "error"),
+    ("ours-32-head-dimension", {"head_dim": 100}, {"head_dim": 96}, "error"),
+    ("ours-32-attention-kernel", {"attention_backend": "local"}, {"attention_backend": "flash"}, "error"),
+    (
+        "ours-32-attention-kernel",
+        {"attention_backend": "flash", "context_parallel": 2},
+        {"attention_backend": "fused"},
+        "error",
+    ),
+    (
+        "ours-33-vocabulary",
+        {"model_tokens": TokenFacts(size=32000), "processor_tokens": TokenFacts(size=32001)},
+        {"processor_tokens": TokenFacts(size=32000)},
+        "error",
+    ),
+    (
+        "ours-33-placeholder-ids",
+        {
+            "model_tokens": TokenFacts(placeholders={"image": 7, "video": 8}),
+            "processor_tokens": TokenFacts(placeholders={"image": 7, "video": 9}),
+        },
+        {"processor_tokens": TokenFacts(placeholders={"image": 7})},
+        "error",
+    ),
+    (
+        "ours-34-bridges-own-packing",
+        {"dataset_kind": "energon", "packing_buffer_size": 64, "bridge_version": "0.6.2"},
+        {"bridge_version": "0.7.0"},
+        "error",
+    ),
+    (
+        "ours-34-bridges-own-packing",
+        {
+            "dataset_kind": "energon",
+            "packing_buffer_size": 64,
+            "bridge_version": "0.7.0rc1",
+            "pipeline_parallel": 2,
+            "pad_to_max_length": True,
+        },
+        {"dataset_kind": "packed_energon"},
+        "error",
+    ),
+    (
+        "ours-35-weights-need-token-loss",
+        {"loss_weighting": "sample", "calculate_per_token_loss": False},
+        {"loss_weighting": "token"},
+        "error",
+    ),
+    ("ours-36-loader-memory", {"window": 10_000_000, "workers": 4}, {"window": 256}, "warning"),
+    (
+        "ours-37-longest-sample",
+        {"data": facts(too_long=3, longest=9000)},
+        {"data": facts(too_long=0, longest=4000)},
+        "warning",
+    ),
+    ("ours-38-steps-an-epoch", {"data": facts(packs=0)}, {"data": facts(packs=10)}, "warning"),
 ]
 
 

@@ -18,6 +18,7 @@ import pytest
 from energon_packing.alignment import alignment_multiple
 from energon_packing.bridge import verdict
 from energon_packing.bridge.rules import RULES, violations
+from energon_packing.bridge.run_facts import TokenFacts
 from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.bridge.verdict import bridge_verdict
 
@@ -236,6 +237,30 @@ FAULTS: dict[str, Fault] = {
         "pad_cu_seqlens": True,
         "pad_to_max_length": True,
         "packed_metadata_missing": "packs.json",
+    },
+    "alignment": lambda v, r: {**specs(v), "pad_seq_to_multiple": 5},
+    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.pad_to_max_length},
+    "wide heads": lambda v, r: {"head_dim": r.choice([100, 288])},
+    "attention": lambda v, r: {"attention_backend": "local"},
+    "vocabulary": lambda v, r: {
+        "model_tokens": TokenFacts(size=100),
+        "processor_tokens": TokenFacts(size=r.choice([101, 500])),
+    },
+    "placeholders": lambda v, r: {
+        "model_tokens": TokenFacts(placeholders={"image": 7}),
+        "processor_tokens": TokenFacts(placeholders={"image": 8}),
+    },
+    "native packing": lambda v, r: {
+        "dataset_kind": "energon",
+        "dataset_micro_batch_size": v.micro_batch_size,
+        "packing_buffer_size": 16,
+        "bridge_version": "0.6.2",
+    },
+    "weights": lambda v, r: {
+        "dataset_kind": "packed_energon",
+        "dataset_micro_batch_size": v.micro_batch_size,
+        "loss_weighting": "square",
+        "calculate_per_token_loss": False,
     },
     "overlapped experts": lambda v, r: {"overlap_moe_expert_parallel_comm": True},
 }

@@ -1,0 +1,187 @@
+"""What is known about a run's model, tokenizer and data besides its settings: read from files, or measured.
+
+`processor_facts` and `model_facts` read JSON and need nothing installed; `measure_data` runs the encoder on a part of
+the data set, without pixels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from energon_packing.config import ParallelConfig, RunConfig
+from energon_packing.errors import ConfigError
+
+PLACEHOLDERS = {
+    "image": ("<|image_pad|>", "<IMG_CONTEXT>", "<image>"),
+    "video": ("<|video_pad|>", "<video>"),
+}
+"""Texts that stand for a visual token in the vocabularies of known families, by the medium."""
+
+LARGEST_JSON = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFacts:
+    """Ids that a tokenizer gives, or that a model takes.
+
+    Attributes:
+        size: ids are below it: the tokenizer's largest id and one, or the rows of the model's embedding; None where it
+            is not known.
+        placeholders: ``image`` and ``video`` -> id of the token that stands for a visual token.
+    """
+
+    size: int | None = None
+    placeholders: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFacts:
+    """What measuring a part of the data set found. Lengths are tokens, padded to the alignment multiple.
+
+    Attributes:
+        samples: of the whole split.
+        measured: samples of the part.
+        dropped: samples of the part that the encoder dropped, longer ones than a row among them.
+        too_long: samples of the part that are longer than a row.
+        longest: length of the longest sample of the part, without padding.
+        mean: mean length of the samples that are kept.
+        fill: real tokens over the tokens of the rows when the part is packed with the run's settings.
+        packs: rows that the part makes.
+    """
+
+    samples: int
+    measured: int
+    dropped: int
+    too_long: int
+    longest: int
+    mean: float
+    fill: float
+    packs: int
+
+    @property
+    def samples_per_pack(self) -> float:
+        """Mean number of samples of a row."""
+        return (self.measured - self.dropped) / self.packs if self.packs else 0.0
+
+    @property
+    def packs_per_epoch(self) -> int:
+        """Rows of all replicas together in one epoch."""
+        return round(self.packs * self.samples / self.measured) if self.measured else 0
+
+
+def processor_facts(processor: str | None) -> TokenFacts | None:
+    """The ids of the tokenizer in a directory; None for a hub name, or a directory without ``tokenizer.json``.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    file = Path(processor) / "tokenizer.json" if processor else None
+    if file is None or not file.is_file():
+        return None
+    values = _read(file)
+    added = {entry["content"]: int(entry["id"]) for entry in values.get("added_tokens", [])}
+    vocabulary = values.get("model", {}).get("vocab", {})
+    # Unigram tokenizers list their tokens, the others map them to ids.
+    last = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+    ids = {
+        kind: next(added[text] for text in texts if text in added)
+        for kind, texts in PLACEHOLDERS.items()
+        if any(text in added for text in texts)
+    }
+    return TokenFacts(size=max([last, *added.values()]) + 1, placeholders=ids)
+
+
+def model_facts(config_file: Path) -> dict[str, Any]:
+    """Fields of a `RunView` that a model's ``config.json`` tells.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    values = _read(config_file)
+    text = values.get("text_config") or values
+    heads = text.get("num_attention_heads")
+    width = text.get("head_dim") or (text["hidden_size"] // heads if heads and "hidden_size" in text else None)
+    size = text.get("vocab_size") or values.get("vocab_size")
+    ids = {kind: values[f"{kind}_token_id"] for kind in PLACEHOLDERS if isinstance(values.get(f"{kind}_token_id"), int)}
+    return {
+        "head_dim": width,
+        "num_layers": text.get("num_hidden_layers"),
+        "num_moe_experts": text.get("num_experts"),
+        "model_tokens": TokenFacts(size=size, placeholders=ids),
+    }
+
+
+def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int) -> DataFacts:
+    """Measures the first samples of the training split as the loader would, and packs them.
+
+    Args:
+        config: data set, processor and packing.
+        parallel: what the alignment multiple follows from.
+        samples: how many are measured; the whole split where it has fewer.
+
+    Raises:
+        UserError: the data set or the processor cannot be used.
+        ConfigError: none of the samples can be used.
+    """
+    import dataclasses
+
+    from megatron.energon import get_loader
+
+    from energon_packing.energon.loader import build_dataset
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+    from energon_packing.packing.policy import pack_lengths
+
+    class Measuring(PackingTaskEncoder):
+        """Hands measured samples out instead of packing them."""
+
+        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
+            return dataset
+
+    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
+    once = dataclasses.replace(
+        config, packing=packing, parallel=parallel, data=dataclasses.replace(config.data, repeat=False, workers=0)
+    )
+    encoder = Measuring(once.encoder, packing, parallel)
+    loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
+    lengths, aligned, measured, too_long, longest = [], [], 0, 0, 0
+    for sample in loader:
+        measured += 1
+        if sample.problem is not None and sample.problem.fatal is not None:
+            raise sample.problem.fatal
+        if sample.measured is not None:
+            lengths.append(sample.measured.length)
+            aligned.append(encoder.aligned(sample.measured))
+        elif sample.problem is not None and sample.problem.reason == "oversize":
+            too_long += 1
+            longest = max(longest, int(sample.problem.detail.split()[0]))
+        if measured >= samples:
+            break
+    if not lengths:
+        raise ConfigError(f"None of the first {measured} samples of {config.data.path} can be packed; see `preview`.")
+    packs = pack_lengths(aligned, packing.seq_length, packing.policy, window=packing.window)
+    return DataFacts(
+        samples=len(loader),
+        measured=measured,
+        dropped=measured - len(lengths),
+        too_long=too_long,
+        longest=max(longest, *lengths),
+        mean=sum(lengths) / len(lengths),
+        fill=sum(lengths) / (len(packs) * packing.seq_length),
+        packs=len(packs),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > LARGEST_JSON:
+            raise ConfigError(f"{file} holds {file.stat().st_size} bytes; that is no configuration.")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} holds a {type(values).__name__}; expected an object.")
+    return values

@@ -20,7 +20,7 @@ import torch
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
 from energon_packing.config import MODALITIES, EncoderConfig, Modality, SplitAt, SplitPositions
-from energon_packing.conversation import Conversation
+from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
 from energon_packing.encoders.measured import Measured
@@ -33,6 +33,7 @@ from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.registry import build_family, load_processor
+from energon_packing.media.frame_files import decode_frame_files
 from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
 
@@ -146,7 +147,7 @@ class ConversationEncoder(SampleEncoder):
         self._check_modality(conversation)
         self._check_reserved(conversation)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        return self._enough_targets(fit(conversation, self._measure, self._resizer, bounds))
+        return self._enough_targets(self._decodable(fit(conversation, self._measure, self._resizer, bounds)))
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Both answers of a preference pair, as one sample that is packed and dropped together.
@@ -166,7 +167,9 @@ class ConversationEncoder(SampleEncoder):
         bounds = Bounds(limits=self.config.limits)
         chosen, rejected = fit_pair(answers, self._measure, self._resizer, bounds)
         return MeasuredPair(
-            key=conversation.key, chosen=self._enough_targets(chosen), rejected=self._enough_targets(rejected)
+            key=conversation.key,
+            chosen=self._enough_targets(self._decodable(chosen)),
+            rejected=self._enough_targets(rejected),
         )
 
     def split(
@@ -235,6 +238,18 @@ class ConversationEncoder(SampleEncoder):
             before, _, after = texts[kind].partition(placeholder)
             frames[kind] = before, after
         return frames
+
+    def _decodable(self, measured: Measured) -> Measured:
+        size = sum(
+            3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
+            for media, plan in zip(measured.media, measured.plans, strict=True)
+        )
+        if size > self.config.max_decoded_bytes:
+            raise SampleRejected(
+                "media_too_large",
+                f"the decoded media take {size} bytes, over encoder.max_decoded_bytes={self.config.max_decoded_bytes}",
+            )
+        return measured
 
     def _enough_targets(self, measured: Measured) -> Measured:
         ratio = self.config.limits.min_active_ratio
@@ -327,22 +342,24 @@ class ConversationEncoder(SampleEncoder):
             return {}
         limit = self.config.decode_seconds
         deadline = None if limit is None else time.monotonic() + limit
-        pixels = self.config.max_source_pixels
         decoded: list[torch.Tensor] = []
+        left = self.config.max_decoded_bytes
+
+        def fetch(name: str) -> bytes:
+            try:
+                data = read(name)
+            except (KeyError, OSError) as error:
+                raise SampleRejected("missing_media", f"cannot be read: {error}") from error
+            if deadline is not None and time.monotonic() > deadline:
+                raise SampleRejected("decode_timeout", f"not reached within {limit} s")
+            return data
+
         for media, plan in zip(measured.media, measured.plans, strict=True):
             try:
-                data = read(media.name)
-            except (KeyError, OSError) as error:
-                raise SampleRejected("missing_media", f"{media.kind} {media.name!r} cannot be read: {error}") from error
-            if deadline is not None and time.monotonic() > deadline:
-                raise SampleRejected("decode_timeout", f"{media.name!r} was not reached within {limit} s")
-            try:
-                if plan.kind == "image":
-                    decoded.append(decode_image(data, max_pixels=pixels))
-                else:
-                    decoded.append(decode_frames(data, plan.frame_indices, max_pixels=pixels, deadline=deadline))
+                decoded.append(self._decode(media, plan, fetch, left, deadline))
             except SampleRejected as error:
                 raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
+            left -= decoded[-1].numel()
             found = decoded[-1].shape[-1], decoded[-1].shape[-2]
             if found != (media.width, media.height):
                 raise SampleRejected(
@@ -356,6 +373,19 @@ class ConversationEncoder(SampleEncoder):
             if planned and name in visual and planned != made:
                 raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
         return visual
+
+    def _decode(
+        self, media: Media, plan: MediaPlan, read: Callable[[str], bytes], left: int, deadline: float | None
+    ) -> torch.Tensor:
+        """One medium: of a video the planned frames; ``left`` bytes may be taken."""
+        pixels = self.config.max_source_pixels
+        if plan.kind == "image":
+            return decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
+        if media.frame_names:
+            names = [media.frame_names[index] for index in plan.frame_indices]
+            return decode_frame_files(read, names, max_pixels=pixels, max_bytes=left, deadline=deadline)
+        data = read(media.name)
+        return decode_frames(data, plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline)
 
     def _check_modality(self, conversation: Conversation) -> None:
         if not self.accepts(conversation):
@@ -373,8 +403,8 @@ class ConversationEncoder(SampleEncoder):
         texts += [
             ("a tool call", text)
             for turn in conversation.turns
-            if turn.tool_calls
-            for text in _strings(turn.tool_calls)
+            if turn.tool_calls or turn.tool_call_id
+            for text in _strings([turn.tool_calls, turn.tool_call_id])
         ]
         if conversation.tools:
             texts += [("a tool definition", text) for text in _strings(conversation.tools)]

@@ -12,7 +12,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.uniform_frames import uniform_frames
+from energon_packing.families.uniform_frames import listed_frames, uniform_frames
 
 DEFAULT_VIDEO_FRAMES = 8
 """Frames of a video where neither the configuration nor the processor says how many."""
@@ -88,7 +88,7 @@ class InternVL(VisionFamily):
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = uniform_frames(
+        indices = listed_frames(media, self.config.video_max_frames) or uniform_frames(
             self.videos,
             total,
             fps,

@@ -68,12 +68,11 @@ class Qwen3VL(Qwen25VL):
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[1] * grid[2] // self.merge**2,) * grid[0]
 
-    def _timestamps(self, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+    def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Middle of the first and last frame of each time step, a short last step filled with its last frame."""
         step = self.videos.temporal_patch_size
-        filled = [*indices, *(indices[-1:] * (-len(indices) % step))]
-        seconds = [index / fps for index in filled]
-        return tuple((seconds[at] + seconds[at + step - 1]) / 2 for at in range(0, len(seconds), step))
+        filled = [*seconds, *(seconds[-1:] * (-len(seconds) % step))]
+        return tuple((filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step))
 
     def replacement(self, plan: MediaPlan) -> str:
         if plan.kind == "image":

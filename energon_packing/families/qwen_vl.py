@@ -13,6 +13,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
 from energon_packing.families.qwen_patches import QwenImagePatches
+from energon_packing.families.uniform_frames import listed_frames
 
 DEFAULT_VIDEO_FPS = 2.0
 
@@ -89,7 +90,7 @@ class Qwen25VL(VisionFamily):
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = self.sample_frames(total, fps)
+        indices = listed_frames(media, self.config.video_max_frames) or self.sample_frames(total, fps)
         step = self.videos.temporal_patch_size
         grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
         return MediaPlan(
@@ -99,13 +100,15 @@ class Qwen25VL(VisionFamily):
             frame_indices=indices,
             # As the processor does it: frames are counted, not timed (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
-            timestamps=self._timestamps(indices, fps),
+            timestamps=self._timestamps(tuple(media.frame_times[index] for index in indices))
+            if media.frame_times
+            else self._timestamps(tuple(index / fps for index in indices)),
         )
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[0] * grid[1] * grid[2] // self.merge**2,)
 
-    def _timestamps(self, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+    def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         return ()
 
     def replacement(self, plan: MediaPlan) -> str:

@@ -1,8 +1,10 @@
-"""Which frames stand for a clip in the families that spread a number of frames evenly over it."""
+"""Which frames stand for a video: spread evenly over a clip, or those that a list of images holds."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from energon_packing.conversation import Media
 
 
 def uniform_frames(
@@ -28,3 +30,22 @@ def uniform_frames(
     indices = processor.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), num_frames=wanted)
     # Its float32 steps can reach one index too many, the clip's length (transformers 5.12), which is no frame.
     return tuple(sorted({int(index) for index in indices if 0 <= int(index) < total}))[:wanted]
+
+
+def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
+    """Indices of the frames of a video that is a list of images; None for any other video.
+
+    Such a list was sampled by whoever made it, and the processors take it as it is: every frame stands for the video.
+
+    Args:
+        media: the video.
+        most: ``encoder.video_max_frames``; a longer list is thinned out evenly, first and last frame included.
+    """
+    if not media.frame_names:
+        return None
+    count = len(media.frame_names)
+    if most is None or count <= most:
+        return tuple(range(count))
+    if most == 1:
+        return (count // 2,)
+    return tuple(round(at * (count - 1) / (most - 1)) for at in range(most))

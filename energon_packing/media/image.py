@@ -10,10 +10,11 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected
+from energon_packing.media.decoded_size import check_decoded_bytes
 from energon_packing.media.probe import known_formats
 
 
-def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
+def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) -> torch.Tensor:
     """Decodes an encoded image.
 
     EXIF orientation is applied, as ``transformers.image_utils.load_image`` does; of an animation the first frame
@@ -22,12 +23,13 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
     Args:
         data: the file's bytes.
         max_pixels: an image with more is refused from its header, before any pixel is decoded.
+        max_bytes: so is one that takes more, at 3 bytes a pixel; None sets no limit.
 
     Returns:
         uint8 ``[3, H, W]``, a view of rows of pixels (channels last), which is how resizing is fastest; not writable.
 
     Raises:
-        SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above the limit.
+        SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above a limit.
     """
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
@@ -43,6 +45,7 @@ def decode_image(data: bytes, *, max_pixels: int) -> torch.Tensor:
                         "media_too_large",
                         f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
                     )
+                check_decoded_bytes(1, image.width, image.height, max_bytes)
                 ImageOps.exif_transpose(image, in_place=True)  # without it, an upright image would be copied
                 pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image)))
     except Image.DecompressionBombError as error:

@@ -253,6 +253,15 @@ def open_video(file: BinaryIO) -> Any:
     return av.open(file, "r", container_options=options)
 
 
+def limit_codec(stream: Any, max_pixels: int) -> None:
+    """Makes the decoder of a stream refuse, before it takes memory, frames far larger than the container announced.
+
+    A stream may say another size than its container. Codecs round sides up to blocks, hence twice the limit here; the
+    exact one is checked with the first frame.
+    """
+    stream.codec_context.options = {"max_pixels": str(2 * max_pixels + 2**16)}
+
+
 def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     wanted = named_size(file)
     size_in_bytes = file.seek(0, io.SEEK_END)
@@ -268,6 +277,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         codec = stream.codec_context
         _check_pixels(codec.width, codec.height, max_pixels)
         codec.thread_count = 1  # the converter runs one file a thread
+        limit_codec(stream, max_pixels)
         names = set(container.format.name.split(","))
         named_frames = stream.frames
         rate = float(stream.average_rate) if stream.average_rate else None
@@ -285,6 +295,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     with open_video(file) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
+        limit_codec(stream, max_pixels)
         packets = _PacketCounter(container, stream)
         trusted = bool(names & _SIZED_CONTAINERS) and codec_name in _ONE_FRAME_A_PACKET
         exact = decode or not trusted
@@ -299,6 +310,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         with open_video(file) as container:
             stream = container.streams.video[0]
             stream.codec_context.thread_count = 1
+            limit_codec(stream, max_pixels)
             count = _count_decoded(container, stream, size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")

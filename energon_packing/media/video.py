@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import io
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import open_video
+from energon_packing.media.decoded_size import check_decoded_bytes
+from energon_packing.media.probe import limit_codec, open_video
 
 
 def decode_frames(
-    data: bytes, indices: Sequence[int], *, max_pixels: int, deadline: float | None = None
+    data: bytes,
+    indices: Sequence[int],
+    *,
+    max_pixels: int,
+    max_bytes: int | None = None,
+    deadline: float | None = None,
 ) -> torch.Tensor:
     """Decodes the frames of a clip that are asked for.
 
@@ -25,6 +32,8 @@ def decode_frames(
         data: the file's bytes.
         indices: frame numbers from 0, ascending, at least one; a number may stand twice.
         max_pixels: a frame with more is refused before it is decoded.
+        max_bytes: all wanted frames together may take so many bytes; checked before any of them is decoded, and again
+            with the size that the first one has, before memory is taken for them. None sets no limit.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
@@ -32,7 +41,7 @@ def decode_frames(
 
     Raises:
         SampleRejected: ``corrupt_media`` where the clip cannot be read or is shorter than was measured,
-            ``media_too_large`` for too many pixels, ``decode_timeout`` past the deadline.
+            ``media_too_large`` for too many pixels or bytes, ``decode_timeout`` past the deadline.
     """
     import av
     import av.video.reformatter
@@ -42,7 +51,8 @@ def decode_frames(
         raise ValueError("decode_frames needs at least one index")
     # Of our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
     reformatter = av.video.reformatter.VideoReformatter()
-    frames: dict[int, torch.Tensor] = {}
+    frames: torch.Tensor | None = None
+    found = 0
     try:
         with open_video(io.BytesIO(data)) as container:
             if not container.streams.video:
@@ -52,6 +62,8 @@ def decode_frames(
                 raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
             size = stream.codec_context.width, stream.codec_context.height
             _check_pixels(size, max_pixels)
+            check_decoded_bytes(len(indices), *size, max_bytes)
+            limit_codec(stream, max_pixels)
             # One thread: a loader's worker is one core already.
             stream.thread_type = "NONE"
             stream.codec_context.thread_count = 1
@@ -66,24 +78,31 @@ def decode_frames(
                     # The container announced a size; what counts is the size that came.
                     size = frame.width, frame.height
                     _check_pixels(size, max_pixels)
+                    check_decoded_bytes(len(indices), *size, max_bytes)
                 elif (frame.width, frame.height) != size:
                     raise SampleRejected(
                         "corrupt_media",
                         f"the video changes from {size[0]}x{size[1]} to {frame.width}x{frame.height} pixels",
                     )
-                if index == wanted[len(frames)]:
+                if index == wanted[found]:
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-                    pixels = np.rot90(rgb, quarter_turns(frame.rotation))
-                    frames[index] = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
-                    if len(frames) == len(wanted):
+                    pixels = np.rot90(rgb, quarter_turns(frame.rotation)).transpose(2, 0, 1)
+                    if frames is None:
+                        frames = torch.empty((len(indices), *pixels.shape), dtype=torch.uint8)
+                    if pixels.shape != frames.shape[1:]:
+                        raise SampleRejected("corrupt_media", f"frame {index} of the video is turned another way")
+                    first, last = bisect_left(indices, index), bisect_right(indices, index)
+                    frames[first:last] = torch.from_numpy(pixels.copy())
+                    found += 1
+                    if found == len(wanted):
                         break
     except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
-    if len(frames) < len(wanted):
+    if frames is None or found < len(wanted):
         raise SampleRejected(
-            "corrupt_media", f"the video ends before frame {wanted[len(frames)]}, although more frames were measured"
+            "corrupt_media", f"the video ends before frame {wanted[found]}, although more frames were measured"
         )
-    return torch.stack([frames[index] for index in indices])
+    return frames
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:

@@ -1,0 +1,25 @@
+"""How many bytes decoded media take, known before they are decoded."""
+
+from __future__ import annotations
+
+from energon_packing.errors import SampleRejected
+
+
+def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | None) -> None:
+    """Refuses pictures that would take more memory than is left, from their size alone.
+
+    Args:
+        frames: how many pictures of that size; 1 for an image.
+        width, height: pixels.
+        max_bytes: what may be used, at 3 bytes a pixel; None sets no limit.
+
+    Raises:
+        SampleRejected: ``media_too_large``.
+    """
+    needed = 3 * frames * width * height
+    if max_bytes is not None and needed > max_bytes:
+        raise SampleRejected(
+            "media_too_large",
+            f"{frames} x {width}x{height} pixels take {needed} bytes, and {max_bytes} are left of "
+            "encoder.max_decoded_bytes",
+        )

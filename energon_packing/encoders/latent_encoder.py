@@ -74,7 +74,9 @@ class WanLatentEncoder:
     def _vae(self) -> Any:
         from diffusers import AutoencoderKLWan
 
-        vae = AutoencoderKLWan.from_pretrained(self._path, use_safetensors=True, **self._place)
+        # Of no use for a model of this size, and a warning where accelerate is missing.
+        place = {**self._place, "low_cpu_mem_usage": False}
+        vae = AutoencoderKLWan.from_pretrained(self._path, use_safetensors=True, **place)
         return vae.to(self._device).eval().requires_grad_(False)
 
     @torch.inference_mode()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from types import SimpleNamespace
-
 import pytest
 import torch
+from bridge_wan import bridge_batch, bridge_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,44 +24,7 @@ def sample(grid, text, seed=0, key=None):
     )
 
 
-@pytest.fixture(scope="module")
-def wan():
-    """Bridge's Wan task encoder, and the module that asks for the context-parallel size."""
-    pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-    if importlib.util.find_spec("megatron.bridge") is None:
-        pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
-
-    cpu_stand_ins.install()
-    yield importlib.import_module("megatron.bridge.diffusion.data.wan.wan_taskencoder")
-    cpu_stand_ins.uninstall()
-
-
-def bridge_batch(wan, samples, cp_size):
-    """The road of Bridge: encode each sample, pack, batch."""
-    real = wan.parallel_state
-    wan.parallel_state = SimpleNamespace(get_context_parallel_world_size=lambda: cp_size)
-    try:
-        encoder = wan.WanTaskEncoder(seq_length=10_000, packing_buffer_size=10)
-        encoded = [
-            # Without Energon's wrapper, which seeds random numbers by its worker.
-            wan.WanTaskEncoder.encode_sample.__wrapped__(
-                encoder,
-                {
-                    "__key__": each.key,
-                    "__restore_key__": (),
-                    "__subflavors__": {},
-                    "pth": each.latent,
-                    "pickle": each.text,
-                    "json": each.metadata,
-                },
-            )
-            for each in samples
-        ]
-        return encoder.batch([encoder.pack_selected_samples(encoded)])
-    finally:
-        wan.parallel_state = real
-
+wan = pytest.fixture(scope="module")(bridge_wan)
 
 SHAPES = st.lists(
     st.tuples(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 40)),

@@ -1,0 +1,286 @@
+"""Packs of clips in the Energon loader: every key once, sizes as measured, resume, and equality with Bridge's path."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from bridge_wan import bridge_batch, bridge_wan
+
+from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.encoders.caption_encoder import T5CaptionEncoder
+from energon_packing.encoders.latent_encoder import WanLatentEncoder
+from energon_packing.encoders.text_to_video_config import (
+    TextToVideoConfig,
+    TextToVideoPackingConfig,
+    TextToVideoRunConfig,
+)
+from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
+from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
+from energon_packing.errors import ConfigError, UserError
+
+wan = pytest.fixture(scope="module")(bridge_wan)
+SEQ_LENGTH, TEXT = 96, 64
+
+
+@pytest.fixture
+def run(dataset, pipeline):
+    """A configuration on the converted data; keyword arguments replace packing fields, the others by section."""
+
+    def make(*, data=None, encoder=None, parallel=None, **packing):
+        return TextToVideoRunConfig(
+            data=DataConfig(**({"path": str(dataset), "workers": 0, "repeat": False} | (data or {}))),
+            encoder=TextToVideoConfig(
+                **(
+                    {"latent_channels": 4, "text_width": 32, "max_pixels": 64 * 48}
+                    | {"vae": str(pipeline), "text_encoder": str(pipeline)}
+                    | (encoder or {})
+                )
+            ),
+            packing=TextToVideoPackingConfig(
+                **({"seq_length": SEQ_LENGTH, "max_text_tokens_per_pack": TEXT, "window": 16} | packing)
+            ),
+            parallel=ParallelConfig(**(parallel or {})),
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def models(pipeline):
+    """The two models, read once."""
+    return {"latent_encoder": WanLatentEncoder(str(pipeline)), "caption_encoder": T5CaptionEncoder(str(pipeline))}
+
+
+@pytest.fixture
+def load(models):
+    """Builds a loader on them."""
+    return lambda config, **arguments: build_text_to_video_loader(config, **models, **arguments)
+
+
+def same(first, second):
+    """Whether two packs are bit-identical."""
+    assert first.keys == second.keys
+    ours, theirs = first.batch.to_bridge(), second.batch.to_bridge()
+    for name, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, theirs[name]), name
+        else:
+            assert value == theirs[name]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_clip_is_emitted_once_within_both_capacities_and_as_large_as_measured(
+    run, models, rows, workers, tmp_path
+):
+    config = run(data={"workers": workers}, ledger=str(tmp_path / "ledger"))
+    measured = {}
+    encoder = TextToVideoTaskEncoder(config, **models)
+    inner = encoder.encoder.measure
+    encoder.encoder.measure = lambda sample: measured.setdefault(sample.key, inner(sample)) and measured[sample.key]
+    emitted = Counter()
+    packs = list(build_text_to_video_loader(config, task_encoder=encoder if workers == 0 else None))
+    for pack in packs:
+        batch = pack.batch
+        assert batch.keys == pack.keys
+        assert batch.total_tokens <= SEQ_LENGTH
+        assert int(batch.seq_len_kv_padded.sum()) <= TEXT
+        emitted.update(pack.keys)
+        if workers == 0:
+            clips = [measured[key] for key in pack.keys]
+            assert batch.seq_len_q.tolist() == [clip.length for clip in clips]
+            assert batch.seq_len_kv.tolist() == [clip.text_tokens for clip in clips]
+    wanted = [json.loads(line)["id"] for line in rows.read_text().splitlines()]
+    assert emitted == Counter(wanted)
+    numbers = [entry["number"] for pack in packs for entry in pack.batch.video_metadata]
+    assert [f"s{number}" for number in numbers] == [key for pack in packs for key in pack.keys]
+    written = Counter()
+    for file in (tmp_path / "ledger").glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            written.update(json.loads(line).get("keys", []))
+    assert written == emitted
+
+
+def test_the_capacity_of_text_binds_where_the_one_of_patches_does_not(run, load):
+    packs = list(load(run(seq_length=10_000, max_text_tokens_per_pack=24)))
+    assert len(packs) > 10
+    assert all(int(pack.batch.seq_len_kv_padded.sum()) <= 24 for pack in packs)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_packs_of_the_loader_equal_bridges_wan_data_path_on_the_same_samples(run, models, wan, cp_size):
+    config = run(
+        encoder={"compat": "bridge"},
+        parallel={"context_parallel": cp_size, "tensor_parallel": 2, "sequence_parallel": True},
+        max_text_tokens_per_pack=None,
+    )
+    rendered = {}
+    encoder = TextToVideoTaskEncoder(config, **models)
+    inner = encoder.encoder.render
+
+    def render(measured, read):
+        rendered[measured.key] = inner(measured, read)
+        return rendered[measured.key]
+
+    encoder.encoder.render = render
+    packs = list(build_text_to_video_loader(config, task_encoder=encoder))
+    assert sum(len(pack.keys) for pack in packs) == 60
+    for pack in packs:
+        theirs = bridge_batch(wan, [rendered[key] for key in pack.keys], cp_size)
+        ours = pack.batch.to_bridge()
+        assert list(ours) == list(theirs)
+        for name, expected in theirs.items():
+            if isinstance(expected, torch.Tensor):
+                assert (ours[name].dtype, ours[name].shape) == (expected.dtype, expected.shape), name
+                assert torch.equal(ours[name], expected), name
+            else:
+                assert ours[name] == expected, name
+        assert pack.batch.seq_len_kv.unique().tolist() == [512]
+
+
+def test_by_default_every_clip_and_text_is_aligned_for_the_whole_layout(run, load):
+    config = run(parallel={"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True})
+    assert config.multiple == 4
+    for pack in load(config):
+        for name in ("seq_len_q_padded", "seq_len_kv_padded"):
+            assert (getattr(pack.batch, name) % 4 == 0).all()
+        assert pack.occupied == int(pack.batch.seq_len_q_padded.sum())
+
+
+@pytest.mark.parametrize(("workers", "balance_window"), [(0, 1), (1, 2)])
+def test_a_state_saved_after_any_step_continues_bit_identically(run, load, workers, balance_window):
+    config = run(data={"workers": workers, "repeat": True}, balance_window=balance_window)
+    loader = load(config)
+    reference, states = [], []
+    for pack in loader:
+        reference.append(pack)
+        if len(reference) <= 2:
+            states.append(loader.save_state())
+        if len(reference) == 5:
+            break
+    for done, state in enumerate(states, start=1):
+        restored = load(config)
+        restored.restore_state(state)
+        for offset, pack in enumerate(restored):
+            same(pack, reference[done + offset])
+            if offset == 1:
+                break
+
+
+def test_a_state_of_another_sampling_or_vae_is_refused_by_name(run, load):
+    loader = load(run(data={"repeat": True}))
+    next(iter(loader))
+    state = loader.save_state()
+    for config, name in (
+        (run(data={"repeat": True}, encoder={"fps": 8.0}), "encoder.fps=16.0"),
+        (run(data={"repeat": True}, encoder={"patch": (1, 1, 1)}), "encoder.patch"),
+        (run(data={"repeat": True}, max_text_tokens_per_pack=65), "max_text_tokens_per_pack=64"),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            first_after(load(config), state)
+
+
+def first_after(loader, state):
+    """The first pack after a restore, which may be refused at either step."""
+    loader.restore_state(state)
+    return next(iter(loader))
+
+
+def test_clips_that_fit_no_row_are_dropped_with_their_size_or_stop_the_run(run, load):
+    config = run(seq_length=24, drop_budget=1.0)
+    loader = load(config)
+    emitted, dropped = [], []
+    for pack in loader:
+        emitted += pack.keys
+        dropped += pack.dropped
+    assert len(emitted) + len(dropped) == 60
+    assert {entry.reason for entry in dropped} == {"oversize"}
+    assert "patches (" in dropped[0].detail
+    with pytest.raises(ConfigError, match=r"packing\.oversize=drop"):
+        list(load(run(seq_length=24, oversize="raise")))
+
+
+def test_a_clip_that_breaks_after_conversion_costs_itself_alone(run, load, monkeypatch):
+    from energon_packing.encoders import text_to_video
+
+    real = text_to_video.decode_frames
+    calls = Counter()
+
+    def sometimes(data, *arguments, **named):
+        calls["all"] += 1
+        if calls["all"] % 5 == 0:
+            calls["broken"] += 1
+            return real(data[: len(data) // 3], *arguments, **named)
+        return real(data, *arguments, **named)
+
+    monkeypatch.setattr(text_to_video, "decode_frames", sometimes)
+    emitted, dropped = [], []
+    for pack in load(run(drop_budget=1.0)):
+        emitted += pack.keys
+        dropped += pack.dropped
+    assert calls["broken"] > 2
+    assert len({*emitted}) == len(emitted)
+    assert len(emitted) + len(dropped) == 60
+    assert {entry.reason for entry in dropped} == {"corrupt_media"}
+
+
+def test_ranks_share_the_clips_and_a_rank_that_has_run_out_pads(run, load):
+    keys = []
+    for rank in (0, 1):
+        others = iter([2, 0])  # what the other rank still has when this one has run out
+
+        def agree(value, operation, others=others):
+            return value or next(others)
+
+        packs = list(load(run(data={"epoch_end": "pad"}), rank=rank, world_size=2, agree=agree))
+        assert [pack.padding for pack in packs[-3:]] == [False, True, True]
+        keys += [key for pack in packs for key in pack.keys]
+    assert len(keys) == len(set(keys)) == 60
+
+
+def test_both_layouts_give_the_same_packs(run, load, other_layout):
+    ours = list(load(run(data={"shuffle_buffer": 1})))
+    theirs = list(load(run(data={"shuffle_buffer": 1, "path": str(other_layout)})))
+    assert len(ours) == len(theirs)
+    for first, second in zip(ours, theirs, strict=True):
+        same(first, second)
+
+
+def test_a_padding_pack_has_boundaries_and_nothing_to_learn(run):
+    pack = TextToVideoTaskEncoder(run(parallel={"context_parallel": 2})).padding_pack()
+    assert pack.padding
+    assert not pack.batch.loss_mask.any()
+    assert pack.batch.boundaries()["cu_seq_len_q_padded"].tolist() == [0, 4]
+    assert set(pack.batch.to_bridge()) == {
+        "video_latents",
+        "context_embeddings",
+        "loss_mask",
+        "seq_len_q",
+        "seq_len_q_padded",
+        "seq_len_kv",
+        "seq_len_kv_padded",
+        "grid_sizes",
+        "video_metadata",
+    }
+
+
+def test_the_loader_counts_fill_in_patches(run, load):
+    loader = load(run(max_text_tokens_per_pack=None))
+    real = sum(pack.batch.real_tokens for pack in loader)
+    statistics = loader.statistics()
+    assert statistics.samples == 60
+    assert statistics.fill == pytest.approx(real / (statistics.packs * SEQ_LENGTH))
+    assert statistics.fill > 0.7
+
+
+def test_what_the_data_need_and_the_configuration_lacks_is_named(run):
+    with pytest.raises(UserError, match=r"encoder\.vae"):
+        list(build_text_to_video_loader(run(encoder={"vae": ""})))
+    with pytest.raises(UserError, match=r"encoder\.text_encoder"):
+        list(build_text_to_video_loader(run(encoder={"text_encoder": ""})))
+    with pytest.raises(ConfigError, match=r"latent_channels is 16, but AutoencoderKLWan"):
+        build_text_to_video_loader(run(encoder={"latent_channels": 16}))
+    with pytest.raises(ConfigError, match=r"text_width is 64, but UMT5EncoderModel"):
+        build_text_to_video_loader(run(encoder={"text_width": 64}))

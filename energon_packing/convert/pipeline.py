@@ -188,8 +188,10 @@ def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, rea
         if pending.error is not None:
             raise pending.error
         assert pending.parsed is not None
-        files = [_checked(checker, pending, index) for index in range(len(pending.paths))]
-        line = _spool_line(config, pending.key, pending.parsed, files)
+        parsed = pending.parsed
+        references: Sequence[FileReference | VideoReference] = parsed.media
+        files = [_checked(checker, *named) for named in zip(references, pending.paths, strict=True)]
+        line = _spool_line(config, pending.key, parsed, files)
     except SampleRejected as error:
         reading.rejected[error.reason] += 1
         origin = pending.raw.source.origin
@@ -203,16 +205,15 @@ def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, rea
     reading.positions.append(position_of(pending.key))
     reading.warnings.update(pending.warnings)
     reading.written_of_origin[pending.raw.source.origin] += 1
+    named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
+    reading.mentions.update(medium.kind for medium in named)
     for file in files:
-        reading.mentions[file.kind] += 1
         reading.media.setdefault(file.name, file)
 
 
-def _checked(checker: MediaChecker, pending: _Pending, index: int) -> MediaFile | TensorFile:
-    assert pending.parsed is not None
-    media = pending.parsed.media[index]
+def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: Path) -> MediaFile | TensorFile:
     try:
-        return checker.result(pending.paths[index], media.kind)
+        return checker.result(path, media.kind)
     except SampleRejected as error:
         raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
 

@@ -50,9 +50,10 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
             has no media metadata, ``missing_media`` where it has none for this name.
     """
     for media in conversation.media:
-        path = PurePosixPath(media.name)
-        if path.is_absolute() or ".." in path.parts:
-            raise SampleRejected("media_outside_root", f"{media.kind} {media.name!r} leaves the data set")
+        for name in (media.name, *media.frame_names):
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise SampleRejected("media_outside_root", f"{media.kind} {name!r} leaves the data set")
     if all(media.width is not None for media in conversation.media):
         return conversation
     return dataclasses.replace(conversation, media=tuple(measured(media, store) for media in conversation.media))
@@ -71,6 +72,8 @@ def measured(media: Media, store: FileStore) -> Media:
             "unmeasured_media",
             f"no size is known of {media.name!r}; run: energon prepare-media --media-metadata-by-extension DIR",
         ) from error
+    if isinstance(found, ImageMetadata) and media.frame_names:
+        return dataclasses.replace(media, width=found.width, height=found.height)
     if isinstance(found, ImageMetadata):
         return Media(kind=media.kind, name=media.name, width=found.width, height=found.height)
     if isinstance(found, AVMetadata):

@@ -28,7 +28,7 @@ from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, MediaText, SampleText, expanded, split
-from energon_packing.encoders.tokenized import TokenizedText, any_of
+from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan
@@ -85,6 +85,7 @@ class ConversationEncoder(SampleEncoder):
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._tokens = TextTokenizer(self._backend)
         kinds = sorted(self.family.placeholders.items())
         self._kinds = [kind for kind, _ in kinds]
         self._placeholder = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
@@ -408,6 +409,9 @@ class ConversationEncoder(SampleEncoder):
         ]
         if conversation.tools:
             texts += [("a tool definition", text) for text in _strings(conversation.tools)]
+        everything = "\n".join(text for _, text in texts)
+        if not any(token in everything for token in self.family.reserved):
+            return
         for where, text in texts:
             for token in self.family.reserved:
                 if token in text:
@@ -416,7 +420,7 @@ class ConversationEncoder(SampleEncoder):
     def _tokenize(self, text: str) -> TokenizedText:
         bos = self.tokenizer.bos_token
         add = self.family.special_tokens and not (bos is not None and text.startswith(bos))
-        return TokenizedText(self._backend, text, add_special_tokens=add)
+        return self._tokens(text, add_special_tokens=add)
 
     def _template_source(self) -> str | None:
         source = getattr(self.processor, "chat_template", None)

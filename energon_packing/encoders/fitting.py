@@ -58,24 +58,25 @@ class Bounds:
 
     def excess_of(self, *segments: Measured) -> Excess | None:
         """The first limit that segments are over together, or None."""
-        plans = [plan for segment in segments for plan in segment.plans]
-        length = sum(segment.length for segment in segments)
-        images = sum(plan.kind == "image" for plan in plans)
-        for what, found, limit, key in (
-            ("images", images, *_named(self.limits, "max_images")),
-            ("frames", frames_of(plans), *_named(self.limits, "max_frames")),
-            ("visual tokens", tokens_of(plans), *_named(self.limits, "max_visual_tokens")),
-            ("tokens", length, *_named(self.limits, "max_tokens")),
-            ("tokens", length, self.row, "packing.seq_length"),
+        for what, limit, key in (
+            ("images", self.limits.max_images, "encoder.limits.max_images"),
+            ("frames", self.limits.max_frames, "encoder.limits.max_frames"),
+            ("visual tokens", self.limits.max_visual_tokens, "encoder.limits.max_visual_tokens"),
+            ("tokens", self.limits.max_tokens, "encoder.limits.max_tokens"),
+            ("tokens", self.row, "packing.seq_length"),
         ):
-            if limit is not None and found > limit:
+            if limit is not None and (found := sum(_count(what, segment) for segment in segments)) > limit:
                 reason = "oversize" if key == "packing.seq_length" else f"too_many_{what.replace(' ', '_')}"
                 return Excess(reason=reason, limit=key, detail=f"{found} {what} of at most {limit} ({key})")
         return None
 
 
-def _named(limits: LimitsConfig, name: str) -> tuple[int | None, str]:
-    return getattr(limits, name), f"encoder.limits.{name}"
+def _count(what: str, measured: Measured) -> int:
+    if what == "images":
+        return sum(plan.kind == "image" for plan in measured.plans)
+    if what == "frames":
+        return frames_of(measured.plans)
+    return measured.length if what == "tokens" else tokens_of(measured.plans)
 
 
 def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds) -> Measured:

@@ -2,37 +2,73 @@
 
 from __future__ import annotations
 
+import os
+import unicodedata
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from energon_packing.encoders.byte_lengths import byte_lengths
 from energon_packing.errors import SampleRejected
 
 
-class TokenizedText:
-    """Tokens of one text.
+class TextTokenizer:
+    """Makes `TokenizedText`.
 
     Args:
         backend: a ``tokenizers.Tokenizer`` that neither truncates nor pads.
-        text: to be tokenized.
-        add_special_tokens: whether the tokenizer may put its own tokens around the text.
-
-    Attributes:
-        ids: int32 ``[n]``.
-
-    Raises:
-        SampleRejected: ``bad_text`` where the text is not valid Unicode.
     """
 
-    def __init__(self, backend: Any, text: str, *, add_special_tokens: bool) -> None:
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        # The call without offsets exists for batches only, and a batch starts the library's threads, which a worker
+        # that is forked later cannot use: only where threads are switched off, by the library's own variable.
+        self._lengths = byte_lengths(backend) if _one_thread() else None
+        self._is_nfc = backend.normalizer is not None
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
+        """Tokens of one text.
+
+        Args:
+            text: to be tokenized.
+            add_special_tokens: whether the tokenizer may put its own tokens around the text.
+
+        Raises:
+            SampleRejected: ``bad_text`` where the text is not valid Unicode.
+        """
         try:
-            self._encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+            if self._lengths is not None and (
+                text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
+            ):
+                (quick,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                ids = np.array(quick.ids, dtype=np.int32)
+                ends = self._lengths[ids].cumsum()
+                if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
+                    return ByteText(self._backend, text, add_special_tokens, ids, ends)
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             # What the tokenizers library says of a lone surrogate, which JSON can hold and UTF-8 cannot.
             raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
-        self.ids = np.array(self._encoding.ids, dtype=np.int32)
+        return TokenizedText(text, encoding)
+
+
+def _one_thread() -> bool:
+    value = os.environ.get("TOKENIZERS_PARALLELISM")
+    return value is not None and value.lower() in ("", "off", "false", "f", "no", "n", "0")
+
+
+class TokenizedText:
+    """Tokens of one text, as the tokenizers library gives them.
+
+    Attributes:
+        ids: int32 ``[n]``.
+    """
+
+    def __init__(self, text: str, encoding: Any) -> None:
+        self.ids = np.array(encoding.ids, dtype=np.int32)
+        self._encoding = encoding
         self._characters = len(text)
 
     @cached_property
@@ -62,6 +98,35 @@ class TokenizedText:
     def _touches(self, token: int, start: int, end: int) -> bool:
         begin, stop = self._encoding.token_to_chars(token) or (0, 0)
         return bool(begin < end and stop > start)
+
+
+class ByteText(TokenizedText):
+    """Tokens of one text in a byte-level vocabulary, where the bytes of the tokens are those of the text.
+
+    Args:
+        backend: is asked again for `offsets`, which are seldom needed.
+        text: that was tokenized.
+        add_special_tokens: as it was tokenized.
+        ids: int32 ``[n]``.
+        ends: bytes of the text up to the end of each token, ``[n]``.
+    """
+
+    def __init__(self, backend: Any, text: str, add_special_tokens: bool, ids: np.ndarray, ends: np.ndarray) -> None:
+        self.ids = ids
+        self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
+        self._ends = ends
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
+        return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        if not self._text.isascii():
+            start, end = (len(self._text[:place].encode()) for place in (start, end))
+        # The first token that ends behind the start, and the first one that reaches the end.
+        first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
+        return (int(first), int(last)) if first < last and end > 0 else (0, 0)
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:

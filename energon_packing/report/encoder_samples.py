@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
@@ -108,6 +108,7 @@ def build_encoder(family: str, pixels: tuple[int, int] | None) -> ConversationEn
     if family == "text":
         return ConversationEncoder(EncoderConfig(processor=str(processor_path("text"))))
     low, high = pixels or (None, None)
-    settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high}
+    # No floor under the share of targets: the pixels of a sample are measured whatever its answer.
+    settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high, "limits": LimitsConfig(min_active_ratio=0.0)}
     name = family if family in ("qianfan_vl", "llava_onevision_1_5", "huggingface") else "auto"
     return ConversationEncoder(EncoderConfig(family=name, **settings), processor=processor_of(family))

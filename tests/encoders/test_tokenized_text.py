@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from energon_packing.demo import processor_path
-from energon_packing.encoders.tokenized import TokenizedText, any_of
+from energon_packing.encoders.byte_lengths import byte_lengths
+from energon_packing.encoders.tokenized import ByteText, TextTokenizer, TokenizedText, any_of
 from energon_packing.errors import SampleRejected
 
 LETTERS = ["a", "b", "é", "e", "▁", "你", "!", "ab", "▁a", "▁b", "aé"]
@@ -37,7 +38,14 @@ def backend(kind: str) -> Tokenizer:
     return made
 
 
-pieces = st.sampled_from([" ", "  ", "\n", "a", "b", "é", "e\u0301", "你", "🙂", "👩‍👧", "!", "ab", "<|im_end|>", "<|end|>"])
+pieces = st.sampled_from(
+    [" ", "  ", "\n", "a", "b", "é", "e\u0301", "你", "🙂", "👩‍👧", "!", "ab", "<|im_end|>", "<|end|>"]
+)
+
+
+@cache
+def quick(kind: str) -> TextTokenizer:
+    return TextTokenizer(backend(kind))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "normalised"])
@@ -46,21 +54,95 @@ pieces = st.sampled_from([" ", "  ", "\n", "a", "b", "é", "e\u0301", "你", "�
 def test_tokens_of_a_span_are_all_those_that_hold_a_character_of_it(kind, words, one, other, special):
     text = "".join(words)
     start, end = sorted((min(one, len(text)), min(other, len(text))))
-    made = TokenizedText(backend(kind), text, add_special_tokens=special)
-    offsets = backend(kind).encode(text, add_special_tokens=special).offsets
-    held = [at for at, (begin, stop) in enumerate(offsets) if begin < end and stop > start]
-    assert made.tokens_of(start, end) == ((held[0], held[-1] + 1) if held else (0, 0))
+    encoding = backend(kind).encode(text, add_special_tokens=special)
+    held = [at for at, (begin, stop) in enumerate(encoding.offsets) if begin < end and stop > start]
+    expected = (held[0], held[-1] + 1) if held else (0, 0)
+    for made in (TokenizedText(text, encoding), quick(kind)(text, add_special_tokens=special)):
+        assert made.tokens_of(start, end) == expected
+        assert made.ids.tolist() == encoding.ids
+        assert made.offsets.tolist() == [list(pair) for pair in encoding.offsets]
+
+
+@settings(max_examples=200)
+@given(
+    text=st.text(st.characters(codec="utf-8"), max_size=40), places=st.tuples(st.integers(0, 40), st.integers(0, 40))
+)
+def test_any_text_of_a_byte_level_vocabulary_is_cut_where_its_offsets_say(text, places):
+    start, end = sorted(min(place, len(text)) for place in places)
+    encoding = backend("bytes").encode(text, add_special_tokens=False)
+    made = quick("bytes")(text, add_special_tokens=False)
+    assert made.ids.tolist() == encoding.ids
+    assert made.tokens_of(start, end) == TokenizedText(text, encoding).tokens_of(start, end)
+
+
+def test_the_quick_way_is_taken_for_a_byte_level_vocabulary_and_for_no_other():
+    assert isinstance(quick("bytes")("a 🙂 b", add_special_tokens=False), ByteText)
+    assert not isinstance(quick("bytes")("e\u0301", add_special_tokens=False), ByteText)  # NFC makes it shorter
+    for kind in ("metaspace", "normalised"):
+        assert byte_lengths(backend(kind)) is None
+
+
+def changed(**parts) -> Tokenizer:
+    """The shipped tokenizer with other parts."""
+    made = Tokenizer.from_str(backend("bytes").to_str())
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+PREFIXED = pre_tokenizers.ByteLevel(add_prefix_space=True)
+LOSSY = {
+    "a prefix": {"pre_tokenizer": PREFIXED},
+    "a removed space": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), BYTES])},
+    "lower case": {"normalizer": normalizers.Lowercase()},
+    "offsets without spaces": {"post_processor": processors.ByteLevel(trim_offsets=True)},
+    "another decoder": {"decoder": decoders.Metaspace()},
+}
+
+
+@pytest.mark.parametrize("parts", LOSSY.values(), ids=LOSSY)
+def test_a_tokenizer_that_changes_its_text_has_no_byte_lengths(parts):
+    assert byte_lengths(changed()) is not None
+    assert byte_lengths(changed(**parts)) is None
+
+
+def test_a_token_that_takes_the_spaces_around_it_leaves_no_byte_lengths():
+    made = changed()
+    made.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    assert byte_lengths(made) is None
+
+
+def test_tokens_that_the_tokenizer_adds_are_no_bytes_of_the_text():
+    made = changed()
+    made.add_special_tokens(["<s>"])
+    made.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]),
+        ]
+    )
+    assert byte_lengths(made) is not None
+    text = TextTokenizer(made)("ab cd", add_special_tokens=True)
+    assert not isinstance(text, ByteText)
+    assert text.tokens_of(0, 2)[0] == 1
+
+
+def test_threads_of_the_tokenizers_library_are_never_started(monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    assert not isinstance(TextTokenizer(backend("bytes"))("a b", add_special_tokens=False), ByteText)
 
 
 def test_a_span_that_ends_in_a_character_of_several_tokens_holds_all_of_them():
-    made = TokenizedText(backend("bytes"), "a🙂b", add_special_tokens=False)
-    assert len(made.ids) > 3
-    assert made.tokens_of(0, 2) == (0, len(made.ids) - 1)
+    encoding = backend("bytes").encode("a🙂b", add_special_tokens=False)
+    for made in (TokenizedText("a🙂b", encoding), quick("bytes")("a🙂b", add_special_tokens=False)):
+        assert len(made.ids) > 3
+        assert made.tokens_of(0, 2) == (0, len(made.ids) - 1)
 
 
 def test_half_of_a_surrogate_pair_is_a_rejected_text():
     with pytest.raises(SampleRejected, match="bad_text"):
-        TokenizedText(backend("bytes"), "a\ud800", add_special_tokens=False)
+        quick("bytes")("a\ud800", add_special_tokens=False)
 
 
 @given(ids=st.lists(st.integers(0, 9)), wanted=st.lists(st.integers(0, 9), max_size=4))

@@ -1,0 +1,147 @@
+"""A video given as a list of images: every family makes of it what its processor makes of that list."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from energon_packing.config import EncoderConfig, LimitsConfig
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.errors import SampleRejected
+
+QWEN = ("qwen2_5_vl", "qwen3_vl")
+
+
+def pictures(count: int, width: int, height: int) -> list[Image.Image]:
+    rng = np.random.default_rng(count)
+    return [Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def listed(count: int, width: int, height: int, fps: float = 2.0, times: tuple[float, ...] = ()) -> Media:
+    names = tuple(f"{number}.png" for number in range(count))
+    fields = {"name": names[0], "frames": count, "fps": fps, "frame_names": names, "frame_times": times}
+    return Media(kind="video", width=width, height=height, duration=count / fps, **fields)
+
+
+def about(*media: Media) -> Conversation:
+    turns = (
+        Turn(role="user", parts=(*(MediaPart(index=at) for at in range(len(media))), "What moves?")),
+        Turn(role="assistant", parts=("All of it.",)),
+    )
+    return Conversation(key="k", turns=turns, media=media)
+
+
+def by_the_processor(encoder, conversation, images, metadata):
+    text = encoder.processor.apply_chat_template(
+        conversation.to_messages(), tokenize=False, chat_template=encoder.template.source
+    )
+    return encoder.processor(
+        text=[text],
+        videos=[images],
+        video_metadata=[metadata],
+        do_sample_frames=False,
+        return_tensors="pt",
+        add_special_tokens=False,
+    )
+
+
+def compare(encoder, conversation, images, metadata):
+    measured = encoder.measure(conversation)
+    row = encoder.render(measured, lambda name: png(images[int(name.partition(".")[0])]))
+    whole = by_the_processor(encoder, conversation, images, metadata)
+    assert row["input_ids"].tolist() == whole["input_ids"][0].tolist()
+    assert measured.length == whole["input_ids"].shape[1]
+    for name in ("pixel_values_videos", "video_grid_thw"):
+        assert torch.equal(row["visual_inputs"][name], whole[name]), name
+    if "second_per_grid_ts" in whole:
+        assert row["visual_inputs"]["second_per_grid_ts"].tolist() == pytest.approx(whole["second_per_grid_ts"])
+    return measured
+
+
+@pytest.mark.parametrize("family", QWEN)
+@settings(max_examples=25, deadline=None)
+@given(
+    count=st.integers(1, 9),
+    fps=st.sampled_from([0.5, 1.0, 2.0, 7.5, 24.0]),
+    width=st.integers(33, 90),
+    height=st.integers(33, 90),
+)
+def test_a_list_of_frames_is_what_the_processor_makes_of_that_list(encoders, family, count, fps, width, height):
+    images = pictures(count, width, height)
+    metadata = {"total_num_frames": count, "fps": fps, "frames_indices": list(range(count))}
+    measured = compare(encoders[family], about(listed(count, width, height, fps)), images, metadata)
+    assert measured.plans[0].frame_indices == tuple(range(count))
+
+
+def test_uneven_frame_times_are_written_as_they_are(encoders):
+    """The processor knows times as frame numbers over a rate: at one frame a second, the numbers are the seconds."""
+    times = (0.0, 0.4, 3.0, 10.2, 11.0)
+    images = pictures(5, 64, 48)
+    metadata = {"total_num_frames": 12, "fps": 1.0, "frames_indices": list(times)}
+    conversation = about(listed(5, 64, 48, fps=4 / 11, times=times))
+    measured = compare(encoders["qwen3_vl"], conversation, images, metadata)
+    assert measured.plans[0].timestamps == pytest.approx((0.2, 6.6, 11.0))
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_a_limit_on_frames_thins_a_list_out_over_its_whole_length(encoders, family):
+    processor = encoders[family].processor
+    media = listed(9, 64, 48)
+    capped = ConversationEncoder(EncoderConfig(video_max_frames=4), processor=processor)
+    assert capped.measure(about(media)).plans[0].frame_indices == (0, 3, 5, 8)
+    limits = LimitsConfig(max_frames=4, when_over=("resize",))
+    resized = ConversationEncoder(EncoderConfig(limits=limits), processor=processor).measure(about(media))
+    assert resized.plans[0].frame_indices == (0, 3, 5, 8)
+    assert [how for how, _ in resized.changes] == ["resized"]
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_only_the_frames_that_stand_for_a_list_are_read(encoders, family):
+    images = pictures(9, 64, 48)
+    encoder = ConversationEncoder(EncoderConfig(video_max_frames=4), processor=encoders[family].processor)
+    seen = []
+
+    def read(name):
+        seen.append(name)
+        return png(images[int(name.partition(".")[0])])
+
+    encoder.render(encoder.measure(about(listed(9, 64, 48))), read)
+    assert seen == ["0.png", "3.png", "5.png", "8.png"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (lambda number: png(pictures(1, 64, 50)[0]) if number == 2 else None, "corrupt_media"),
+        (lambda number: png(pictures(1, 64, 50)[0]), "media_changed"),
+        (lambda number: b"" if number == 2 else None, "corrupt_media"),
+        (lambda number: KeyError("gone") if number == 2 else None, "missing_media"),
+    ],
+)
+def test_a_frame_that_is_not_what_was_measured_rejects_the_sample(encoders, broken, reason):
+    images = pictures(4, 64, 48)
+
+    def read(name):
+        number = int(name.partition(".")[0])
+        data = broken(number)
+        if isinstance(data, Exception):
+            raise data
+        return png(images[number]) if data is None else data
+
+    encoder = encoders["qwen2_5_vl"]
+    with pytest.raises(SampleRejected) as caught:
+        encoder.render(encoder.measure(about(listed(4, 64, 48))), read)
+    assert caught.value.reason == reason

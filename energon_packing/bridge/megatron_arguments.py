@@ -87,12 +87,13 @@ def read_arguments(file: str | Path) -> list[str]:
         raise ConfigError(f"{file} cannot be read as a list of arguments: {error}.") from error
 
 
-def view_of_arguments(words: Sequence[str], *, world_size: int | None = None) -> RunView:
+def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, step: str | None = None) -> RunView:
     """The view of a Megatron-LM run whose rows are our packs.
 
     Args:
         words: ``["--tensor-model-parallel-size", "2", "--seq-length=4096", ...]``.
         world_size: GPUs; None takes the smallest number that holds one replica.
+        step: the forward step of the run, which no argument names.
 
     Raises:
         ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
@@ -132,6 +133,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None) ->
         # Stages and experts exchange rows of one width.
         pad_to_max_length=pipelines > 1 or found.get("expert_parallel", 1) > 1,
         do_validation=False,
+        step=step,
         megatron_core_version=installed_version("megatron-core"),
     )
 

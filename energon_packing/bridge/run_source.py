@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from energon_packing.bridge.megatron_arguments import read_arguments, view_of_arguments
+from energon_packing.bridge.model_configs import config_file
+from energon_packing.bridge.run_facts import DataFacts, measure_data
 from energon_packing.bridge.run_view import RunView, smallest_world_size, view_of, view_of_config
 from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, container_verdict, prepare_bridge, quiet
-from energon_packing.config import load_config
+from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError
 
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
@@ -68,6 +70,9 @@ _IN_CONTAINER = {
     "cuda_graph_impl": "model.cuda_graph_impl",
     "check_for_nan_in_loss": "rerun_state_machine.check_for_nan_in_loss",
     "mtp_num_layers": "model.mtp_num_layers",
+    "attention_backend": "model.attention_backend",
+    "pad_seq_to_multiple": "dataset.offline_packing_specs.pad_seq_to_mult",
+    "packing_buffer_size": "dataset.packing_buffer_size",
     "overlap_moe_expert_parallel_comm": "comm_overlap.overlap_moe_expert_parallel_comm",
     "recompute_granularity": "model.recompute_granularity",
 }
@@ -95,6 +100,14 @@ class RunSource(Protocol):
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The changes of view fields as places of the source and their values."""
 
+    def measure(self, samples: int) -> None:
+        """Measures so many samples of the data set; the view then has what was found.
+
+        Raises:
+            ConfigError: there is no data set of ours to measure.
+            UserError: the data set or the processor cannot be used.
+        """
+
 
 @dataclass(kw_only=True)
 class YamlRun:
@@ -103,13 +116,28 @@ class YamlRun:
     name: str
     overrides: tuple[str, ...] = ()
     world_size: int | None = None
+    model_configs: Path | None = None
     kind: str = "energon_packing YAML"
+    data: DataFacts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.world_size_assumed = self.world_size is None
 
     def view(self) -> RunView:
-        return view_of_config(load_config(self.name, self.overrides), world_size=self.world_size)
+        config = load_config(self.name, self.overrides)
+        model = config.training.model
+        known = config_file(model, self.model_configs) if model else None
+        if known is None and self.model_configs is not None:
+            raise ConfigError(
+                f"{self.model_configs} has no {model}/config.json; training.model and --model-configs do not agree."
+                if model
+                else "--model-configs is read for training.model, which is not set."
+            )
+        return view_of_config(config, world_size=self.world_size, model_config=known, data=self.data)
+
+    def measure(self, samples: int) -> None:
+        config = load_config(self.name, self.overrides)
+        self.data = _measured(config, config.parallel, samples)
 
     def verdict(self) -> BridgeVerdict:
         return bridge_verdict(self.view())
@@ -128,6 +156,7 @@ class ContainerRun:
     world_size: int | None = None
     step: str | None = None
     container: Any = field(repr=False)
+    data: DataFacts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.world_size_assumed = self.world_size is None
@@ -152,7 +181,22 @@ class ContainerRun:
         if self.world_size is None and experts > 1:  # a group of experts as well
             inside = getattr(model, "expert_tensor_parallel_size", None) or model.tensor_model_parallel_size
             size = math.lcm(size, inside * model.pipeline_model_parallel_size * experts)
-        return view_of(self.container, world_size=size, step=self.step)
+        return view_of(self.container, world_size=size, step=self.step, data=self.data)
+
+    def measure(self, samples: int) -> None:
+        dataset, model = self.container.dataset, self.container.model
+        if not hasattr(dataset, "run_config"):
+            raise ConfigError(
+                f"--measure reads our data set, and {self.name} has a {type(dataset).__name__}: give "
+                "--tokens-per-sample."
+            )
+        parallel = ParallelConfig(
+            tensor_parallel=model.tensor_model_parallel_size,
+            context_parallel=model.context_parallel_size,
+            sequence_parallel=bool(model.sequence_parallel),
+            eval_context_parallel=self.container.dist.eval_context_parallel_size,
+        )
+        self.data = _measured(dataset.run_config(parallel), parallel, samples)
 
     def verdict(self) -> BridgeVerdict:
         view = self.view()
@@ -187,7 +231,10 @@ class ArgumentsRun:
         self.world_size_assumed = self.world_size is None
 
     def view(self) -> RunView:
-        return view_of_arguments(self.words, world_size=self.world_size)
+        return view_of_arguments(self.words, world_size=self.world_size, step=self.step)
+
+    def measure(self, samples: int) -> None:
+        raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
 
     def verdict(self) -> BridgeVerdict:
         return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
@@ -220,8 +267,10 @@ def run_source(
     if not given:
         raise ConfigError("Nothing to validate: name a YAML file, a recipe module:function, or arguments after --.")
     name = given[0]
-    if name.startswith("--") or len(given) > 1:
-        return _arguments("arguments", list(given), overrides, world_size, step)
+    if len(given) > 1 and not name.startswith("--"):
+        raise ConfigError(f"One run at a time: {' '.join(given[:3])}. Megatron-LM arguments begin with --.")
+    if name.startswith("--"):
+        return _arguments("arguments", list(given), overrides, world_size, step, model_configs)
     path = Path(name)
     if _RECIPE.match(name) and not path.exists():
         container = _recipe(name, model_configs)
@@ -231,8 +280,10 @@ def run_source(
     if path.is_file():
         start = _first_word(path)
         if start.startswith("--") and start != "---":
-            return _arguments(name, read_arguments(path), overrides, world_size, step)
+            return _arguments(name, read_arguments(path), overrides, world_size, step, model_configs)
         if _is_serialised(path):
+            if model_configs is not None:
+                raise ConfigError("--model-configs has nothing to do: a serialised configuration holds its model.")
             container = _serialised(path)
             kind = "serialised Bridge configuration"
             return ContainerRun(
@@ -240,12 +291,27 @@ def run_source(
             )
     if step is not None:
         overrides = (*overrides, f"training.step={step}")
-    return YamlRun(name=name, overrides=overrides, world_size=world_size)
+    return YamlRun(name=name, overrides=overrides, world_size=world_size, model_configs=model_configs)
+
+
+def _measured(config: RunConfig, parallel: ParallelConfig, samples: int) -> DataFacts:
+    try:
+        with quiet():
+            return measure_data(config, parallel, samples=samples)
+    except ImportError as error:
+        raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
 
 
 def _arguments(
-    name: str, words: list[str], overrides: tuple[str, ...], world_size: int | None, step: str | None
+    name: str,
+    words: list[str],
+    overrides: tuple[str, ...],
+    world_size: int | None,
+    step: str | None,
+    model_configs: Path | None,
 ) -> ArgumentsRun:
+    if model_configs is not None:
+        raise ConfigError("--model-configs has nothing to do for Megatron-LM arguments, which describe the model.")
     if overrides:
         raise ConfigError("--set has nothing to change in Megatron-LM arguments; change the arguments.")
     return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)

@@ -14,9 +14,9 @@ from rich.table import Table
 
 from energon_packing.bridge.rules import Judgement, judge
 from energon_packing.bridge.run_source import RunSource, run_source
-from energon_packing.bridge.run_view import RunView
 from energon_packing.bridge.verdict import BridgeVerdict
 from energon_packing.cli.mend import Mend, write_mended
+from energon_packing.cli.picture import picture_lines, resolved_picture
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -28,6 +28,7 @@ Examples:
   energon-packing validate run.yaml --world-size 64 --set parallel.context_parallel=2
   energon-packing validate run.yaml --no-bridge --json
   energon-packing validate run.yaml --fix
+  energon-packing validate run.yaml --measure 500
   energon-packing validate megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config --world-size 8
   energon-packing validate checkpoints/iter_0000100/run_config.yaml
   energon-packing validate arguments.txt
@@ -36,9 +37,6 @@ Examples:
 Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violated or Bridge rejects the run,
 2 what was given cannot be used.
 """
-
-FILL = 0.99
-"""Share of a row that online packing fills, for estimates."""
 
 
 @click.command(epilog=_EXAMPLES)
@@ -61,14 +59,22 @@ FILL = 0.99
     "--tokens-per-sample",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Mean length of a sample (`energon-packing stats` tells it): adds samples a step, and for an unpacked run the "
-    "global batch of packs with the same tokens.",
+    help="Mean length of a sample: adds samples a step, and for a run that is not packed the global batch of packs "
+    "with the same tokens.",
+)
+@click.option(
+    "--measure",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Measure the first N samples of the data set, without decoding media: adds expected fill, samples a step, "
+    "steps an epoch and the longest sample.",
 )
 @click.option(
     "--model-configs",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Folder of NAME/config.json that recipes read instead of the hub; without it bridge_configs/hf of a checkout.",
+    help="Folder of NAME/config.json of models, read instead of the hub; without it bridge_configs/hf of a checkout. "
+    "Our YAML names the model in training.model.",
 )
 @click.option("--fix", is_flag=True, help="Write a corrected file beside RUN, show the difference, and judge that.")
 @click.option("--bridge/--no-bridge", default=True, help="Ask the installed Megatron-Bridge too (several seconds).")
@@ -81,6 +87,7 @@ def validate(
     world_size: int | None,
     step: str | None,
     tokens_per_sample: int | None,
+    measure: int | None,
     model_configs: Path | None,
     fix: bool,
     bridge: bool,
@@ -101,6 +108,8 @@ def validate(
     if fix:
         mend = write_mended(source, overrides)
         source = source_of((str(mend.written),), ()) if mend.replaces else source_of(given, (*overrides, *mend.sets))
+    if measure is not None:
+        source.measure(measure)
     view = source.view()
     judgements = judge(view)
     verdict = source.verdict() if bridge else None
@@ -112,52 +121,6 @@ def validate(
     else:
         _print(Console(), source, mend, valid, judgements, verdict, picture)
     ctx.exit(0 if valid else 1)
-
-
-def resolved_picture(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:
-    """What follows from the configuration: sizes in GPUs, rows (packs) and tokens.
-
-    Args:
-        view: the run.
-        assumed: whether the number of GPUs was.
-        tokens_per_sample: mean length of a sample, for the estimates.
-    """
-    rows_a_pass = view.micro_batch_size * view.data_parallel
-    divides = rows_a_pass > 0 and view.global_batch_size % rows_a_pass == 0
-    packing = "in_batch" if view.enable_in_batch_packing else "online" if view.enable_offline_packing else "none"
-    if packing == "online" and view.dataset_kind != "packed_energon":
-        packing = "offline"
-    return {
-        "world_size": view.world_size,
-        "world_size_assumed": assumed,
-        "tensor_parallel": view.tensor_parallel,
-        "context_parallel": view.context_parallel,
-        "pipeline_parallel": view.pipeline_parallel,
-        "expert_parallel": view.expert_parallel,
-        "sequence_parallel": view.sequence_parallel,
-        "eval_context_parallel": view.eval_context_parallel,
-        "data_parallel": view.data_parallel,
-        "alignment_multiple": view.multiple,
-        "seq_length": view.dataset_seq_length,
-        "packing": packing,
-        "micro_batch_size": view.micro_batch_size,
-        "global_batch_size": view.global_batch_size,
-        "micro_batches_per_step": view.global_batch_size // rows_a_pass if divides else None,
-        "max_tokens_per_step": view.global_batch_size * view.dataset_seq_length,
-        **_estimates(view, tokens_per_sample),
-    }
-
-
-def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
-    """Samples a step of a packed run; the global batch of packs that keeps the tokens of an unpacked one."""
-    if tokens_per_sample is None:
-        return {"samples_per_step": None, "global_batch_size_in_packs": None}
-    a_row = max(1.0, FILL * view.dataset_seq_length / tokens_per_sample)
-    if view.enable_offline_packing:
-        return {"samples_per_step": round(view.global_batch_size * a_row), "global_batch_size_in_packs": None}
-    replicas = max(1, view.data_parallel)
-    packs = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
-    return {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": packs}
 
 
 def _as_json(
@@ -240,38 +203,6 @@ def _findings(broken: list[Judgement]) -> Table:
         verdict = f"[{style}]{judgement.outcome}[/]"
         table.add_row(judgement.rule.id, verdict, escape(judgement.finding.why), escape(judgement.finding.mend))
     return table
-
-
-def picture_lines(picture: dict[str, Any]) -> list[tuple[str, str]]:
-    """The resolved picture for a reader: name and value of each line."""
-    assumed = " (assumed: one replica; give --world-size)" if picture["world_size_assumed"] else ""
-    evaluation = picture["eval_context_parallel"]
-    steps = picture["micro_batches_per_step"]
-    row = "pack" if picture["packing"] in ("online", "offline") else "sample"
-    lines = [
-        ("GPUs", f"{picture['world_size']}{assumed}"),
-        (
-            "layout",
-            f"TP {picture['tensor_parallel']} x CP {picture['context_parallel']} x PP {picture['pipeline_parallel']} "
-            f"x DP {picture['data_parallel']}, EP {picture['expert_parallel']}, "
-            f"sequence parallel {'on' if picture['sequence_parallel'] else 'off'}"
-            + (f", evaluation CP {evaluation}" if evaluation else ""),
-        ),
-        ("multiple", f"each sample is padded to a multiple of {picture['alignment_multiple']} tokens"),
-        ("micro-batch", f"{picture['micro_batch_size']} {row}(s) of up to {picture['seq_length']} tokens"),
-        (
-            "global batch",
-            f"{picture['global_batch_size']} {row}s, up to {picture['max_tokens_per_step']} tokens a step"
-            + (f", {steps} micro-batches a replica" if steps else ""),
-        ),
-    ]
-    if row == "pack" and picture["samples_per_step"]:
-        lines.append(("samples", f"about {picture['samples_per_step']} a step"))
-    if picture["global_batch_size_in_packs"]:
-        lines.append(("packed", f"global batch of {picture['global_batch_size_in_packs']} packs for the same tokens"))
-    elif picture["packing"] == "none":
-        lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
-    return lines
 
 
 def _bridge_sentence(verdict: BridgeVerdict | None) -> str:

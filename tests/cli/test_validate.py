@@ -200,6 +200,28 @@ def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, w
     assert words in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--measure", "3", "--", "--seq-length", "4096"], "--measure has no data set"),
+        (["--model-configs", "/none", "--", "--seq-length", "4096"], "--model-configs has nothing to do"),
+        (["RUN", "--model-configs", "/none"], "has no qwen3_vl/config.json"),
+        (["RUN", "another.yaml"], "One run at a time"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(good: Path, arguments: list[str], words: str) -> None:
+    result = run(*(str(good) if word == "RUN" else word for word in arguments))
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_the_step_of_megatron_lm_arguments_is_judged() -> None:
+    arguments = ("--step", "qwen3_vl_step", "--json", "--", "--seq-length", "4096", "--calculate-per-token-loss")
+    result = run(*arguments)
+    outcomes = {rule["rule"]: rule["verdict"] for rule in json.loads(result.stdout)["rules"]}
+    assert outcomes["ours-19-step-reads-packs"] == "error"
+
+
 def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:
     code, answer = run_json(str(good), "--no-bridge", "--world-size", "6")
     assert code == 1

@@ -1,0 +1,26 @@
+"""A recipe of two layers for trying launchers on a machine without GPUs: ``scripts.launch.tiny:text``.
+
+torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --data DATA
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from energon_packing.bridge.training_run import make_config
+
+VOCABULARY = 4224
+LENGTH = 1024
+
+
+def text() -> Any:
+    """A tiny language model on the demo's text processor; name the data with ``--data``."""
+    from energon_packing.bridge import PackedEnergonDatasetConfig, tiny_models
+    from energon_packing.demo import processor_path
+
+    model = tiny_models.provider("text", vocab_size=VOCABULARY, seq_length=LENGTH)
+    dataset = PackedEnergonDatasetConfig(processor=str(processor_path("text")), seq_length=LENGTH, num_workers=0)
+    # Text only: samples with images and videos of a mixed data set are dropped.
+    dataset.packing.window, dataset.packing.drop_budget = 16, 1.0
+    dataset.do_validation = False
+    return make_config(model, dataset, steps=4, global_batch_size=2)

@@ -1,0 +1,142 @@
+"""The training program that the launchers in scripts/launch start, once for every GPU.
+
+    torchrun --nproc-per-node 8 scripts/train.py bridge_configs.qwen3_vl:qwen3_vl_8b_sft train.train_iters=2000
+    torchrun --nproc-per-node 8 scripts/train.py checkpoints/iter_0000100/run_config.yaml
+
+Reads a Bridge configuration, changes it as told, judges it by our rules for the number of GPUs that there are, and
+hands it to Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed rows. A mistake ends with one
+sentence and exit code 2, a violated rule with exit code 1, both before any GPU is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP = "energon_packing.bridge.step:forward_step"
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.argument("run", metavar="RUN")
+@click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
+@click.option("--data", metavar="DIR", help="Data set; the same as dataset.path=DIR.")
+@click.option("--step", default=STEP, show_default=True, metavar="MODULE:FUNCTION", help="Forward step.")
+@click.option(
+    "--mode",
+    type=click.Choice(["auto", "pretrain", "finetune"]),
+    default="auto",
+    show_default=True,
+    help="auto finetunes where checkpoint.pretrained_checkpoint is set.",
+)
+@click.option("--check", is_flag=True, help="Judge the configuration and stop.")
+@click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/bridge_cpu.md).")
+def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool) -> None:
+    """Trains RUN on packed rows.
+
+    RUN is a recipe module:function or the run_config.yaml that Bridge writes; SECTION.KEY=VALUE are Bridge's overrides.
+    """
+    from energon_packing.errors import UserError
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        violated = _train(run, (*overrides, *([f"dataset.path={data}"] if data else [])), step, mode, check, cpu)
+    except UserError as error:
+        if first:
+            click.echo(f"Error: {error}", err=True)
+        raise SystemExit(2) from None
+    if violated and first:
+        click.echo("\n".join(f"Error: {line}" for line in violated), err=True)
+    raise SystemExit(1 if violated else 0)
+
+
+def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
+    """Trains; or returns what is wrong with the configuration."""
+    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.errors import UserError
+
+    if not cpu and not check and cpu_stand_ins.needed():
+        raise UserError("There is no GPU with Transformer Engine here; --cpu runs a tiny model on the CPU.")
+    if cpu:
+        cpu_stand_ins.install()
+    config = configuration(run, overrides)
+    violated = broken_rules(config, step)
+    if violated or check:
+        if not violated and os.environ.get("RANK", "0") == "0":
+            click.echo(f"{run}: every rule holds for {_world_size()} ranks")
+        return violated
+    if cpu:
+        _on_the_cpu(config)
+        return []
+    # Here and not above: both need NVIDIA's resiliency extension.
+    if mode == "finetune" or (mode == "auto" and config.checkpoint.pretrained_checkpoint):
+        from megatron.bridge.training.finetune import finetune as train
+    else:
+        from megatron.bridge.training.pretrain import pretrain as train
+    train(config, _named(step))
+    return []
+
+
+def configuration(run: str, overrides: tuple[str, ...]) -> Any:
+    """Bridge's ``ConfigContainer`` of a recipe or a YAML file, with overrides.
+
+    Raises:
+        UserError: it cannot be read, or an override names nothing.
+    """
+    from energon_packing.bridge.run_source import ContainerRun, run_source
+    from energon_packing.errors import ConfigError
+
+    sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION
+    source = run_source((run,), overrides=overrides)
+    if not isinstance(source, ContainerRun):
+        raise ConfigError(
+            f"{run} is {source.kind}, which holds no model; name a recipe module:function or Bridge's run_config.yaml."
+        )
+    return source.container
+
+
+def broken_rules(config: Any, step: str) -> list[str]:
+    """What our rules say about the run on the ranks that there are, one sentence a rule."""
+    from energon_packing.bridge.rules import violations
+    from energon_packing.bridge.run_view import view_of
+
+    found = violations(view_of(config, world_size=_world_size(), step=step.partition(":")[0]))
+    return [f"{one.rule.id}: {one.finding.why}; {one.finding.mend}" for one in found if one.finding is not None]
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _named(step: str) -> Any:
+    from energon_packing.errors import ConfigError
+
+    module, _, name = step.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--step {step} names no function: {error}.") from error
+
+
+def _on_the_cpu(config: Any) -> None:
+    from energon_packing.bridge import training_run
+
+    first = os.environ.get("RANK", "0") == "0"
+
+    def told(report: Any) -> None:
+        if first:
+            click.echo(f"step {report.step}: loss {report.loss:.4f}")
+
+    with training_run.process_groups():
+        result = training_run.run(config, forward_step="packed", on_step=told)
+    if first:
+        click.echo(f"trained {len(result.steps)} steps on {_world_size()} ranks")
+
+
+if __name__ == "__main__":
+    main()

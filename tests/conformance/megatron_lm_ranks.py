@@ -1,0 +1,290 @@
+"""Runs training scripts of Megatron-LM on the CPU: the real ``megatron.training.pretrain``, one process a rank.
+
+Run as a program it imports Megatron once and forks the ranks of each case: ``megatron_lm_ranks.py FOLDER``, where the
+folder holds ``cases.json``. A rank executes the script of its case as ``__main__``, as ``torchrun`` would start it, and
+leaves what it saw: losses and gradient norms of the steps, and the batches that its forward steps got.
+
+What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the rest is in
+`energon_packing.bridge.cpu_stand_ins`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = shlex.split(
+    """
+    --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 512 --seq-length 512 --disable-bias-linear
+    --position-embedding-type rope --normalization RMSNorm --untie-embeddings-and-output-weights
+    --micro-batch-size 1 --global-batch-size 4 --eval-iters 0 --eval-interval 100 --log-interval 1
+    --lr 1e-2 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0
+    --tokenizer-type NullTokenizer --vocab-size 4224 --make-vocab-size-divisible-by 8 --calculate-per-token-loss
+    --distributed-backend gloo --ckpt-format torch_dist --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion
+    --no-rope-fusion --no-persist-layer-norm
+    """
+)
+"""Arguments of every case: a tiny model in fp32, without fused kernels."""
+
+
+@dataclass
+class Case:
+    """One run.
+
+    Attributes:
+        name: of its results.
+        script: the training script.
+        arguments: after `COMMON`.
+        world: processes.
+        rows_of: sizes of the layout whose rows are read, where the run itself has another one.
+    """
+
+    name: str
+    script: str
+    arguments: list[str]
+    world: int = 1
+    rows_of: dict[str, Any] = field(default_factory=dict)
+
+
+# --- Inside the ranks ------------------------------------------------------------------------------------------------
+
+
+def prepare() -> None:
+    """Imports Megatron-LM and replaces what it asks of a GPU when it starts."""
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    with cpu_stand_ins.quiet():
+        import megatron.training.arguments as arguments
+        import megatron.training.initialize as initialize
+        import megatron.training.training as training
+        from megatron.core import parallel_state
+        from megatron.core.models.multimodal import llava_model
+        from megatron.core.transformer.torch_norm import WrappedTorchNorm
+        from megatron.training import get_args
+
+        import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
+        from energon_packing.bridge.cpu_context_parallel import PartitionedIndices
+
+    start = initialize._initialize_distributed
+
+    def with_model_parallel_groups(*arguments: Any, **keywords: Any) -> None:
+        """Without a GPU Megatron-LM leaves these out."""
+        start(*arguments, **keywords)
+        args = get_args()
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            create_gloo_process_groups=args.use_gloo_process_groups,
+        )
+
+    initialize._initialize_distributed = with_model_parallel_groups
+    initialize._compile_dependencies = lambda: None
+    arguments.get_device_arch_version = lambda: 10
+    initialize_megatron = training.initialize_megatron
+    training.initialize_megatron = lambda **keywords: initialize_megatron(allow_no_cuda=True, **keywords)
+    training.set_jit_fusion_options = lambda *_arguments, **_keywords: None
+    llava_model.HAVE_TEX, llava_model.tex = True, PartitionedIndices
+    llava_model.HAVE_TE, llava_model.TEDotProductAttention = True, cpu_stand_ins.SegmentAttention
+    llava_model.is_te_min_version = lambda *_arguments: True
+    llava_model.CLIPViTModel = functools.partial(llava_model.CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
+    # Weights are the same in every layout, or no loss could be compared.
+    set_up = training.setup_model_and_optimizer
+
+    def with_known_weights(*arguments: Any, **keywords: Any) -> Any:
+        model, optimizer, scheduler = set_up(*arguments, **keywords)
+        if get_args().iteration == 0:
+            for chunk in model:
+                set_weights(chunk)
+        return model, optimizer, scheduler
+
+    training.setup_model_and_optimizer = with_known_weights
+
+
+def set_weights(model: torch.nn.Module) -> None:
+    """Every weight by its name and its place in the whole model, whatever part of it this rank holds."""
+    from megatron.core import parallel_state
+
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    numbers = {
+        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_number") and name.rpartition(".")[2].isdigit()
+    }
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                continue
+            for local, whole in numbers.items():
+                if name.startswith(local):
+                    name = whole + name[len(local) :]
+                    break
+            axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+            shape = list(parameter.shape)
+            if axis >= 0:
+                shape[axis] *= size
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            values = torch.randn(shape, generator=generator) * 0.05
+            parameter.copy_(values.chunk(size, dim=axis)[rank] if axis >= 0 else values)
+
+
+def record(case: Case, seen: dict[str, Any]) -> None:
+    """Notes losses, norms and batches, and reads the rows of another layout where the case asks for them."""
+    from dataclasses import replace
+
+    import megatron.training.training as training
+
+    from energon_packing.megatron_lm import dataloader, gpt
+
+    train_step, get_batch, run_config_of = training.train_step, gpt.get_batch, dataloader.run_config_of
+
+    def noted_step(*arguments: Any, **keywords: Any) -> Any:
+        result = train_step(*arguments, **keywords)
+        if "lm loss" in result[0]:
+            seen["losses"].append(float(result[0]["lm loss"]))
+        seen["norms"].append(float(result[5]))
+        return result
+
+    def noted_batch(*arguments: Any, **keywords: Any) -> Any:
+        batch = get_batch(*arguments, **keywords)
+        params = batch.packed_seq_params
+        seen["batches"].append(
+            {
+                **{name: getattr(batch, name) for name in ("tokens", "position_ids", "labels", "loss_mask")},
+                "padding_mask": batch.padding_mask,
+                "cu_seqlens": params.cu_seqlens_q,
+                "cu_seqlens_padded": params.cu_seqlens_q_padded,
+                "max_seqlen": params.max_seqlen_q,
+                "visual_inputs": None if batch.visual_inputs is None else dict(batch.visual_inputs),
+            }
+        )
+        return batch
+
+    def other_rows(args: Any) -> Any:
+        config = run_config_of(args)
+        sizes = {name: value for name, value in case.rows_of.items() if name != "pad_to_max_length"}
+        packing = config.packing
+        if "pad_to_max_length" in case.rows_of:
+            packing = replace(packing, pad_to_max_length=case.rows_of["pad_to_max_length"])
+        return replace(config, parallel=replace(config.parallel, **sizes), packing=packing)
+
+    training.train_step, gpt.get_batch = noted_step, noted_batch
+    if case.rows_of:
+        dataloader.run_config_of = other_rows
+
+
+def run_rank(case: Case, rank: int, port: int, folder: Path) -> None:
+    """In a fork: executes the script and leaves what it saw. Never returns."""
+    code = 1
+    seen: dict[str, Any] = {"losses": [], "norms": [], "batches": []}
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in place.items()}
+    output = (folder / f"{case.name}-{rank}.log").open("w")
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    try:
+        torch.set_num_threads(1)
+        record(case, seen)
+        sys.argv = [case.script, *COMMON, *case.arguments]
+        code_of_script = compile(Path(case.script).read_text(), case.script, "exec")
+        with contextlib.suppress(SystemExit):
+            exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
+        torch.save(_copied(seen), folder / f"{case.name}-{rank}.pt")
+        code = 0
+    except BaseException:
+        (folder / f"{case.name}-{rank}.error").write_text(traceback.format_exc())
+    finally:
+        output.flush()
+        os._exit(code)
+
+
+def _copied(value: Any) -> Any:
+    """Received tensors are views of one buffer, which cannot be saved as such."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copied(entry) for name, entry in value.items()}
+    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+
+
+def fork_ranks(case: Case, folder: Path) -> None:
+    """Forks the ranks of a case and waits for them; where one fails, the others are stopped."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: set[int] = set()
+    for rank in range(case.world):
+        child = os.fork()
+        if child == 0:
+            run_rank(case, rank, port, folder)
+        ranks.add(child)
+    failed = False
+    while ranks:
+        child, status = os.wait()
+        ranks.discard(child)
+        if status and not failed:
+            failed = True
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+
+
+# --- Outside ---------------------------------------------------------------------------------------------------------
+
+
+def run_cases(cases: list[Case], folder: Path) -> None:
+    """Runs the cases in order; `result_of` reads what their ranks saw."""
+    import energon_packing
+
+    (folder / "cases.json").write_text(json.dumps([case.__dict__ for case in cases]))
+    package = Path(energon_packing.__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"the ranks did not start: {ended.stderr[-3000:]}")
+
+
+def result_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    """Losses, norms and batches of a rank.
+
+    Raises:
+        RuntimeError: a rank of the case failed; with its traceback.
+    """
+    errors = sorted(folder.glob(f"{name}-*.error"))
+    if errors:
+        raise RuntimeError("\n".join(error.read_text() for error in errors))
+    found = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+    assert isinstance(found, dict)
+    return found
+
+
+def main(name: str) -> None:
+    """Imports what the ranks need, then forks them, case after case."""
+    folder = Path(name)
+    prepare()
+    for entry in json.loads((folder / "cases.json").read_text()):
+        fork_ranks(Case(**entry), folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -9,7 +9,6 @@ is built and no process group is opened. Without CUDA or Transformer Engine, `cp
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import logging
 import os
@@ -47,7 +46,7 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
         view: kinds ``packed_energon``, ``energon`` and ``gpt_sft``.
     """
     version = installed_version("megatron-bridge")
-    if version is None or importlib.util.find_spec("megatron") is None:
+    if version is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
     with quiet():
         try:

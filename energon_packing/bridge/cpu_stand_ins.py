@@ -418,7 +418,6 @@ REPLACED: tuple[Replacement, ...] = (
     _row("torch.cuda:stream", _plain_block, "enters a side stream; the block just runs"),
     _row("torch.cuda:synchronize", _nothing, "timers wait for CUDA; CPU work is done when the call returns"),
     _row("torch.cuda:get_rng_state", _no_random_state, "checkpoints hold CUDA's random state; nothing draws from it"),
-    _row("torch.cuda:set_rng_state", _nothing, "checkpoints hold CUDA's random state; nothing draws from it"),
     _row("torch.cuda.nvtx:range_push", _nothing, "the Qwen3-VL model marks profiler ranges"),
     _row("torch.cuda.nvtx:range_pop", _nothing, "the Qwen3-VL model marks profiler ranges"),
     *(

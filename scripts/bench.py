@@ -2,6 +2,10 @@
 
 Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
+
+``scripts/bench.py packing`` prints a Markdown table instead (``--json`` for the lines). Unless it is told otherwise it
+takes the lists of ``../shared/data/lengths`` where there are any, else seeded ones of the same distributions, and
+installs the packers of others from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
 """
 
 from __future__ import annotations
@@ -58,6 +62,15 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
         console.print(table)
 
 
+def _defaults(name: str) -> list[str]:
+    """Options that are put before those that were given, which so count more."""
+    if name != "packing":
+        return []
+    lists = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
+    options = ["--peers-env", str(Path.home() / ".cache" / "energon-packing" / "bench")]
+    return [*options, "--lists", str(lists)] if lists.is_dir() else options
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs one benchmark; 2 where it cannot be run."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
@@ -73,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             module.main()
             code = 0
         else:
-            code = module.main(arguments[1:])
+            code = module.main(_defaults(arguments[0]) + list(arguments[1:]))
     if sys.stderr.isatty():
         print_tables(results.rows())
     return int(code)

@@ -16,6 +16,7 @@ Examples:
 \b
   energon-packing bench packing --list a --list d32 --samples 20000
   energon-packing bench balance --ranks 8 --ranks 64 --window 64
+  energon-packing bench plots --out docs/images
   energon-packing bench loader --conversations 200 --no-peer --json
 """
 
@@ -113,6 +114,19 @@ def balance(
         seed=seed,
     )
     _show(results, ("list", "ranks", "window", "order", "max_shift", "efficiency", "drift"), as_json)
+
+
+@bench.command()
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Where the files go.")
+@_LISTS
+@_SAMPLES
+@_SEED
+def plots(out: Path, lists: Path | None, samples: int, seed: int) -> None:
+    """Draw fill and delay against the window, and step efficiency against the data-parallel size."""
+    from energon_packing.report import bench_plots
+
+    for file in bench_plots.draw(out, lists, samples=samples, seed=seed):
+        click.echo(str(file))
 
 
 @bench.command()

@@ -13,7 +13,7 @@ from typing import Any
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import Order, pack_cost, simulate_steps
 from energon_packing.packing.policy import pack_lengths
-from energon_packing.report.bench_packing import load_lists
+from energon_packing.report.length_lists import load_lists
 
 RANKS = (2, 8, 64)
 WINDOWS = (64, 128)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.report.bench_packing import _runs
+from energon_packing.report.bench_peers import runs
 
 
 @pytest.fixture
@@ -65,5 +65,5 @@ def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
 
 
 def test_rows_of_numbered_samples_give_back_their_lengths():
-    assert _runs(np.array([3, 3, 1, 5, 5, 5, 0, 0])) == [2, 1, 3]
-    assert _runs(np.array([1, 1])) == [2]
+    assert runs(np.array([3, 3, 1, 5, 5, 5, 0, 0])) == [2, 1, 3]
+    assert runs(np.array([1, 1])) == [2]

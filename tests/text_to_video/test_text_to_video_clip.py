@@ -1,0 +1,128 @@
+"""Measured patches and positions against the VAE, diffusers' pipeline and Bridge's own functions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bridge_wan import bridge_wan
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from energon_packing.encoders.caption_encoder import T5CaptionEncoder
+from energon_packing.encoders.clip import plan_clip, resize_frames
+from energon_packing.encoders.latent_encoder import WanLatentEncoder
+from energon_packing.encoders.text_to_video_config import TextToVideoConfig
+from energon_packing.errors import SampleRejected
+from energon_packing.wan_packing import WanSample, pack_wan
+
+wan = pytest.fixture(scope="module")(bridge_wan)
+
+
+def plan(frames, rate, width, height, **options):
+    return plan_clip(
+        frames, rate, width, height, config=TextToVideoConfig(**options), temporal_stride=4, spatial_stride=8
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    frames=st.integers(1, 5000),
+    fps=st.floats(0.5, 240),
+    width=st.integers(1, 5000),
+    height=st.integers(1, 5000),
+    wanted=st.sampled_from([None, 8.0, 16.0, 30000 / 1001]),
+    longer=st.sampled_from(["middle", "spread"]),
+)
+def test_frames_stay_inside_the_clip_and_sizes_divide_into_bridges_grid(
+    wan, frames, fps, width, height, wanted, longer
+):
+    options = {"fps": wanted, "longer": longer}
+    if min(width, height) < 16:
+        with pytest.raises(SampleRejected, match="too_small"):
+            plan(frames, fps, width, height, **options)
+        return
+    assume(max(width, height) / min(width, height) < 50)
+    made = plan(frames, fps, width, height, **options)
+    indices = made.frame_indices.tolist()
+    assert indices == sorted(indices)
+    assert 0 <= indices[0] <= indices[-1] < frames
+    assert len(indices) <= 81
+    assert len(indices) == 1 + (made.latent_shape[0] - 1) * 4
+    assert made.width <= width
+    assert made.height <= height
+    assert made.width * made.height <= 832 * 480
+    latent = torch.zeros(1, *made.latent_shape)
+    grid = wan.grid_sizes_calculation(latent.shape[1:], (1, 2, 2))
+    assert len(wan.patchify([latent], (1, 2, 2))[0]) == grid[0] * grid[1] * grid[2]
+
+
+@settings(max_examples=8, deadline=None)
+@given(frames=st.integers(1, 24), width=st.integers(16, 70), height=st.integers(16, 70))
+def test_the_vae_makes_latents_of_the_planned_shape(pipeline, frames, width, height):
+    encoder = WanLatentEncoder(str(pipeline))
+    made = plan(frames, 16.0, width, height)
+    pixels = torch.zeros(len(made.frame_indices), 3, height, width, dtype=torch.uint8)
+    latents = encoder.encode(resize_frames(pixels, made.height, made.width))
+    assert tuple(latents.shape) == (encoder.channels, *made.latent_shape)
+
+
+def test_sampling_keeps_the_speed_or_spreads_over_the_whole_clip():
+    middle = plan(300, 30.0, 64, 64).frame_indices
+    assert len(middle) == 81
+    assert middle[0] > 50
+    assert middle[-1] < 250
+    spread = plan(300, 30.0, 64, 64, longer="spread").frame_indices
+    assert (spread[0], len(spread)) == (0, 81)
+    assert spread[-1] >= 297
+    assert plan(9, 8.0, 64, 64).frame_indices.tolist() == [index // 2 for index in range(17)]
+    with pytest.raises(SampleRejected, match="too_short"):
+        plan(1, 16.0, 64, 64, patch=(2, 2, 2))
+
+
+def test_resizing_covers_and_cuts_the_middle_without_distortion():
+    frames = torch.zeros(1, 3, 40, 90, dtype=torch.uint8)
+    frames[..., 45:] = 255
+    made = resize_frames(frames, 32, 64)
+    assert tuple(made.shape) == (1, 32, 64, 3)
+    assert made[0, :, :28].max() < 30
+    assert made[0, :, 36:].min() > 225
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    grids=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    multiple=st.sampled_from([1, 4, 8]),
+)
+def test_positions_select_the_angles_of_bridges_rotary_embedding(wan, grids, multiple):
+    from megatron.bridge.diffusion.models.wan.rope_utils import Wan3DRopeEmbeddings
+
+    assume(sum(f * h * w for f, h, w in grids) < 200)
+    samples = [
+        WanSample(key=str(number), latent=torch.zeros(4, f, 2 * h, 2 * w), text=torch.zeros(2, 8))
+        for number, (f, h, w) in enumerate(grids)
+    ]
+    pack = pack_wan(samples, multiple=multiple)
+    rope = Wan3DRopeEmbeddings(dim_head=24, max_position_len=16)
+    rope.freqs = rope.freqs.cpu()
+    theirs = rope(2, 24, pack.boundaries()["cu_seq_len_q_padded"], pack.grid_sizes, "cpu")[:, 0, 0, ::2]
+    time, row, column = pack.positions()
+    tables = rope.freqs.split([12 - 2 * 4, 4, 4], dim=1)
+    ours = torch.cat([tables[0][time], tables[1][row], tables[2][column]], dim=1)
+    assert torch.equal(ours, theirs)
+
+
+def test_embeddings_equal_those_of_diffusers_pipeline_without_its_padding(pipeline):
+    from diffusers import WanPipeline
+
+    encoder = T5CaptionEncoder(str(pipeline))
+    tools = type("Tools", (), {})()
+    tools.tokenizer, tools.text_encoder = encoder._tokenizer, encoder._model
+    tools._execution_device, tools.dtype = "cpu", torch.float32
+    for caption in ("the red ball rolls", "a  red &amp;amp; blue\n ball", "the " * 40):
+        theirs = WanPipeline._get_t5_prompt_embeds(tools, caption, max_sequence_length=16)[0]
+        token_ids, found = encoder.tokenize(caption, 16)
+        assert (found > 16) == (caption == "the " * 40)
+        ours = encoder.encode(token_ids)
+        assert len(ours) == min(found, 16)
+        torch.testing.assert_close(ours, theirs[: len(ours)], atol=1e-5, rtol=1e-4)
+        assert not theirs[len(ours) :].any()

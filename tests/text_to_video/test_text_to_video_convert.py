@@ -1,0 +1,142 @@
+"""Text-to-video rows: what becomes a sample, what is refused, and that no file runs anything."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from energon_packing.cli.convert import convert as command
+from energon_packing.errors import SampleRejected
+from energon_packing.media.tensor import read_tensor, tensor_info
+from energon_packing.text_to_video import TextToVideo
+
+
+class Planted:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"caption": "x", "latents": "missing.npy"}, "missing_media"),
+        ({"caption": "x", "latents": "../outside.npy"}, "media_outside_root"),
+        ({"caption": "x", "latents": "cut.npy"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "cut.safetensors"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "empty.npy"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "object.npy"}, "wrong_dtype"),
+        ({"caption": "x", "latents": "nan.npy"}, "not_finite"),
+        ({"caption": "x", "latents": "text.npy"}, "wrong_shape"),
+        ({"caption": "x", "latents": "planted.pt"}, "unsafe_pickle"),
+        ({"caption": "x", "latents": "repeated.pt"}, "corrupt_tensor"),
+        ({"caption": "x", "latents": "large.npy"}, "media_too_large"),
+        ({"caption": "x", "latents": "good.csv"}, "unknown_tensor_format"),
+        ({"caption": "x", "video": "good.npy"}, "corrupt_media"),
+        ({"caption": "x", "video": "https://example.org/a.mp4"}, "remote_media"),
+        ({"caption": " ", "latents": "good.npy"}, "empty_caption"),
+        ({"latents": "good.npy", "context": "zeros.npy"}, "empty_context"),
+        ({"caption": "x"}, "unknown_layout"),
+        ({"caption": "x", "prompt": "y", "latents": "good.npy"}, "conflicting_columns"),
+        ({"caption": 7, "latents": "good.npy"}, "non_string_value"),
+    ],
+)
+def test_a_bad_row_is_refused_with_its_reason_and_the_rest_goes_on(row, reason, tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    good = np.ones((4, 1, 2, 2), dtype=np.float32)
+    np.save(source / "good.npy", good)
+    np.save(tmp_path / "outside.npy", good)
+    np.save(source / "nan.npy", good * np.nan)
+    np.save(source / "large.npy", np.ones((4, 100, 40, 40)))
+    np.save(source / "text.npy", good[0, 0])
+    np.save(source / "zeros.npy", np.zeros((3, 8), dtype=np.float32))
+    np.save(source / "object.npy", np.array([Planted(tmp_path / "ran")], dtype=object), allow_pickle=True)
+    save_file({"latents": torch.ones(4, 1, 2, 2)}, source / "whole.safetensors")
+    (source / "cut.safetensors").write_bytes((source / "whole.safetensors").read_bytes()[:-4])
+    (source / "cut.npy").write_bytes((source / "good.npy").read_bytes()[:-4])
+    (source / "empty.npy").touch()
+    (source / "good.csv").write_text("1,2")
+    torch.save(Planted(tmp_path / "ran"), source / "planted.pt")
+    torch.save(torch.ones(1).expand(4, 10_000, 1_000, 1_000), source / "repeated.pt")
+    (tmp_path / "ran").unlink(missing_ok=True)
+    rows = [row, {"id": "fine", "caption": "x", "latents": "good.npy"}]
+    (source / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--format", "text-to-video", "--max-media-mib", "1", "--workers", "0", "--split", "train=1", "--json"]
+    done = CliRunner().invoke(command, [str(source / "rows.jsonl"), "--out", str(tmp_path / "out"), *options])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["rejected"] == {reason: 1}
+    assert (report["written"], report["tensors"]) == (1, 1)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_tensors_read_back_as_their_own_libraries_wrote_them(dtype, tmp_path):
+    tensor = torch.randn(3, 4, 5).to(dtype)
+    save_file({"a": torch.zeros(2), "latents": tensor}, tmp_path / "t.safetensors")
+    torch.save({"latents": tensor.transpose(0, 2)}, tmp_path / "t.pt")
+    assert torch.equal(read_tensor((tmp_path / "t.safetensors").read_bytes(), "safetensors", ("latents",)), tensor)
+    found = read_tensor((tmp_path / "t.pt").read_bytes(), "pt", ("latents",))
+    assert torch.equal(found, tensor.transpose(0, 2))
+    with (tmp_path / "t.safetensors").open("rb") as stream:
+        info = tensor_info(stream, "safetensors", ("latents",))
+    assert (info.shape, f"torch.{info.dtype}") == ((3, 4, 5), str(dtype))
+    with pytest.raises(SampleRejected, match="no_such_tensor"):
+        read_tensor((tmp_path / "t.safetensors").read_bytes(), "safetensors", ("context",))
+    if dtype != torch.bfloat16:
+        for array in (
+            tensor.numpy(),
+            np.asfortranarray(tensor.numpy()),
+            tensor.numpy().astype(tensor.numpy().dtype.newbyteorder(">")),
+        ):
+            np.save(tmp_path / "t.npy", array)
+            assert torch.equal(read_tensor((tmp_path / "t.npy").read_bytes(), "npy"), tensor)
+
+
+def test_stored_records_read_back_unchanged_and_padding_of_texts_is_known(dataset):
+    import tarfile
+
+    contexts = 0
+    with tarfile.open(next((dataset / "text").glob("train-*.tar"))) as tar:
+        for member in tar.getmembers():
+            record = json.load(tar.extractfile(member))
+            sample = TextToVideo.from_record(member.name.removesuffix(".json"), record)
+            assert sample.to_record() == record
+            if sample.context is not None:
+                contexts += 1
+                assert sample.context.rows == sample.context.shape[0] - 3
+    assert contexts == 30
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"latents": {"name": "../x.npy", "tensor": "", "shape": [4, 1, 2, 2], "dtype": "float32"}}, "media_outside"),
+        ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, 1, 2], "dtype": "float32"}}, "wrong_shape"),
+        ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, -1, 2, 2], "dtype": "float32"}}, "bad_record"),
+        ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, 1, 2, 2], "dtype": "int8"}}, "bad_record"),
+        ({"caption": None}, "bad_record"),
+        ({"unknown": 1}, "bad_record"),
+        ({"kind": "other"}, "bad_record"),
+    ],
+)
+def test_a_damaged_record_is_refused(change, reason):
+    record = {
+        "version": 1,
+        "kind": "text_to_video",
+        "caption": "x",
+        "latents": {"name": "x.npy", "tensor": "", "shape": [4, 1, 2, 2], "dtype": "float32"},
+    }
+    TextToVideo.from_record("k", record)
+    with pytest.raises(SampleRejected, match=reason):
+        TextToVideo.from_record("k", record | change)

@@ -1,0 +1,92 @@
+"""Which families can make the media of a sample smaller: what docs/families.md says is what they do."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from whole_sample import encoder, image, video
+
+from energon_packing.config import EncoderConfig, LimitsConfig
+from energon_packing.conversation import Conversation, MediaPart, Turn
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.resizing import Resizer, frames_of, tokens_of
+from energon_packing.errors import SampleRejected
+from energon_packing.report.offline_processors import internvl, llava_next, processor_of
+
+PAGE = Path(__file__).parents[2] / "docs/families.md"
+FAMILIES = [
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
+    *("llava_onevision_1_5", "huggingface"),
+]
+
+
+def documented() -> dict[str, str]:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if re.match(r"\| `\w+` \|", line)]
+    table: dict[str, str] = {}
+    for line in rows:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 8:
+            table.setdefault(cells[0].strip("`"), cells[-1])
+    return table
+
+
+def of_family(name: str, **settings):
+    if name == "huggingface":
+        return encoder(processor_of("llava"), family="huggingface", **settings)
+    named = {"family": name} if name in ("qianfan_vl", "llava_onevision_1_5") else {}
+    base = {"llava_onevision_1_5": "qwen2_5_vl", "qianfan_vl": "internvl"}.get(name, name)
+    return encoder(processor_of(base), **named, **settings)
+
+
+def about(medium):
+    turns = (Turn(role="user", parts=(MediaPart(index=0), "?")), Turn(role="assistant", parts=("It is.",)))
+    return Conversation(key="k", turns=turns, media=(medium,))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_page_says_what_a_family_can_make_smaller(name):
+    family = of_family(name).family
+    resizer = Resizer(family)
+    found = []
+    picture, clip = (image(1600, 1200),), (video(64, 4.0, 640, 480),)
+    if resizer.fewer_tokens(picture, (), tokens_of(family.plans(picture)) // 2) is not None:
+        found.append("images")
+    try:
+        plans = family.plans(clip)
+    except SampleRejected:
+        plans = ()
+    if plans and resizer.fewer_frames(clip, (), frames_of(plans) // 2) is not None:
+        found.append("frames")
+    if plans and resizer.fewer_tokens(clip, (), tokens_of(plans) // 2) is not None:
+        found.append("frame size")
+    assert documented()[name] == (", ".join(found) or "no")
+
+
+@pytest.mark.parametrize("name", ["llava", "llava_next", "llava_onevision", "huggingface"])
+def test_a_sample_that_its_family_cannot_resize_is_dropped_by_the_limits_own_reason(name):
+    limits = LimitsConfig(max_visual_tokens=10, when_over=("resize",), min_active_ratio=0.0)
+    with pytest.raises(SampleRejected) as caught:
+        of_family(name, limits=limits).measure(about(image(1600, 1200)))
+    assert caught.value.reason == "too_many_visual_tokens"
+
+
+def test_no_image_becomes_smaller_than_its_familys_own_smallest_size():
+    processor = internvl(28, 4, min_patches=2, max_patches=6)
+    limits = LimitsConfig(max_visual_tokens=12, when_over=("resize",), min_active_ratio=0.0)
+    made = ConversationEncoder(EncoderConfig(limits=limits), processor=processor)
+    # Two tiles and their thumbnail, four tokens each: exactly what is allowed.
+    assert made.measure(about(image(300, 280))).plans[0].tokens == 12
+    less = ConversationEncoder(
+        EncoderConfig(limits=LimitsConfig(max_visual_tokens=11, when_over=("resize",))), processor=processor
+    )
+    with pytest.raises(SampleRejected, match="too_many_visual_tokens"):
+        less.measure(about(image(300, 280)))
+
+
+def test_a_limit_that_such_a_family_does_not_read_is_refused_when_it_is_set():
+    from energon_packing.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="max_pixels"):
+        encoder(llava_next(), max_pixels=10_000)

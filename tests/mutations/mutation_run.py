@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -92,6 +93,9 @@ def import_once() -> bool:
     for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
         del sys.modules[name]
     sys.path.remove(str(ROOT))
+    # Else a fork's first collection of garbage writes to every page that it shares with this process.
+    gc.collect()
+    gc.freeze()
     return has_bridge
 
 

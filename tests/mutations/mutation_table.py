@@ -58,6 +58,7 @@ BATCH = "tests/test_thd_batch.py::"
 BRIDGE = "tests/conformance/test_thd_bridge.py::"
 GLOO = "tests/conformance/test_gloo_gradients.py::"
 TRAP_TESTS = "tests/test_silent_traps.py::"
+STEP = "tests/conformance/test_packed_forward_step.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -352,6 +353,29 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle=MOE,
         edits=(
             ("thd.py", "padding_mask=torch.from_numpy(padding)[None]", "padding_mask=torch.from_numpy(~padding)[None]"),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=18,
+        name="our forward step drops the padding mask, as Bridge's does",
+        test=STEP + "test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges"
+        "[text-8-False]",
+        oracle="the same rows without padding, trained by Bridge with experts",
+        edits=(("bridge/step.py", "        setattr(params, _ON_PARAMS, local)\n", "        del local\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=18,
+        name="the router gets the mask of another rank's tokens",
+        test=STEP + "test_every_rank_gets_the_mask_of_its_own_tokens",
+        oracle="the whole row's mask at the rank's positions",
+        edits=(
+            (
+                "bridge/step.py",
+                "mask = mask.index_select(1, indices)",
+                "mask = mask.chunk(cp, dim=1)[groups.cp.rank()]",
+            ),
         ),
         needs_bridge=True,
     ),

@@ -6,6 +6,7 @@ of the rendered one can only differ where a medium is not what its metadata said
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import torch
 
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate, RenderedChat, TrainedSpan, media_texts
-from energon_packing.config import MODALITIES, EncoderConfig, Modality, SplitAt, SplitPositions
+from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
@@ -128,6 +129,12 @@ class ConversationEncoder(SampleEncoder):
             "limits": repr(self.config.limits),
             "loss_weighting": f"{self.config.loss_weighting}, scale {self.config.loss_scale}",
         }
+
+    def under(self, limits: LimitsConfig) -> ConversationEncoder:
+        """The same encoder with other limits of a sample; template, tokenizer and family are shared."""
+        other = copy.copy(self)
+        other.config = dataclasses.replace(self.config, limits=limits)
+        return other
 
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Measured:
         """Tokens, targets and exact length of a conversation, from its text and the sizes of its media.

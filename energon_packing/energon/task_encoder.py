@@ -25,6 +25,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
 from energon_packing.energon.internals import (
@@ -108,6 +109,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             cost=packing.max_cost_per_pack,
         )
         self.cookers = (*cookers, RECORD_COOKER)
+        self._of_datasets = DatasetLimits(packing)
         self._extra_fingerprint = dict(fingerprint or {})
 
     def fingerprint(self) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
                 number = self._accepting(sample.conversation)
-                encoder = self.encoders[number]
+                encoder = self._of_datasets.encoder(self.encoders[number], sample)
                 if sample.conversation.is_pair:
                     measured = encoder.measure_pair(sample.conversation)
                 elif self.packing.oversize == "truncate":

@@ -6,34 +6,42 @@ import dataclasses
 import warnings
 from typing import Any
 
-from energon_packing.config import EncoderConfig, PackingConfig
+from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig
+
+PAIRS = (
+    ("max_tokens", "seq_length"),
+    ("max_visual_tokens", "seq_length"),
+    ("max_images", "max_images_per_pack"),
+)
+"""A limit of a sample, and the limit of a pack that it may not be above."""
 
 
 def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfig:
-    """The encoder's configuration with ``encoder.limits`` no higher than what a pack may hold.
-
-    Such a sample would be measured, and then refused because it fits no pack; under the pack's limit it is resized or
-    truncated instead, where ``when_over`` says so. A limit that is None stays None. With ``oversize: split`` nothing is
-    lowered: a sample may be larger than a pack there.
+    """The encoder's configuration with ``encoder.limits`` no higher than what a pack may hold; see `lowered`.
 
     Warns:
         UserWarning: once, with every limit that was lowered.
     """
-    if packing.oversize == "split":
+    limits, sentences = lowered(encoder.limits, packing)
+    if not sentences:
         return encoder
-    pairs = (
-        ("max_tokens", "seq_length"),
-        ("max_visual_tokens", "seq_length"),
-        ("max_images", "max_images_per_pack"),
-    )
-    lowered: dict[str, Any] = {}
-    sentences = []
-    for name, of_pack in pairs:
-        own, most = getattr(encoder.limits, name), getattr(packing, of_pack)
+    named = ", ".join(f"encoder.limits.{sentence}" for sentence in sentences)
+    warnings.warn(f"A sample may not hold more than a pack: lowered {named}.", stacklevel=3)
+    return dataclasses.replace(encoder, limits=limits)
+
+
+def lowered(limits: LimitsConfig, packing: PackingConfig) -> tuple[LimitsConfig, list[str]]:
+    """The limits no higher than a pack's, and what was lowered: ``max_tokens 9000 to packing.seq_length 4096``.
+
+    Such a sample would be measured, and then refused because it fits no pack; under the pack's limit it is resized or
+    truncated instead, where ``when_over`` says so. A limit that is None stays None. With ``oversize: split`` nothing is
+    lowered: a sample may be larger than a pack there.
+    """
+    changed: dict[str, Any] = {}
+    sentences: list[str] = []
+    for name, of_pack in PAIRS if packing.oversize != "split" else ():
+        own, most = getattr(limits, name), getattr(packing, of_pack)
         if own is not None and most is not None and own > most:
-            lowered[name] = most
-            sentences.append(f"encoder.limits.{name} {own} to packing.{of_pack} {most}")
-    if not lowered:
-        return encoder
-    warnings.warn(f"A sample may not hold more than a pack: lowered {', '.join(sentences)}.", stacklevel=3)
-    return dataclasses.replace(encoder, limits=dataclasses.replace(encoder.limits, **lowered))
+            changed[name] = most
+            sentences.append(f"{name} {own} to packing.{of_pack} {most}")
+    return (dataclasses.replace(limits, **changed) if changed else limits), sentences

@@ -7,7 +7,6 @@ tests reach one, which leaves a step's batch on the host.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import itertools
@@ -297,24 +296,3 @@ def test_bridges_qwen3_vl_finds_the_vision_embeddings_of_our_slices(bridge, monk
             embed_device=torch.device("cpu"),
         )
         assert torch.equal(found, number[indices[rank]][vision[indices[rank]]])
-
-
-@pytest.mark.parametrize("cp_size", [2, 4, 8])
-def test_each_slice_equals_the_one_of_transformer_engines_torch_function(monkeypatch, cp_size):
-    try:
-        importlib.metadata.version("transformer-engine")  # the package itself, not a stand-in among sys.modules
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("Transformer Engine is not installed")
-    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.context_parallel")
-    batch = thd.assemble(
-        [make_row(length, length) for length in (1, 37, 64)], multiple=2 * cp_size, extra_fields={"turn": 0}
-    )
-    for rank in range(cp_size):
-        rank_of(monkeypatch, cp_size, rank)
-        tokens, labels, positions = module.get_batch_on_this_cp_rank(
-            batch.cu_seqlens_padded, batch.tokens, batch.labels, batch.position_ids
-        )
-        part = thd.slice_for_context_parallel(batch, cp_size, rank)
-        assert torch.equal(tokens, part.tokens)
-        assert torch.equal(labels, part.labels)
-        assert torch.equal(positions, part.position_ids)

@@ -18,6 +18,8 @@ Examples:
   energon-packing bench balance --ranks 8 --ranks 64 --window 64
   energon-packing bench plots --out docs/images
   energon-packing bench loader --conversations 200 --no-peer --json
+  energon-packing bench encoders --family qwen2_5_vl --family internvl
+  energon-packing bench exactness --family qwen3_vl --sizes 500 --videos 50
 """
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON line a result instead of a table.")
@@ -35,7 +37,7 @@ _SAMPLES = click.option(
 
 @click.group(epilog=_EXAMPLES)
 def bench() -> None:
-    """Measure packing, balance, THD assembly and the loader on this machine."""
+    """Measure packing, balance, THD assembly, encoders and the loader on this machine."""
 
 
 @bench.command()
@@ -176,6 +178,59 @@ def loader(
     )
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as work:
         _show(bench_loader.run(chosen, Path(work)), None, as_json)
+
+
+_FAMILIES = click.option("--family", "families", multiple=True, help="One family with media; may be repeated.")
+
+
+@bench.command()
+@_FAMILIES
+@click.option("--samples", default=80, show_default=True, type=click.IntRange(min=10), help="Of each family.")
+@click.option("--sizes", multiple=True, type=click.Choice(["camera", "demo"]), help="Of images; both by default.")
+@click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Figures are medians.")
+@_SEED
+@_JSON
+def encoders(
+    families: tuple[str, ...], samples: int, sizes: tuple[str, ...], repeat: int, seed: int, as_json: bool
+) -> None:
+    """CPU time of measuring and rendering, as ratios to the tokenizer, the processors and decoding alone."""
+    from energon_packing.report import bench_encoders
+
+    default = bench_encoders.EncoderBench()
+    chosen = bench_encoders.EncoderBench(
+        families=families or default.families, samples=samples, sizes=sizes or default.sizes, repeat=repeat, seed=seed
+    )
+    columns = (
+        *("benchmark", "family", "sizes", "kind", "ratio", "times_faster", "with_decoding", "target"),
+        *("tokens_equal", "pixels_equal"),
+    )
+    with tempfile.TemporaryDirectory(prefix="bench-encoders-") as work:
+        _show(bench_encoders.run(chosen, Path(work)), columns, as_json)
+
+
+@bench.command()
+@_FAMILIES
+@click.option("--sizes", default=2000, show_default=True, type=click.IntRange(min=1), help="Of images of each family.")
+@click.option("--videos", default=300, show_default=True, type=click.IntRange(min=0), help="Of each family.")
+@_SEED
+@_JSON
+@click.pass_context
+def exactness(
+    context: click.Context, families: tuple[str, ...], sizes: int, videos: int, seed: int, as_json: bool
+) -> None:
+    """Predicted tokens of random images and videos against the real processors; exit code 1 on a difference."""
+    from energon_packing.report import bench_exactness
+
+    wrong = 0
+
+    def rows() -> Iterable[dict[str, Any]]:
+        nonlocal wrong
+        for row in bench_exactness.results(families, sizes=sizes, videos=videos, seed=seed):
+            wrong = row["mismatches"]
+            yield row
+
+    _show(rows(), bench_exactness.COLUMNS, as_json)
+    context.exit(1 if wrong else 0)
 
 
 def _show(results: Iterable[dict[str, Any]], columns: Sequence[str] | None, as_json: bool) -> None:

@@ -83,10 +83,10 @@ def _panel(view: dict, text_width: int) -> Panel:
     table.add_column("media")
     table.add_column("text", ratio=1)
     for number, segment in enumerate(view["segments"]):
-        media = ", ".join(f"{entry['kind']} {'x'.join(map(str, entry['grid']))}" for entry in segment["media"])
+        media = ", ".join(entry["label"] for entry in segment["media"])
         table.add_row(
             str(number),
-            segment["key"] or "(masked tail)",
+            segment["key"] or ("(dummy image)" if segment["filler"] else "(masked tail)"),
             str(segment["start"]),
             str(segment["tokens"]),
             str(segment["padding"]),

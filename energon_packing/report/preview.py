@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from energon_packing.energon.samples import Pack
 from energon_packing.families.base import VisionFamily
+from energon_packing.packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +27,23 @@ class Segment:
     """One sample inside a pack.
 
     Attributes:
-        key: of the sample; empty for the masked tail of a row of fixed width.
+        key: of the sample; empty for a filler and for the masked tail of a row of fixed width.
+        filler: whether it is padding that brings media: the dummy image of a pack without any.
         start: first token in the row.
         tokens: real tokens.
         padding: tokens from the last real one to the physical end.
         trained: targets with a weight above 0.
         weight: sum of the loss weights.
-        media: one entry a medium: kind, grid in patches, and (first axis of) its share of the pixel tensor.
+        media: what the segment brings to the vision encoder. Where the family keeps media in one piece, one entry a
+            medium: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. Where it cuts them up,
+            one entry for its tiles and one for its clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the
+            images (height, width; where the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of
+            their runs of placeholders, and ``label``, the entry in a few words.
         text: the sample as text.
     """
 
     key: str
+    filler: bool = False
     start: int
     tokens: int
     padding: int
@@ -95,17 +103,19 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> PackView:
     for number in range(batch.num_segments):
         start, stop = physical[number], physical[number + 1]
         is_sample = number < batch.num_samples
-        length = batch.sample_lengths[number] if is_sample else 0
+        is_filler = batch.num_samples <= number < batch.num_samples + batch.fillers
+        length = real[number + 1] - real[number] if is_filler else batch.sample_lengths[number] if is_sample else 0
         span = slice(start, start + length)
         segments.append(
             Segment(
                 key=batch.sample_keys[number] if is_sample else "",
+                filler=is_filler,
                 start=start,
                 tokens=length,
                 padding=stop - start - length,
                 trained=int((weights[span] > 0).sum()),
                 weight=float(weights[span].sum()),
-                media=_media(pack, number) if is_sample else (),
+                media=_media(pack.batch, number, tokens[span], family) if is_sample or is_filler else (),
                 text=_text(tokens[span], target[span] > 0, family),
             )
         )
@@ -124,21 +134,69 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> PackView:
     )
 
 
-def _media(pack: Pack, sample: int) -> tuple[Mapping[str, Any], ...]:
+def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[Mapping[str, Any], ...]:
+    """What a segment brings; ``tokens`` are its own, ``[L]``."""
+    runs = {kind: _runs(tokens, token_id) for kind, token_id in family.placeholder_ids.items()}
     found: list[Mapping[str, Any]] = []
     for kind, grids, pixels in (
         ("image", "image_grid_thw", "pixel_values"),
         ("video", "video_grid_thw", "pixel_values_videos"),
     ):
-        counts = pack.batch.visual_counts.get(grids)
-        if not counts or not pack.batch.visual_inputs:
+        own = _share(batch, pixels, segment)
+        if own is None:
             continue
-        before = sum(counts[:sample])
-        shape = list(pack.batch.visual_inputs[pixels].shape[1:])
-        for grid in pack.batch.visual_inputs[grids][before : before + counts[sample]].tolist():
-            patches = int(np.prod(grid))
-            found.append({"kind": kind, "grid": grid, "patches": patches, "pixels": [patches, *shape]})
+        known: list[int] = runs.get(kind, [])  # type: ignore[call-overload]
+        grid_rows = _share(batch, grids, segment)
+        if grid_rows is not None:
+            found += _in_one_piece(kind, grid_rows.tolist(), list(own.shape[1:]), known)
+            continue
+        entry: dict[str, Any] = {"kind": kind, "pixels": list(own.shape), "tokens": known}
+        size = "x".join(map(str, own.shape[-2:]))
+        if own.dim() == 5:
+            entry |= {"frames": own.shape[1]}
+            entry["label"] = f"{own.shape[0]} video(s) of {own.shape[1]} frames {size}, {sum(known)} tokens"
+        else:
+            sizes = _share(batch, "image_sizes", segment)
+            entry |= {"tiles": own.shape[0], "sizes": [] if sizes is None else sizes.tolist()}
+            of = "".join(f" {width}x{height}" for height, width in entry["sizes"])
+            entry["label"] = f"{own.shape[0]} tile(s) {size}{' of' + of if of else ''}, {sum(known)} tokens"
+        found.append(entry)
     return tuple(found)
+
+
+def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
+    """The rows of a visual input that a segment brought; None where it brought none."""
+    counts = batch.visual_counts.get(name)
+    if not counts or not batch.visual_inputs or not counts[segment]:
+        return None
+    before = sum(counts[:segment])
+    return batch.visual_inputs[name][before : before + counts[segment]]
+
+
+def _in_one_piece(
+    kind: str, grids: Sequence[list[int]], shape: list[int], runs: Sequence[int]
+) -> Iterator[Mapping[str, Any]]:
+    """Media with a grid each; a video may stand in the text in one run or in one for each of its time steps."""
+    waiting = iter(runs)
+    split = len(runs) > len(grids)
+    for grid in grids:
+        patches = int(np.prod(grid))
+        own = [next(waiting, 0) for _ in range(grid[0] if split else 1)]
+        label = f"{kind} {'x'.join(map(str, grid))}"
+        yield {
+            "kind": kind,
+            "grid": grid,
+            "patches": patches,
+            "pixels": [patches, *shape],
+            "tokens": own,
+            "label": label,
+        }
+
+
+def _runs(tokens: np.ndarray, token_id: int) -> list[int]:
+    """Lengths of the uninterrupted runs of a token."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], (tokens == token_id).view(np.int8), [0]))))
+    return (edges[1::2] - edges[::2]).tolist()
 
 
 def _text(tokens: np.ndarray, trained: np.ndarray, family: VisionFamily) -> tuple[TextPiece, ...]:

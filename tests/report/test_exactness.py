@@ -1,0 +1,67 @@
+"""The exactness table: it holds for every family, and a wrong prediction does not go unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.errors import SampleRejected
+from energon_packing.families.llava_next import LlavaNext
+from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.families.registry import families
+from energon_packing.report import bench_exactness, exactness
+from energon_packing.report.offline_processors import PROCESSORS
+
+
+def test_every_family_with_media_is_in_the_table():
+    assert set(PROCESSORS) == set(families()) - {"text"}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_predictions_equal_the_real_processors(name):
+    rows = list(exactness.run((name,), sizes=60, videos=12, seed=1))
+    assert [row.mismatches for row in rows] == [[]] * len(rows)
+    assert sum(row.sizes + row.both_refused + row.ours_alone for row in rows) == 60
+    assert sum(row.written for row in rows) + sum(row.both_refused for row in rows) >= 12
+    takes_videos = name not in ("qianfan_vl", "llava", "llava_next", "huggingface")
+    assert sum(row.videos + row.videos_refused for row in rows) == (12 if takes_videos else 0)
+
+
+def test_a_wrong_number_of_tokens_is_a_mismatch_and_exit_code_1(monkeypatch, capsys):
+    right = LlavaNext._plan
+
+    def wrong(self, media, height, width):
+        plan = right(self, media, height, width)
+        return dataclasses.replace(plan, runs=(plan.runs[0] + (width % 7 == 0),))
+
+    monkeypatch.setattr(LlavaNext, "_plan", wrong)
+    assert bench_exactness.main(["--family", "llava_next", "--sizes", "60", "--videos", "0"]) == 1
+    row = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert 0 < row["mismatches"] < 60
+    assert "the processor counts" in row["first"][0]
+
+
+def test_wrong_frames_and_refusals_for_another_reason_are_mismatches(monkeypatch):
+    monkeypatch.setattr(Qwen25VL, "sample_frames", lambda self, total, fps: tuple(range(min(total, 4))))
+    (row, *_) = exactness.run(("qwen2_vl",), sizes=1, videos=30)
+    assert any("video" in text for text in row.mismatches)
+
+    def refuse(self, media):
+        raise SampleRejected("media_geometry", "no reason")
+
+    monkeypatch.setattr(Qwen25VL, "plan", refuse)
+    rows = list(exactness.run(("qwen2_vl",), sizes=60, videos=0))
+    assert sum(len(row.mismatches) for row in rows) == 60
+
+
+def test_the_command_shows_a_table_with_a_sum():
+    found = CliRunner().invoke(cli, ["bench", "exactness", "--family", "llava", "--sizes", "20", "--videos", "2"])
+    assert found.exit_code == 0, found.output
+    assert "all" in found.output
+    found = CliRunner().invoke(cli, ["bench", "exactness", "--family", "lava", "--json"])
+    assert found.exit_code == 2
+    assert "the names are qwen2_vl" in json.loads(found.stdout)["error"]

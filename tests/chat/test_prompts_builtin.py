@@ -5,6 +5,8 @@ In the expected texts, what stands between « and » is trained.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,19 +97,70 @@ ASKED = {
     "alpaca": "### Response:\n",
 }
 
-# The templates that the models' tokenizers carry, as far as they are short enough to be told in one line.
+QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+INTERNVL_SYSTEM = (
+    "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"
+)
+
+
+def turns(role: str, text: str, answer: str) -> str:
+    """A loop over the turns after a system turn: `text` writes one, `answer` what of an assistant's is generated."""
+    return (
+        "{% for m in (messages[1:] if messages[0].role == 'system' else messages) %}"
+        "{% if m.role == 'assistant' %}" + role + "{% generation %}" + answer + "{% endgeneration %}"
+        "{% else %}" + text + "{% endif %}{{ after }}{% endfor %}"
+    )
+
+
+def chatml_with(default: str | None) -> str:
+    given = "messages[0].content if messages[0].role == 'system' else " + repr(default or "")
+    system = "{{ '<|im_start|>system\\n' + (" + given + ") + '<|im_end|>\\n' }}"
+    if default is None:
+        system = "{% if messages[0].role == 'system' %}" + system + "{% endif %}"
+    head, body = "{{ '<|im_start|>' + m.role + '\\n' }}", "{{ m.content + '<|im_end|>' }}"
+    return "{% set after = '\\n' %}" + system + turns(head, head + body, body)
+
+
+# What the models' own templates and conversation classes write, told anew with marks around what is generated.
 ORIGINAL = {
-    "chatml": (
-        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{% endfor %}"
-    ),
+    "chatml": chatml_with(None),
+    "qwen": chatml_with(QWEN_SYSTEM),
+    "internvl": chatml_with(INTERNVL_SYSTEM),
     "llama3": (
         "{% for m in messages %}{{ (bos_token if loop.first else '') + '<|start_header_id|>' + m.role"
-        " + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+        " + '<|end_header_id|>\\n\\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>"
+        "{% endgeneration %}{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
     ),
     "gemma": (
         "{{ bos_token }}{% set head = messages[0].content | trim + '\\n\\n' if messages[0].role == 'system' else '' %}"
         "{% for m in messages if m.role != 'system' %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else"
-        " m.role) + '\\n' + (head if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}"
+        " m.role) + '\\n' + (head if loop.first else '') }}{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content | trim + '<end_of_turn>' }}{% endgeneration %}{% else %}{{ m.content | trim + '<end_of_turn>' }}"
+        "{% endif %}{{ '\\n' }}{% endfor %}"
+    ),
+    "vicuna": (
+        "{{ bos_token }}{{ messages[0].content if messages[0].role == 'system' else "
+        '"A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, '
+        "detailed, and polite answers to the user's questions.\" }} "
+        + turns("{{ 'ASSISTANT: ' }}", "{{ 'USER: ' + m.content + ' ' }}", "{{ m.content + eos_token }}")
+    ),
+    "mistral": (
+        "{{ bos_token }}{% set head = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}"
+        + turns(
+            "{{ ' ' }}",
+            "{{ '[INST] ' + (head if loop.first else '') + m.content + '[/INST]' }}",
+            "{{ m.content | trim + eos_token }}",
+        )
+    ),
+    "deepseek": (
+        "{{ bos_token }}{{ messages[0].content if messages[0].role == 'system' else '' }}"
+        + turns("<｜Assistant｜>", "{{ '<｜User｜>' + m.content }}", "{{ m.content + eos_token }}")
+    ),
+    "alpaca": (
+        "{% set after = '\\n\\n' %}{{ bos_token }}{{ messages[0].content if messages[0].role == 'system' else "
+        "'Below is an instruction that describes a task. Write a response that appropriately completes the request.' }}"
+        "{{ after }}"
+        + turns("{{ '### Response:\\n' }}", "{{ '### Instruction:\\n' + m.content }}", "{{ m.content + eos_token }}")
     ),
 }
 
@@ -177,19 +230,32 @@ def test_the_generation_prompt_is_what_the_answer_follows(tokenizers, name):
 words = st.text(st.sampled_from("ab 9?\n{}<é你😀'\""), min_size=1, max_size=12).filter(str.strip)
 
 
-@pytest.mark.parametrize("name", sorted(ORIGINAL))
+@pytest.mark.parametrize("name", sorted(EXPECTED))
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(words, min_size=2, max_size=6).filter(lambda texts: len(texts) % 2 == 0), system=st.none() | words
 )
-def test_tokens_equal_those_of_a_tokenizer_with_the_original_template(tokenizers, name, texts, system):
+def test_tokens_and_trained_positions_equal_those_of_a_tokenizer_with_the_original_template(
+    tokenizers, name, texts, system
+):
     conversation = talk(*texts, system=system)
-    ours = template(name, tokenizers).render(conversation)
     tokenizer = tokenizers[name]
+    ids, weights = encoder(name, tokenizer).measure(conversation).expand()
     expected = tokenizer.apply_chat_template(
-        conversation.to_messages(), chat_template=ORIGINAL[name], tokenize=True, return_dict=True
-    )["input_ids"]
-    assert tokenizer(ours.text, add_special_tokens=False)["input_ids"] == expected
+        conversation.to_messages(),
+        chat_template=ORIGINAL[name],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert ids.tolist() == expected["input_ids"]
+    assert weights.tolist() == expected["assistant_masks"]
+    assert sum(expected["assistant_masks"]) >= len(texts)  # an answer and its end, for each of them
+
+
+@cache
+def encoder(name: str, tokenizer) -> ConversationEncoder:
+    return ConversationEncoder(EncoderConfig(chat_template=name), processor=tokenizer)
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))

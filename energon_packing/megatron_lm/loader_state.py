@@ -78,7 +78,8 @@ def read_state(path: Path) -> Any:
             "saved it. Give --packing-restart-data to begin the data anew."
         )
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary of a class of its own.
-    restricted = types.SimpleNamespace(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
+    restricted = types.ModuleType("loader_state_pickle")
+    vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
     try:
         saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

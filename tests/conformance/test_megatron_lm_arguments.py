@@ -1,0 +1,176 @@
+"""Megatron-LM's command line with our arguments group, and what is refused before a run starts."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.errors import ConfigError
+from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
+from energon_packing.megatron_lm.loader_state import read_state, saved_state
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_lm.md"
+# What Megatron-LM's own parser makes of a plain command line, as far as we read it.
+PLAIN = {
+    "dataloader_type": "external",
+    "micro_batch_size": 1,
+    "global_batch_size": 16,
+    "seq_length": 4096,
+    "num_workers": 2,
+    "tensor_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "calculate_per_token_loss": True,
+    "ddp_average_in_collective": False,
+}
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """``arguments(yaml, "--packing-set", ..., tensor_model_parallel_size=2)``: a parsed namespace."""
+
+    def make(text="packing: {window: 99}", *words, **megatrons):
+        file = tmp_path / "run.yaml"
+        file.write_text(text)
+        parser = add_energon_packing_args(argparse.ArgumentParser())
+        args = parser.parse_args(["--packing-config", str(file), *words])
+        vars(args).update(PLAIN | megatrons)
+        return args
+
+    return make
+
+
+def test_the_layout_and_the_length_come_from_megatron_lm_and_the_rest_from_the_file(arguments):
+    config = run_config_of(
+        arguments(
+            "data: {path: here, seed: 7}\npacking: {window: 99}",
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            context_parallel_size=4,
+            num_workers=3,
+        )
+    )
+    assert (config.data.path, config.data.seed, config.data.workers) == ("here", 7, 3)
+    assert (config.packing.window, config.packing.seq_length) == (99, 4096)
+    assert config.parallel.multiple == 8
+    assert not config.packing.pad_to_max_length
+
+
+def test_overrides_change_the_file_and_the_files_workers_count(arguments):
+    words = ("--packing-set", "packing.window=5", "data.workers=0", "--packing-set", "encoder.train_on=all")
+    config = run_config_of(arguments("packing: {window: 99}", *words))
+    assert (config.packing.window, config.data.workers, config.encoder.train_on) == (5, 0, "all")
+
+
+def test_every_argument_of_the_group_is_on_the_page(arguments):
+    parser = argparse.ArgumentParser(add_help=False)
+    add_energon_packing_args(parser)
+    rows = set(re.findall(r"^\| `(--[\w-]+)", PAGE.read_text(), flags=re.MULTILINE))
+    assert rows == set(re.findall(r"--[\w-]+", parser.format_usage()))
+
+
+def test_a_script_that_has_dataloader_save_keeps_its_own():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dataloader-save", default="its own")
+    assert add_energon_packing_args(parser).parse_args([]).dataloader_save == "its own"
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline_model_parallel_size": 2}, {"expert_model_parallel_size": 2}])
+def test_stages_and_experts_get_rows_of_one_width(arguments, sizes):
+    assert run_config_of(arguments(**sizes)).packing.pad_to_max_length
+    with pytest.raises(ConfigError, match="pad_to_max_length is false"):
+        run_config_of(arguments("packing: {pad_to_max_length: false}", **sizes))
+
+
+def test_a_vision_script_that_overwrites_the_length_keeps_the_rows(arguments):
+    assert run_config_of(arguments(seq_length=577, dataloader_seq_length=2048)).packing.seq_length == 2048
+    assert run_config_of(arguments(seq_length=577, packing_row_length=1024)).packing.seq_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "megatrons", "named"),
+    [
+        ("packing: {seq_length: 8192}", {}, "packing.seq_length is 8192, but --seq-length is 4096"),
+        ("parallel: {tensor_parallel: 2}", {}, "parallel.tensor_parallel is 2, but --tensor-model-parallel-size is 1"),
+        ("training: {global_batch_size: 8}", {}, "training.global_batch_size is 8"),
+        ("parallel: {eval_context_parallel: 2}", {}, "eval_context_parallel"),
+        ("packing: {windo: 9}", {}, "did you mean 'window'"),
+        ("", {"dataloader_type": "cyclic"}, "--dataloader-type is cyclic"),
+        ("", {"micro_batch_size": 2}, "--micro-batch-size is 2"),
+        ("", {"virtual_pipeline_model_parallel_size": 2}, "Virtual pipeline"),
+        ("", {"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ("", {"full_validation": True}, "--full-validation"),
+        ("", {"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ("", {"context_parallel_size": 2, "calculate_per_token_loss": False}, "add --calculate-per-token-loss"),
+        ("", {"ddp_average_in_collective": True}, "--ddp-average-in-collective"),
+        ("", {"seq_length": 4098, "context_parallel_size": 2, "pipeline_model_parallel_size": 2}, "use 4096"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_name(arguments, text, megatrons, named):
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        run_config_of(arguments(text, **megatrons))
+
+
+def test_a_configuration_is_asked_for(arguments):
+    args = arguments()
+    args.packing_config = None
+    with pytest.raises(ConfigError, match="--packing-config is missing"):
+        run_config_of(args)
+
+
+def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(tmp_path):
+    (text,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    file = tmp_path / "arguments.txt"
+    file.write_text(text)
+    good = CliRunner().invoke(cli, ["validate", str(file), "--world-size", "8"])
+    assert good.exit_code == 0, good.output
+    assert "4 tokens" in good.output  # TP 2 with sequence parallelism and CP 2
+    file.write_text(text.replace("--calculate-per-token-loss", ""))
+    assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "8"]).exit_code == 1
+
+
+def state_of(path: Path, value: object) -> Path:
+    torch.save(value, path)
+    return path
+
+
+class Harmful:
+    def __reduce__(self):
+        return subprocess.run, (["touch", "harm"],)
+
+
+def test_a_state_is_read_and_code_in_its_place_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = {"packs": 3, "source": {"numbers": torch.arange(3), "names": ["a"]}}
+    read = read_state(state_of(tmp_path / "good.pt", {"dataloader_state_dict": state}))
+    assert read["packs"] == 3
+    assert torch.equal(read["source"]["numbers"], torch.arange(3))
+    for name, value in (("harm.pt", {"dataloader_state_dict": Harmful()}), ("other.pt", [1, 2])):
+        with pytest.raises(ConfigError, match="is not the state of a loader"):
+            read_state(state_of(tmp_path / name, value))
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(ConfigError, match="is not the state of a loader"):
+        read_state(tmp_path / "plain.pt")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_data_never_begin_anew_in_silence(tmp_path):
+    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=None)
+    with pytest.raises(ConfigError, match="--dataloader-save is not given"):
+        saved_state(args, data_parallel_rank=0)
+    with pytest.raises(ConfigError, match="no state of the loader"):
+        read_state(tmp_path / "missing.pt")
+    args.packing_restart_data = True
+    assert saved_state(args, data_parallel_rank=0) is None
+    assert saved_state(SimpleNamespace(iteration=0, packing_restart_data=False), data_parallel_rank=0) is None

@@ -1,0 +1,209 @@
+"""The launchers in scripts/launch: the commands that they print, what they refuse, and a real run of two processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "scripts" / "launch"
+RECIPE = "bridge_configs.qwen3:qwen3_8b_sft"
+LAUNCHERS = ("torchrun", "slurm", "kubernetes", "ray")
+
+
+def launch(name, *words, timeout=60, **environment):
+    """The finished launcher; the variables of a cluster are those that are given."""
+    kept = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable}
+    command = ["bash", str(LAUNCH / f"{name}.sh"), *map(str, words)]
+    return subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, timeout=timeout, check=False, cwd="/"
+    )
+
+
+def commands(name, *words, **environment):
+    """What a dry run prints, each line as the words that a shell reads."""
+    done = launch(name, "--dry-run", *words, **environment)
+    assert done.returncode == 0, done.stderr
+    return [shlex.split(line) for line in done.stdout.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", [*LAUNCHERS, "megatron_lm"])
+def test_help_names_the_data_stage_and_the_dry_run(name):
+    done = launch(name, "--help")
+    assert done.returncode == 0
+    assert "Usage" in done.stdout
+    for option in ("--source", "--dry-run", "--skip-data", "--megatron-lm"):
+        assert option in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    files = [str(path.relative_to(ROOT)) for path in sorted(LAUNCH.glob("*.sh"))]
+    done = subprocess.run(["shellcheck", "-x", *files], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
+def test_every_launcher_is_strict_and_can_be_parsed(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    if path.name != "common.sh":
+        assert "set -euo pipefail" in path.read_text()
+
+
+def test_data_are_converted_and_the_run_is_validated_before_it_trains():
+    words = (
+        "--gpus",
+        4,
+        "--source",
+        "a b.jsonl",
+        "--media-root",
+        "m",
+        "--data",
+        "d",
+        RECIPE,
+        "--",
+        "train.train_iters=3",
+    )
+    convert, validate, train = commands("torchrun", *words)
+    assert convert[1:] == shlex.split("-m energon_packing.cli.main convert 'a b.jsonl' --media-root m --out d --resume")
+    assert validate[3:7] == ["validate", RECIPE, "--world-size", "4"]
+    assert validate[7:11] == ["--set", "train.train_iters=3", "--set", "dataset.path=d"]
+    script = train.index(str(ROOT / "scripts" / "train.py"))
+    assert train[1:script] == shlex.split("-m torch.distributed.run --standalone --nnodes 1 --nproc-per-node 4")
+    assert train[script + 1 :] == ["--data", "d", RECIPE, "train.train_iters=3"]
+
+
+def test_a_second_machine_waits_and_prepares_nothing():
+    place = ("--nodes", 2, "--node-rank", 1, "--master", "first:1234")
+    (train,) = commands("torchrun", *place, RECIPE)
+    assert "--standalone" not in train
+    assert train[3:13] == shlex.split(
+        "--nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr first --master-port 1234"
+    )
+    assert len(commands("torchrun", "--nodes", 2, RECIPE)) == 2
+
+
+def test_slurm_submits_a_job_that_runs_the_same_words_on_its_nodes():
+    words = ("--nodes", 3, "--gpus", 4, "--sbatch", "--partition=p q", "--data", "d", RECIPE, "--", "a.b=[1, 2]")
+    submit, validate, train = commands("slurm", *words, SLURM_JOB_ID="77", SLURMD_NODENAME="n0")
+    assert submit[:9] == shlex.split(
+        "sbatch --job-name energon-packing --nodes 3 --ntasks-per-node 1 --gpus-per-node 4"
+    )
+    assert "--partition=p q" in submit
+    inside = shlex.split(submit[submit.index("--wrap") + 1])
+    assert inside == ["bash", str(LAUNCH / "slurm.sh"), "--inside-job", *map(str, words)]
+    assert validate[validate.index("--world-size") + 1] == "12"
+    assert train[:2] == ["srun", "--nodes"]
+    assert "--rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n0:29500" in " ".join(train)
+    assert train[-1] == "a.b=[1, 2]"
+
+
+def test_a_pod_reads_its_place_from_the_operators_environment():
+    place = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "pod0", "MASTER_PORT": "23456"}
+    (train,) = commands("kubernetes", "--gpus", 2, RECIPE, **place)
+    assert train[3:13] == shlex.split(
+        "--nnodes 4 --node-rank 2 --nproc-per-node 2 --master-addr pod0 --master-port 23456"
+    )
+    validate, train = commands("kubernetes", "--nodes", 2, RECIPE, JOB_COMPLETION_INDEX="0", MASTER_ADDR="pod0")
+    assert validate[validate.index("--world-size") + 1] == "16"
+    (train,) = commands("kubernetes", "--nodes", 2, RECIPE, JOB_COMPLETION_INDEX="1", MASTER_ADDR="pod0")
+    assert train[5:7] == ["--node-rank", "1"]
+
+
+def test_ray_runs_one_torchrun_a_node_with_places_to_fill():
+    submit, _validate, nodes = commands("ray", "--nodes", 2, "--gpus", 4, "--address", "http://head:1", RECIPE)
+    assert submit[3:7] == ["job", "submit", "--address", "http://head:1"]
+    assert nodes[1:4] == [str(LAUNCH / "ray_nodes.py"), "2", "GPU=4"]
+    spec = importlib.util.spec_from_file_location("ray_nodes", LAUNCH / "ray_nodes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    filled = module.command_of(nodes[4:], 1, "10.0.0.1", 999)
+    assert filled[3:13] == shlex.split(
+        "--nnodes 2 --nproc-per-node 4 --node-rank 1 --master-addr 10.0.0.1 --master-port 999"
+    )
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_a_script_of_megatron_lm_gets_its_arguments_and_the_data(name, tmp_path):
+    script = tmp_path / "pretrain_gpt.py"
+    script.touch()
+    words = ("--megatron-lm", script, "--data", "d", "--", "--seq-length", "4096")
+    *_, validate, train = commands(name, *words)
+    rest = ["--seq-length", "4096", "--packing-set", "data.path=d"]
+    assert validate[-5:] == ["--", *rest]
+    assert train[-5:] == [str(script), *rest]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "name a run"),
+        (("--gpus", "0", RECIPE), "--gpus is '0'"),
+        (("--gpus",), "--gpus needs a value"),
+        (("--gpu", "1", RECIPE), "there is no option --gpu"),
+        ((RECIPE, "train.train_iters=3"), "overrides go after --"),
+        (("--node-rank", "1", RECIPE), "--node-rank 1 does not exist"),
+        (("--source", "a.jsonl", RECIPE), "--source needs --data"),
+        (("--source", "a.jsonl", "--data", "d", "--skip-data", RECIPE), "contradict"),
+        (("--megatron-lm", "nowhere.py"), "there is no training script nowhere.py"),
+    ],
+)
+def test_a_mistake_ends_with_one_sentence_before_anything_runs(words, sentence):
+    done = launch("torchrun", "--dry-run", *words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not [line for line in done.stdout.splitlines() if "torch.distributed" in line]
+
+
+def test_training_does_not_start_where_validation_fails(tmp_path):
+    """A python that notes what it is asked to run, and says no to `validate`."""
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/ran\n[[ "$*" != *" validate "* ]]\n')
+    fake.chmod(0o755)
+    done = launch("torchrun", RECIPE, PYTHON=str(fake))
+    assert done.returncode == 1
+    assert len((tmp_path / "ran").read_text().splitlines()) == 1
+
+
+needs_bridge = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None,
+    reason="Megatron-Bridge is not installed",
+)
+
+
+@needs_bridge
+@pytest.mark.slow
+def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
+    from energon_packing.demo import make_data
+
+    source = make_data(tmp_path / "raw", conversations=40, seed=3, defects=False)
+    words = ("--gpus", 2, "--cpu", "--source", source, "--data", tmp_path / "data", "scripts.launch.tiny:text")
+    done = launch("torchrun", *words, "--", "train.train_iters=2", timeout=280, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "valid" in done.stdout
+    assert "trained 2 steps on 2 ranks" in done.stdout
+
+
+@needs_bridge
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("scripts.launch.tiny:text", "train.micro_batch_size=2"), 1, "micro"),
+        (("scripts.launch.tiny:nothing",), 2, "has no function nothing"),
+    ],
+)
+def test_the_training_program_stops_with_a_sentence(words, code, sentence):
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--cpu", "--data", "d", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
+    assert done.returncode == code, done.stderr[-2000:]
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Packed rows against code that we did not write: Megatron-Bridge's own packer and steps, and Megatron-Core's slicing.
+"""Packed rows against code that we did not write: Megatron-Bridge's own steps, and Megatron-Core's slicing.
 
 Where there is no GPU, Bridge is imported and run through `energon_packing.bridge.cpu_stand_ins`. Of these stand-ins the
 tests reach one, which leaves a step's batch on the host.
@@ -36,7 +36,6 @@ def bridge():
     cpu_stand_ins.install()
     try:
         yield SimpleNamespace(
-            in_batch=importlib.import_module("megatron.bridge.data.packing.in_batch"),
             packed=importlib.import_module("megatron.bridge.training.utils.packed_seq_utils"),
             gpt_step=importlib.import_module("megatron.bridge.training.gpt_step"),
             vlm_step=importlib.import_module("megatron.bridge.training.vlm_step"),
@@ -62,48 +61,6 @@ def make_row(length: int, seed: int = 0, axes: int = 1):
         "position_ids": positions.expand(axes, length).contiguous() if axes > 1 else positions,
         "turn": torch.rand(length, generator=generator),
     }
-
-
-LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=10)
-MULTIPLES = st.sampled_from([1, 2, 4, 6, 8, 16, 32])
-
-# What our mapping has and Bridge's packer does not: the packer keeps one of two names of the token tensor, knows no
-# media (its callers add them) and no padding mask (0.6.2 drops it, later versions forward it to MoE layers).
-OURS_ALONE = {"tokens", "padding_mask", "visual_inputs"}
-
-
-@settings(max_examples=200, deadline=None)
-@given(lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 10_000), pad=st.sampled_from([0, 7]))
-def test_a_pack_equals_the_one_of_bridges_in_batch_packer_field_by_field(bridge, lengths, multiple, seed, pad):
-    rows = [make_row(length, seed + index) for index, length in enumerate(lengths)]
-    theirs = bridge.in_batch.build_mcore_thd_sequence_batch_from_rows(
-        rows, pad_token_id=pad, pad_to_multiple_of=multiple, sequence_tensor_pad_values={"turn": -1}
-    )
-    ours = thd.assemble(rows, multiple=multiple, pad_token_id=pad, extra_fields={"turn": -1}).to_bridge()
-    assert set(ours) - set(theirs) == OURS_ALONE
-    assert set(theirs) <= set(ours)
-    assert ours["tokens"] is ours["input_ids"]
-    for name, expected in theirs.items():
-        if isinstance(expected, torch.Tensor):
-            assert ours[name].dtype == expected.dtype, name
-            assert ours[name].shape == expected.shape, name
-            assert torch.equal(ours[name], expected), name
-        else:
-            assert type(ours[name]) is type(expected), name
-            assert ours[name] == expected, name
-    assert ours["cu_seqlens_kv"] is ours["cu_seqlens_q"]
-    assert theirs["cu_seqlens_kv"] is theirs["cu_seqlens_q"]
-
-
-def test_dtypes_are_fixed_where_bridge_keeps_those_of_the_first_row(bridge):
-    # The one accepted difference in values that both emit.
-    row = make_row(5)
-    row["input_ids"], row["loss_mask"] = row["input_ids"].int(), row["loss_mask"].bool()
-    theirs = bridge.in_batch.build_mcore_thd_sequence_batch_from_rows([row], sequence_tensor_pad_values={"turn": 0})
-    ours = thd.assemble([row], extra_fields={"turn": 0}).to_bridge()
-    assert (theirs["input_ids"].dtype, ours["input_ids"].dtype) == (torch.int32, torch.int64)
-    assert (theirs["loss_mask"].dtype, ours["loss_mask"].dtype) == (torch.bool, torch.float32)
-    assert torch.equal(theirs["loss_mask"].float(), ours["loss_mask"])
 
 
 @settings(max_examples=100, deadline=None)

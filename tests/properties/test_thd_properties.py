@@ -1,6 +1,11 @@
-"""Properties of packed rows over random packs: they hold for every pack, width, alignment and number of ranks."""
+"""Properties of packed rows over random packs: they hold for every pack, width, alignment and number of ranks.
+
+``ENERGON_PACKING_PACKS`` sets how many random packs each property tries (`docs/correctness.md`).
+"""
 
 from __future__ import annotations
+
+import os
 
 import numpy as np
 import pytest
@@ -12,6 +17,7 @@ from energon_packing import thd
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=12)
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8, 12, 16, 64])
+PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "150"))
 
 
 def random_rows(lengths, seed: int, *, axes: int = 1, media: bool = False):
@@ -46,7 +52,7 @@ def random_width(data, lengths, multiple: int) -> int | None:
     return data.draw(st.none() | st.integers(0, 20).map(lambda more: occupied + more * multiple))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=PACKS, deadline=None)
 @given(data=st.data(), lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 2**32), axes=st.sampled_from([1, 3]))
 def test_every_assembled_pack_holds_every_invariant_and_unpacks_to_its_rows(data, lengths, multiple, seed, axes):
     rows = random_rows(lengths, seed, axes=axes, media=True)
@@ -64,7 +70,7 @@ def test_every_assembled_pack_holds_every_invariant_and_unpacks_to_its_rows(data
             assert torch.equal(row["visual_inputs"]["pixel_values"], other["visual_inputs"]["pixel_values"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=PACKS, deadline=None)
 @given(data=st.data(), lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 2**32), changed=st.integers(0, 11))
 def test_changing_one_sample_changes_its_own_segment_alone(data, lengths, multiple, seed, changed):
     changed %= len(lengths)
@@ -80,7 +86,7 @@ def test_changing_one_sample_changes_its_own_segment_alone(data, lengths, multip
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=PACKS, deadline=None)
 @given(
     lengths=LENGTHS,
     cp_size=st.sampled_from([1, 2, 4, 8]),

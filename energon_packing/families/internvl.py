@@ -126,7 +126,9 @@ class InternVL(VisionFamily):
         for plan, part in zip(plans, parts, strict=True):
             if len(part) != plan.tiles:
                 raise SampleRejected("media_changed", f"a {plan.kind} became {len(part)} tiles, measured {plan.tiles}")
-        return {"pixel_values": torch.cat(parts)} if parts else {}
+        if cut and len(cut) == len(parts):
+            return {"pixel_values": made["pixel_values"]}  # images alone: as they are, a copy takes as long as the rest
+        return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     def _frames(self, clip: torch.Tensor) -> torch.Tensor:
         # One clip a call: the processor takes several only where all have equally many frames.

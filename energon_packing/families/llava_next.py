@@ -43,11 +43,12 @@ class LlavaNext(Llava):
         if not images:
             return {}
         made = self.images(images=[[tensor for _, tensor in images]], do_pad=False, input_data_format="channels_first")
-        for (plan, _), tiles in zip(images, made["pixel_values"], strict=True):
-            if len(tiles) != plan.tiles:
-                raise SampleRejected("media_changed", f"an image became {len(tiles)} tiles, measured {plan.tiles}")
+        for (plan, _), cut in zip(images, made["pixel_values"], strict=True):
+            if len(cut) != plan.tiles:
+                raise SampleRejected("media_changed", f"an image became {len(cut)} tiles, measured {plan.tiles}")
+        tiles = list(made["pixel_values"])
         result = {
-            "pixel_values": torch.cat(list(made["pixel_values"])),
+            "pixel_values": torch.cat(tiles) if len(tiles) > 1 else tiles[0],
             "image_sizes": torch.tensor([list(size) for size in made["image_sizes"]], dtype=torch.int64),
         }
         if "batch_num_images" in made:

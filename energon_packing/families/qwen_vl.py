@@ -13,6 +13,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
 from energon_packing.families.qwen_patches import QwenImagePatches
+from energon_packing.families.rope_positions import rope_positions
 from energon_packing.families.uniform_frames import listed_frames
 
 DEFAULT_VIDEO_FPS = 2.0
@@ -176,44 +177,3 @@ def _set_limits(processor: Any, smallest: int | None, largest: int | None) -> No
             "(or encoder.video_min_pixels and encoder.video_max_pixels)."
         )
     processor.size = type(size)(shortest_edge=low, longest_edge=high)
-
-
-def rope_positions(
-    input_ids: np.ndarray,
-    visual_ids: frozenset[int],
-    grids: Sequence[tuple[int, int, int, int]],
-    merge: int,
-) -> np.ndarray:
-    """Three-axis positions of a sample whose visual tokens stand in runs.
-
-    Text counts on all three axes alike; a visual token of a run that starts at ``p`` sits at
-    ``p + (time, row, column)``, and the text after it goes on at ``p + max(rows, columns)``.
-
-    Args:
-        input_ids: expanded token ids ``[L]``.
-        visual_ids: ids of placeholder tokens.
-        grids: for each run ``(t, h, w, interval)`` in patches; ``interval`` positions lie between two steps in time.
-        merge: patches of one token along each spatial axis.
-
-    Returns:
-        int64 ``[3, L]``: time, height, width.
-    """
-    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
-    result = np.empty((3, len(input_ids)), dtype=np.int64)
-    position, cursor = 0, 0
-    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
-        result[:, cursor:start] = np.arange(position, position + start - cursor)
-        position += int(start - cursor)
-        rows, columns = h // merge, w // merge
-        if end - start != t * rows * columns:
-            raise ValueError(
-                f"a run of {end - start} visual tokens where its grid {(t, h, w)} gives {t * rows * columns}"
-            )
-        steps = np.indices((t, rows, columns)).reshape(3, -1)
-        steps[0] *= interval
-        result[:, start:end] = steps + position
-        position += max(rows, columns)
-        cursor = int(end)
-    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
-    return result

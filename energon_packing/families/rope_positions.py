@@ -1,0 +1,48 @@
+"""Positions on three axes (time, height, width) of a sample with visual tokens, as the Qwen-VL models count them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def rope_positions(
+    input_ids: np.ndarray,
+    visual_ids: frozenset[int],
+    grids: Sequence[tuple[int, int, int, int]],
+    merge: int,
+) -> np.ndarray:
+    """Three-axis positions of a sample whose visual tokens stand in runs.
+
+    Text counts on all three axes alike; a visual token of a run that starts at ``p`` sits at
+    ``p + (time, row, column)``, and the text after it goes on at ``p + max(rows, columns)``.
+
+    Args:
+        input_ids: expanded token ids ``[L]``.
+        visual_ids: ids of placeholder tokens.
+        grids: for each run ``(t, h, w, interval)`` in patches; ``interval`` positions lie between two steps in time.
+        merge: patches of one token along each spatial axis.
+
+    Returns:
+        int64 ``[3, L]``: time, height, width.
+    """
+    visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))
+    result = np.empty((3, len(input_ids)), dtype=np.int64)
+    position, cursor = 0, 0
+    for (start, end), (t, h, w, interval) in zip(edges.reshape(-1, 2), grids, strict=True):
+        result[:, cursor:start] = np.arange(position, position + start - cursor)
+        position += int(start - cursor)
+        rows, columns = h // merge, w // merge
+        if end - start != t * rows * columns:
+            raise ValueError(
+                f"a run of {end - start} visual tokens where its grid {(t, h, w)} gives {t * rows * columns}"
+            )
+        steps = np.indices((t, rows, columns)).reshape(3, -1)
+        steps[0] *= interval
+        result[:, start:end] = steps + position
+        position += max(rows, columns)
+        cursor = int(end)
+    result[:, cursor:] = np.arange(position, position + len(input_ids) - cursor)
+    return result

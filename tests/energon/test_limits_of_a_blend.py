@@ -1,0 +1,136 @@
+"""Limits that a blended metadataset gives to one of its data sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+
+import pytest
+import yaml
+
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.convert.layout import dataset_entry
+from energon_packing.energon.loader import build_loader
+from energon_packing.errors import ConfigError
+
+TALK = {"human": "And what about that", "gpt": "It is like this"}
+
+
+@pytest.fixture(scope="module")
+def second(tmp_path_factory):
+    """Another data set, with keys of its own."""
+    root = tmp_path_factory.mktemp("second")
+    lines = []
+    for number in range(40):
+        rounds = 1 + number % 6
+        turns = [{"from": who, "value": f"{what} {at}. " * 12} for at in range(rounds) for who, what in TALK.items()]
+        lines.append(json.dumps({"id": f"second-{number}", "conversations": turns}))
+    source = root / "second.jsonl"
+    source.write_text("\n".join(lines))
+    convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 1.0}, workers=1))
+    return root / "data"
+
+
+@pytest.fixture
+def blend(dataset, second, tmp_path, run_config):
+    """Makes the configuration of a run on both data sets, the second under ``limits``."""
+
+    def make(limits, **packing):
+        entries = [
+            {"weight": 1, "path": str(dataset_entry(str(dataset)))},
+            {"weight": 1, "path": str(dataset_entry(str(second)))},
+        ]
+        if limits is not None:
+            entries[1]["subflavors"] = {"limits": limits}
+        file = tmp_path / "blend.yaml"
+        meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
+        file.write_text(yaml.safe_dump(meta))
+        workers = packing.pop("workers", 0)
+        return run_config(
+            data={"path": str(file), "repeat": True, "workers": workers},
+            drop_budget=1.0,
+            **({"seq_length": 1536} | packing),
+        )
+
+    return make
+
+
+def some(config, packs=8):
+    """Lengths by whether the sample is of the second data set, and what was dropped."""
+    found, dropped = {True: {}, False: {}}, []
+    for number, pack in enumerate(build_loader(config)):
+        for key, length in zip(pack.batch.sample_keys, pack.batch.sample_lengths, strict=True):
+            found["second" in key][key] = length
+        dropped += pack.dropped
+        if number == packs - 1:
+            break
+    return found, dropped
+
+
+def test_only_samples_of_that_data_set_are_under_its_limits(blend):
+    plain, _ = some(blend(None))
+    assert plain[True]
+    assert plain[False]
+    assert max(plain[True].values()) > 200
+    found, dropped = some(blend({"max_tokens": 200}))
+    assert max(found[True].values()) <= 200
+    assert max(found[False].values()) > 200
+    refused = [entry for entry in dropped if entry.reason == "too_many_tokens"]
+    assert refused
+    assert all("second" in entry.key for entry in refused)
+    cut, dropped = some(blend({"max_tokens": 200, "when_over": ["truncate"]}))
+    assert max(cut[True].values()) <= 200
+    assert set(cut[True]) - set(found[True])
+
+
+def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend, second):
+    config = blend({"max_tokens": 100_000, "max_images": 50}, max_images_per_pack=8)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found, _ = some(config)
+    told = [str(warning.message) for warning in told if "lowered" in str(warning.message)]
+    assert len(told) == 1
+    assert str(second) in told[0]
+    assert "max_tokens 100000 to packing.seq_length 1536, max_images 50 to packing.max_images_per_pack 8" in told[0]
+    assert found[True]
+
+
+def test_the_runs_own_limits_still_hold_where_a_data_set_says_nothing(blend):
+    config = blend({"max_images": 1})
+    limits = dataclasses.replace(config.encoder.limits, max_tokens=300)
+    config = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, limits=limits))
+    found, _ = some(config)
+    assert max(found[True].values()) <= 300
+    assert max(found[False].values()) <= 300
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_imagse": 2},
+            r"subflavors\.limits of the data set .*unknown key 'max_imagse'; did you mean 'max_images'",
+        ),
+        ("few", r"subflavors\.limits of the data set .* is 'few'"),
+    ],
+)
+def test_limits_that_cannot_work_stop_the_run_with_the_data_sets_name(blend, limits, message, workers):
+    with pytest.raises(ConfigError, match=message):
+        some(blend(limits, workers=workers))
+
+
+def test_a_restored_loader_measures_under_the_same_limits(blend):
+    config = blend({"max_tokens": 200, "when_over": ["truncate"]}, window=8, seq_length=1024)
+    loader = build_loader(config)
+    packs, states = [], []
+    for pack in loader:
+        packs.append(pack)
+        states.append(loader.save_state())
+        if len(packs) == 6:
+            break
+    restored = build_loader(config)
+    restored.restore_state(states[2])
+    for expected, pack in zip(packs[3:], restored, strict=False):
+        assert (pack.keys, pack.batch.sample_lengths) == (expected.keys, expected.batch.sample_lengths)

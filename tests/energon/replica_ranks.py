@@ -1,0 +1,274 @@
+"""Small replicas over gloo, without Megatron: ``replica_ranks.py FOLDER`` runs every case below in forks of itself.
+
+A case is a function of its replica and a source of packs; what it returns on each rank is written to
+``FOLDER/CASE-RANK.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import distributed
+
+from energon_packing import thd
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.errors import ConfigError
+from energon_packing.packed_batch import PackedBatch
+
+
+def pack(number: int, *, key: str = "", pixel: float = 0.0) -> PackedBatch:
+    """The pack of a number; two samples, the second one with an image."""
+    rows = []
+    for part, length in enumerate((5, 7)):
+        ids = torch.arange(length) + 100 * number + 10 * part
+        labels = torch.roll(ids, -1)
+        labels[-1] = -100
+        row = {
+            "input_ids": ids,
+            "labels": labels,
+            "loss_mask": (labels >= 0).float(),
+            "position_ids": torch.arange(length),
+            "key": key if part and key else f"sample-{number}-{part}",
+        }
+        if part:
+            row["visual_inputs"] = {
+                "pixel_values": torch.full((4, 3), float(number) + pixel),
+                "image_grid_thw": torch.tensor([[1, 2, 2]]),
+            }
+        rows.append(row)
+    return thd.assemble(rows, multiple=4)
+
+
+class Source:
+    """Packs 0, 1, 2, ... up to ``end``; ``change`` makes other ones."""
+
+    def __init__(self, end: int = 100, change: Callable[[int], PackedBatch] = pack) -> None:
+        self.next, self.end, self.change = 0, end, change
+
+    def __next__(self) -> PackedBatch:
+        if self.next == self.end:
+            raise StopIteration
+        self.next += 1
+        return self.change(self.next - 1)
+
+    def save_state(self) -> Any:
+        return {"next": self.next}
+
+    def restore_state(self, state: Any) -> None:
+        self.next = state["next"]
+
+
+def told(reader: Any, count: int) -> list[Any]:
+    """What up to ``count`` reads give: the first token and whether there are pixels, or the error."""
+    found: list[Any] = []
+    for _ in range(count):
+        try:
+            batch = next(reader)
+        except StopIteration:
+            return [*found, "end"]
+        except Exception as error:
+            return [*found, [type(error).__name__, str(error)]]
+        found.append([int(batch.tokens[0, 0]), "pixel_values" in (batch.visual_inputs or {})])
+    return found
+
+
+def one(replica: Replica, source: Source | None = None) -> OneReader:
+    return OneReader((source or Source()) if replica.is_reader else None, replica)
+
+
+# --- Cases: layout as (tensor, context, data, pipeline), and what each rank does -------------------------------------
+
+
+def the_end(replica: Replica) -> Any:
+    return told(one(replica, Source(end=3)), 5)
+
+
+def a_late_stage(replica: Replica) -> Any:
+    """The reader is done before the second stage asks for the first time."""
+    reader = one(replica)
+    if replica.stage == 0:
+        found = told(reader, 20)
+        distributed.barrier()
+        time.sleep(0.5)  # the thread of the sender goes on
+        distributed.barrier()
+        return found
+    distributed.barrier()
+    found = told(reader, 20)
+    distributed.barrier()
+    return found
+
+
+def a_mistake(replica: Replica) -> Any:
+    def change(number: int) -> PackedBatch:
+        if number == 2:
+            raise ConfigError("no such prompt.")
+        return pack(number)
+
+    return told(one(replica, Source(change=change)), 5)
+
+
+def a_crash(replica: Replica) -> Any:
+    def change(number: int) -> PackedBatch:
+        return pack(number // (2 - number))
+
+    return told(one(replica, Source(change=change)), 5)
+
+
+def two_restored(replica: Replica) -> Any:
+    """Every rank goes on from one state, but the last one forgets to."""
+    reader = one(replica)
+    first = told(reader, 3)
+    state = {"packs": 3, "source": {"next": 3}}
+    if replica.is_reader:
+        assert reader.save_state() == state
+    again = one(replica)
+    if replica.global_rank != 2:
+        again.restore_state(state)
+    return [first, told(again, 1)]
+
+
+def whole(replica: Replica) -> Any:
+    """The pack that arrives is the pack that was read, in every field."""
+    import dataclasses
+
+    batch, expected = next(one(replica)), pack(0)
+    same = []
+    for spec in dataclasses.fields(batch):
+        ours, theirs = getattr(batch, spec.name), getattr(expected, spec.name)
+        if isinstance(theirs, torch.Tensor):
+            same.append(torch.equal(ours, theirs) and ours.dtype == theirs.dtype)
+        elif spec.name == "visual_inputs":
+            kept = set(theirs) if replica.stage == 0 else set(theirs) - {"pixel_values"}
+            same.append(set(ours) == kept and all(torch.equal(ours[name], theirs[name]) for name in kept))
+        else:
+            same.append(ours == theirs)
+    return same
+
+
+def every(replica: Replica, change: Callable[[int], PackedBatch] = pack, **options: Any) -> Any:
+    own = replica.global_rank == 2
+    return told(EveryReader(Source(change=change if own else pack), replica, **options), 5)
+
+
+def another_sample(replica: Replica) -> Any:
+    return every(replica, lambda number: pack(number, key="stranger" if number == 2 else ""))
+
+
+def another_pixel(replica: Replica) -> Any:
+    return every(replica, lambda number: pack(number, pixel=1.0 if number == 2 else 0.0))
+
+
+def another_pixel_between_comparisons(replica: Replica) -> Any:
+    return every(replica, lambda number: pack(number, pixel=1.0 if number == 2 else 0.0), compare_every=3)
+
+
+def one_ends_early(replica: Replica) -> Any:
+    return told(EveryReader(Source(end=2 if replica.global_rank == 2 else 9), replica), 5)
+
+
+def one_crashes(replica: Replica) -> Any:
+    return every(replica, lambda number: pack(number // (2 - number)))
+
+
+def all_alike(replica: Replica) -> Any:
+    return every(replica)
+
+
+def who_is_who(replica: Replica) -> Any:
+    return [replica.rank, replica.world_size, replica.stage, replica.reader, replica.members, replica.leaders]
+
+
+STAGE, PIPELINE = (2, 2, 1, 1), (1, 2, 1, 2)
+CASES: dict[str, tuple[tuple[int, int, int, int], Callable[[Replica], Any]]] = {
+    "the_end": (STAGE, the_end),
+    "a_late_stage": (PIPELINE, a_late_stage),
+    "a_mistake": (STAGE, a_mistake),
+    "a_mistake_in_a_pipeline": (PIPELINE, a_mistake),
+    "a_crash": (STAGE, a_crash),
+    "two_restored": (STAGE, two_restored),
+    "two_restored_in_a_pipeline": (PIPELINE, two_restored),
+    "whole": (STAGE, whole),
+    "whole_in_a_pipeline": (PIPELINE, whole),
+    "another_sample": (STAGE, another_sample),
+    "another_sample_in_a_pipeline": (PIPELINE, another_sample),
+    "another_pixel": (STAGE, another_pixel),
+    "another_pixel_between_comparisons": (STAGE, another_pixel_between_comparisons),
+    "one_ends_early": (STAGE, one_ends_early),
+    "one_crashes": (STAGE, one_crashes),
+    "all_alike": (STAGE, all_alike),
+    "all_alike_in_a_pipeline": (PIPELINE, all_alike),
+    "who_is_who": ((1, 1, 2, 2), who_is_who),
+}
+
+
+# --- The world -------------------------------------------------------------------------------------------------------
+
+
+def process_groups(layout: tuple[int, int, int, int]) -> Any:
+    """The groups of this rank; tensor ranks are numbered first, then context, data and pipeline ranks."""
+    sizes = dict(zip(("tp", "cp", "dp", "pp"), layout, strict=True))
+    grid = torch.arange(4).view(*reversed(layout))  # axes: pipeline, data, context, tensor
+    found = {}
+    for axis, name in enumerate(reversed(sizes)):
+        for ranks in grid.movedim(axis, -1).reshape(-1, sizes[name]).tolist():
+            group = distributed.new_group(ranks, backend="gloo")
+            if distributed.get_rank() in ranks:
+                found[name] = group
+    return SimpleNamespace(**found)
+
+
+def run_rank(folder: Path, rank: int) -> None:
+    """All cases in turn; never returns."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), 4)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
+    for name, (layout, case) in CASES.items():
+        result = case(Replica.of(process_groups(layout)))
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+        distributed.barrier()
+    os._exit(0)
+
+
+def main(folder: str) -> None:
+    ranks = []
+    for rank in range(4):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_rank(Path(folder), rank)
+            finally:
+                os._exit(1)
+        ranks.append(child)
+    sys.exit(any(os.waitpid(child, 0)[1] for child in ranks))
+
+
+def run(folder: Path) -> dict[str, list[Any]]:
+    """Case -> what each of the four ranks said.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    import energon_packing
+
+    package = Path(energon_packing.__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-4000:])
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(4)] for name in CASES}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -20,7 +20,6 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 
 _ALIGNMENT = 64
 _MAPPINGS = ("visual_inputs", "extra")
-_TUPLES = ("sample_keys", "sample_lengths")
 
 
 def pack_to_bytes(batch: PackedBatch, *, pixels: bool = True) -> torch.Tensor:
@@ -59,10 +58,7 @@ def pack_from_bytes(buffer: torch.Tensor) -> PackedBatch:
     length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
     start = _aligned(8 + length)
-    fields: dict[str, Any] = dict(header["plain"])
-    for name in _TUPLES:
-        fields[name] = tuple(fields[name])
-    fields["visual_counts"] = {name: tuple(counts) for name, counts in fields["visual_counts"].items()}
+    fields: dict[str, Any] = {name: _tuples(value) for name, value in header["plain"].items()}
     for name in _MAPPINGS:
         fields[name] = {} if name in header["mappings"] else None
     for name, dtype_name, shape, at in header["tensors"]:
@@ -100,6 +96,15 @@ def _tensors(batch: PackedBatch, *, pixels: bool) -> dict[str, torch.Tensor]:
                 if pixels or name not in PIXELS:
                     found[f"{spec.name}/{name}"] = tensor
     return found
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only; a batch has tuples only."""
+    if isinstance(value, list):
+        return tuple(_tuples(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _tuples(each) for name, each in value.items()}
+    return value
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

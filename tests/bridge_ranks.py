@@ -1,0 +1,348 @@
+"""Training runs of Bridge in several processes over gloo, each described by a plain mapping (`Run`).
+
+As a program it imports everything once and forks the ranks of one run after the other: ``bridge_ranks.py RUNS.json
+FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed at every micro-batch, and its error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+SEQ_LENGTH = 256
+DEFAULTS: dict[str, Any] = {
+    "world": 1,
+    "tensor": 1,
+    "context": 1,
+    "pipeline": 1,
+    "virtual": None,
+    "sequence_parallel": False,
+    "family": "qwen3_vl",
+    "layers": 2,
+    "steps": 20,
+    "global_batch": 2,
+    "dataset": {},  # fields of PackedEnergonDatasetConfig
+    "weights": None,  # directory of a checkpoint to start from
+    "save": None,  # directory of checkpoints; continues from the last one there
+    "save_interval": 6,
+    "kill_after": None,  # step after which the ranks are killed
+    "validate_every": None,
+    "evaluation_context": None,  # context-parallel size of an evaluation after the last step
+    "replay": None,  # name of an earlier run whose packs are used, in its order
+    "broken_decoder": None,  # rank whose image decoder fails from the second image on
+    "broken_reader": None,  # (rank, pack): its reading raises there
+}
+
+
+# --- Inside the ranks ------------------------------------------------------------------------------------------------
+
+
+def record_packs(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
+    """Notes every batch that the data set hands out on this rank, and keeps those of the reading ranks for a replay."""
+    import torch
+
+    from energon_packing.bridge import pack_iterator
+
+    seen: list[dict[str, Any]] = []
+    kept: list[Any] = []
+    original = pack_iterator.BridgePackIterator.__next__
+
+    def take(self: Any) -> Any:
+        batch = original(self)
+        visual = batch["visual_inputs"]
+        digest = hashlib.sha256()
+        for key in ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "cu_seqlens_q"):
+            digest.update(batch[key].numpy().tobytes())
+        if getattr(visual, "image_grid_thw", None) is not None:
+            digest.update(visual.image_grid_thw.numpy().tobytes())
+        pixels = getattr(visual, "pixel_values", None)
+        seen.append(
+            {
+                "digest": digest.hexdigest(),
+                "boundaries": batch["cu_seqlens_q"].tolist(),
+                "pixels": None if pixels is None else hashlib.sha256(pixels.numpy().tobytes()).hexdigest(),
+                "images": getattr(visual, "image_grid_thw", None) is not None,
+                "validation": getattr(self, "is_validation", False),
+                "reads": self._reader._source is not None,
+            }
+        )
+        if self._reader._replica.is_reader and not seen[-1]["validation"]:
+            kept.append(batch)
+            torch.save(kept, folder / f"{name}-packs-{self._reader._replica.rank}.pt")
+        return batch
+
+    pack_iterator.BridgePackIterator.__next__ = take  # type: ignore[method-assign]
+    return seen
+
+
+def record_attention(seen: list[list[int]]) -> None:
+    """Notes the boundaries that causal attention of this rank's first layer gets."""
+    from energon_packing.bridge import cpu_stand_ins
+
+    original = cpu_stand_ins.SegmentAttention.forward
+    first: list[Any] = []
+
+    def forward(self: Any, *arguments: Any, packed_seq_params: Any = None, **keywords: Any) -> Any:
+        if self.attn_mask_type in cpu_stand_ins._CAUSAL:
+            first[:] = first or [self]
+            if first[0] is self:
+                seen.append(None if packed_seq_params is None else packed_seq_params.cu_seqlens_q.tolist())
+        return original(self, *arguments, packed_seq_params=packed_seq_params, **keywords)
+
+    cpu_stand_ins.SegmentAttention.forward = forward  # type: ignore[method-assign]
+
+
+def break_decoder() -> None:
+    from energon_packing.encoders import encoder
+    from energon_packing.errors import SampleRejected
+
+    original, calls = encoder.decode_image, [0]
+
+    def fail(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise SampleRejected("decode", "broken for this test")
+        return original(*arguments, **keywords)
+
+    encoder.decode_image = fail
+
+
+def break_reader(pack: int) -> None:
+    from energon_packing.bridge import pack_iterator
+    from energon_packing.errors import UserError
+
+    original, calls = pack_iterator.EndlessPacks.__next__, [0]
+
+    def fail(self: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > pack:
+            raise UserError("the disk of this rank is full of ducks")
+        return original(self)
+
+    pack_iterator.EndlessPacks.__next__ = fail  # type: ignore[method-assign]
+
+
+def replayed(folder: Path, name: str, micro_batches: int) -> Any:
+    """A data set of one process with the packs of all replicas of an earlier run, step for step."""
+    from dataclasses import dataclass
+
+    import torch
+    from megatron.bridge.data.base import DatasetProvider
+
+    files = sorted(folder.glob(f"{name}-packs-*.pt"))
+    replicas = [torch.load(file, weights_only=False) for file in files]
+    each = micro_batches // len(replicas)
+    packs = [
+        pack
+        for step in range(len(replicas[0]) // each)
+        for replica in replicas
+        for pack in replica[step * each : (step + 1) * each]
+    ]
+
+    @dataclass
+    class Replayed(DatasetProvider):
+        dataloader_type: str = "external"
+        num_workers: int = 0
+
+        def build_datasets(self, context: Any) -> Any:
+            return iter(packs), None, None
+
+    return Replayed()
+
+
+def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
+    """One rank of one run; fills ``report``."""
+    from transformers import AutoTokenizer
+
+    from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator, tiny_models, training_run
+    from energon_packing.demo import processor_path
+
+    family = run["family"]
+    vocabulary = AutoTokenizer.from_pretrained(processor_path(family)).get_vocab()
+    names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    tokens = None
+    if family != "text":
+        tokens = tiny_models.SpecialTokens(**{name: vocabulary[f"<|{word}|>"] for name, word in names.items()})
+    size = -(-len(vocabulary) // 8) * 8
+    provider = tiny_models.provider(family, vocab_size=size, tokens=tokens, seq_length=SEQ_LENGTH, layers=run["layers"])
+    provider.tensor_model_parallel_size = run["tensor"]
+    provider.context_parallel_size = run["context"]
+    provider.pipeline_model_parallel_size = run["pipeline"]
+    provider.virtual_pipeline_model_parallel_size = run["virtual"]
+    provider.sequence_parallel = run["sequence_parallel"]
+    if run["virtual"]:  # else two stages would take each other's activations for gradients, see Megatron-LM's arguments
+        provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
+
+    report["packs"] = record_packs(folder, run["name"], rank)
+    report["attention"] = []
+    record_attention(report["attention"])
+    if run["broken_decoder"] == rank:
+        break_decoder()
+    if run["broken_reader"] and run["broken_reader"][0] == rank:
+        break_reader(run["broken_reader"][1])
+    if run["replay"]:
+        dataset = replayed(folder, run["replay"], run["global_batch"])
+    else:
+        dataset = PackedEnergonDatasetConfig(
+            path=data, processor=str(processor_path(family)), seq_length=SEQ_LENGTH, num_workers=0
+        )
+        dataset.encoder.min_pixels = dataset.encoder.video_min_pixels = 32 * 32
+        dataset.encoder.max_pixels = dataset.encoder.video_max_pixels = 64 * 64
+        dataset.packing.window, dataset.packing.drop_budget = 16, 1.0
+        for name, value in run["dataset"].items():
+            setattr(dataset, name, value)
+        build = type(dataset).build_datasets
+
+        def mark(self: Any, context: Any) -> Any:
+            training, validation, _ = build(self, context)
+            if validation is not None:
+                validation.is_validation = True
+            return training, validation, None
+
+        type(dataset).build_datasets = mark  # type: ignore[method-assign]
+
+    config = training_run.make_config(
+        provider, dataset, steps=run["steps"], global_batch_size=run["global_batch"], learning_rate=2e-3
+    )
+    if run["validate_every"]:
+        config.validation.eval_iters, config.validation.eval_interval = 2, run["validate_every"]
+    config.checkpoint.pretrained_checkpoint = run["weights"]
+    if run["save"]:
+        config.checkpoint.save = config.checkpoint.load = run["save"]
+        config.checkpoint.save_interval, config.checkpoint.async_save = run["save_interval"], False
+        config.checkpoint.load_rng = False  # Bridge asks for the states of CUDA generators, and nothing is random here
+
+    def after(step: Any) -> None:
+        report["losses"].append(step.loss)
+        report["norms"].append(step.grad_norm)
+        if len(report["losses"]) == run["kill_after"]:
+            write(folder, run, rank, report)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert pack_iterator  # the recorders changed it
+    training_run.run(config, forward_step="packed", on_step=after)
+
+
+def write(folder: Path, run: dict[str, Any], rank: int, report: dict[str, Any]) -> None:
+    (folder / f"{run['name']}-{rank}.json").write_text(json.dumps(report))
+
+
+def be_rank(run: dict[str, Any], folder: Path, data: str, rank: int, port: int) -> None:
+    """In a fork; never returns."""
+    report: dict[str, Any] = {"losses": [], "norms": [], "error": None}
+    try:
+        import torch
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        from energon_packing.bridge import training_run
+
+        torch.set_num_threads(1)
+        if run["save"]:  # the writers' queue is made once a process, and a fork is quicker than a new interpreter
+            filesystem_async.get_write_results_queue("fork")
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run["world"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with training_run.process_groups():
+            train(run, folder, data, rank, report)
+    except BaseException as error:
+        report["error"] = [type(error).__name__, str(error), traceback.format_exc()]
+    finally:
+        write(folder, run, rank, report)
+        os._exit(report["error"] is not None)
+
+
+def fork_ranks(run: dict[str, Any], folder: Path, data: str) -> None:
+    """Runs all ranks. Where one is killed so are the others; where one fails they get a few seconds to say why."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks: set[int] = set()
+    for rank in range(run["world"]):
+        child = os.fork()
+        if child == 0:
+            be_rank(run, folder, data, rank, port)
+        ranks.add(child)
+    while ranks:
+        child, status = os.wait()
+        ranks.discard(child)
+        if os.WIFSIGNALED(status):
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+        elif status:
+            signal.signal(signal.SIGALRM, lambda *_: [os.kill(other, signal.SIGKILL) for other in ranks])
+            signal.alarm(20)
+    signal.alarm(0)
+
+
+def main(file: str, folder: str) -> None:
+    """Imports what the ranks need, then runs them."""
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    import megatron.bridge.training.gpt_step  # noqa: F401
+    import transformers  # noqa: F401
+
+    import energon_packing.bridge.dataset  # noqa: F401
+
+    plan = json.loads(Path(file).read_text())
+    for run in plan["runs"]:
+        fork_ranks(run, Path(folder), plan["data"])
+
+
+# --- Outside ---------------------------------------------------------------------------------------------------------
+
+
+def launch(runs: list[dict[str, Any]], folder: Path, data: Path, timeout: float) -> None:
+    """All runs, one after the other; each has a ``name`` and differs from `DEFAULTS` where it says so.
+
+    Raises:
+        RuntimeError: the program itself failed.
+    """
+    import energon_packing
+
+    for run in runs:
+        assert set(run) - {"name"} <= set(DEFAULTS), run
+    file = folder / "runs.json"
+    file.write_text(json.dumps({"data": str(data), "runs": [DEFAULTS | run for run in runs]}))
+    package = Path(energon_packing.__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(file), str(folder)]
+    output = folder / "output.txt"
+    with output.open("w") as out:
+        # A session of its own: writers of checkpoints outlive the ranks that are killed.
+        program = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+        try:
+            program.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+    if program.returncode:
+        raise RuntimeError(f"the program of the ranks ended with {program.returncode}: {output.read_text()[-3000:]}")
+
+
+def reports(folder: Path, name: str, world: int) -> list[dict[str, Any]]:
+    """What the ranks of a run left.
+
+    Raises:
+        RuntimeError: a rank left nothing.
+    """
+    files = [folder / f"{name}-{rank}.json" for rank in range(world)]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise RuntimeError(f"no report from {', '.join(missing)}")
+    return [json.loads(file.read_text()) for file in files]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -83,7 +83,7 @@ class Resizer:
         for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
             values = self._ladder(name)
             # The lowest value that still changes nothing: from there on, each step down counts for all media alike.
-            top = _smallest(0, len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
+            top = _climb(len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
             if top:
                 ladders.append((name, values[: top + 1]))
         if not ladders:
@@ -158,6 +158,21 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return low
+
+
+def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
+    """`_smallest` from 0 on, without a try far above what it finds.
+
+    A limit that is far too high can be dear to try: InternVL's processor lists every grid up to its limit of tiles, so
+    that its time grows with the square of that limit.
+    """
+    below = 0
+    while below <= high:
+        at = min(below + STEPS_AN_OCTAVE, high)
+        if holds(at):
+            return _smallest(below, at, holds)
+        below = at + 1
+    return None
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:

@@ -148,7 +148,11 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines: dict[str, dict[str, str]] = {}
     notes: list[str] = []
     first = next((row["list"] for row in rows), "")
-    most = max((row["samples"] for row in rows if "fill_of_bound" in row and "image_limit" not in row), default=0)
+    shortened: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for row in rows:
+        if "fill_of_bound" in row:
+            sizes[row["list"]] = max(sizes.get(row["list"], 0), row["samples"])
     for row in rows:
         limit = row.get("image_limit")
         column = row["list"] if limit is None else f"{row['list']}, {limit} images"
@@ -161,14 +165,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             notes.append(f"{row['policy']} on {row['list']}: {row['error']}")
             continue
         cells[column] = f"{row['fill_of_bound']:.2f}"
-        if row["policy"] in bench_peers.PREFIX and row["samples"] < most:
-            notes.append(f"{row['policy']} on {row['list']}: the first {row['samples']} samples only")
+        if row["policy"] in bench_peers.PEERS and row["samples"] < sizes[row["list"]]:
+            shortened.setdefault(row["policy"], []).append(f"{row['samples']} of {row['list']}")
         if row["list"] == first and limit is None:
             cells["us"] = f"{row['us_per_sample']:.2g}"
     head = ["packer", *columns, f"us on {first}"]
     text = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     for name, cells in lines.items():
         text.append(f"| {' | '.join([name, *(cells.get(column, '') for column in (*columns, 'us'))])} |")
+    notes += [f"{policy} got the first {', '.join(parts)} only" for policy, parts in shortened.items()]
     return "\n".join([*text, *([""] if notes else []), *notes])
 
 

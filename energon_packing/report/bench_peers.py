@@ -35,6 +35,8 @@ PACKAGES = {"trl:bfd": "trl", "binpacking": "binpacking", "fast-axolotl": "fast-
 PEERS = (*PACKAGES, "bridge:first_fit", "bridge:first_fit_decreasing")
 PREFIX = {"binpacking": 10_000}
 """Samples that a slow peer gets: binpacking takes minutes for 100,000, as its time grows with their square."""
+MOST_TOKENS = {"trl:bfd": 30_000_000, "fast-axolotl": 30_000_000}
+"""Tokens of the samples that a peer gets that moves them all: hundreds of millions take gigabytes as Python's lists."""
 LIMIT_SECONDS = 180.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -143,10 +145,18 @@ def _output(python: Path, code: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+def prefix_of(name: str, given: LengthList) -> int:
+    """How many samples of a list a peer gets, by `PREFIX` and `MOST_TOKENS`."""
+    samples = min(PREFIX.get(name, given.lengths.size), given.lengths.size)
+    if name in MOST_TOKENS:
+        samples = min(samples, int(np.searchsorted(np.cumsum(given.lengths), MOST_TOKENS[name], side="right")))
+    return max(samples, 1)
+
+
 def run_peer(
     name: str, given: LengthList, *, python: Path | None = None, limit: float = LIMIT_SECONDS
 ) -> dict[str, Any]:
-    """Packs a list, or as much of it as `PREFIX` gives the peer, in a process of its own.
+    """Packs a list, or as much of it as `prefix_of` gives the peer, in a process of its own.
 
     Args:
         name: one of `PEERS`.
@@ -157,7 +167,7 @@ def run_peer(
         ``samples``, ``packs`` and ``seconds``; or ``error``.
     """
     own = python is None or name.startswith("bridge:")
-    samples = min(PREFIX.get(name, given.lengths.size), given.lengths.size)
+    samples = prefix_of(name, given)
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as work:
         file = Path(work) / f"{given.name}.npz"

@@ -25,24 +25,31 @@ LIMITS = {"assemble": 2.0, "check_thd": 0.5, "context_parallel_indices": 0.2}
 
 
 def make_rows(multiple: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Samples of uneven length whose aligned lengths nearly fill the row; one extra field, mRoPE-free."""
+    """Samples of uneven length whose aligned lengths nearly fill the row, with every kind of field.
+
+    Three-axis positions, an extra field, and in every other sample an image of 16 patches.
+    """
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(SEGMENTS, 2.0)) * (TOKENS - SEGMENTS * multiple)
     rows = []
     for index, length in enumerate(np.maximum(shares.astype(np.int64), 1).tolist()):
         ids = torch.from_numpy(rng.integers(0, 150_000, length))
         labels = torch.cat([ids[1:], torch.tensor([thd.IGNORE_INDEX])])
-        rows.append(
-            {
-                "key": f"sample{index}",
-                "input_ids": ids,
-                "labels": labels,
-                "loss_mask": (labels >= 0).float(),
-                "position_ids": torch.arange(length),
-                "turn_weight": torch.ones(length),
-                "expected_length": length,
+        row = {
+            "key": f"sample{index}",
+            "input_ids": ids,
+            "labels": labels,
+            "loss_mask": (labels >= 0).float(),
+            "position_ids": torch.arange(length).repeat(3, 1),
+            "turn_weight": torch.ones(length),
+            "expected_length": length,
+        }
+        if index % 2:
+            row["visual_inputs"] = {
+                "pixel_values": torch.zeros(16, 1176),
+                "image_grid_thw": torch.tensor([[1, 4, 4]]),
             }
-        )
+        rows.append(row)
     return rows
 
 

@@ -96,7 +96,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test="tests/families/test_qwen_against_processor.py::"
         "test_tokens_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample[qwen2_5_vl]",
         oracle="`get_rope_index` of Hugging Face",
-        edits=(("families/qwen_vl.py", "position += max(rows, columns)", "position += rows"),),
+        edits=(("families/rope_positions.py", "position += max(rows, columns)", "position += rows"),),
     ),
     Mutation(
         trap=3,

@@ -90,8 +90,8 @@ def test_the_table_has_a_column_a_list_and_says_what_a_packer_could_not_do() -> 
         "| `binpacking` | 99.98 |  | 2.5 |",
         "| `trl:bfd` | - |  |  |",
         "",
-        "binpacking on a: the first 10000 samples only",
         "trl:bfd on a: not installed: no network",
+        "binpacking got the first 10000 of a only",
     ]
 
 
@@ -129,6 +129,8 @@ def test_a_peer_runs_in_a_process_of_its_own_and_its_packs_are_checked(
     assert (found["samples"], found["packs"]) == (4, 4)
     monkeypatch.setitem(bench_peers.PREFIX, "binpacking", 3)
     assert bench_peers.run_peer("binpacking", given)["packs"] == 3
+    monkeypatch.setitem(bench_peers.MOST_TOKENS, "trl:bfd", 12)
+    assert bench_peers.prefix_of("trl:bfd", given) == 3
     peer("binpacking", tmp_path, "def to_constant_volume(lengths, capacity): return [lengths[1:]]")
     assert "gave back other lengths" in bench_peers.run_peer("binpacking", given)["error"]
     peer("binpacking", tmp_path, "import time\ntime.sleep(60)")

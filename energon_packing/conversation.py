@@ -98,6 +98,8 @@ class Turn:
     @property
     def text(self) -> str:
         """All text of the turn, media left out."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], str):  # nearly all turns
+            return self.parts[0]
         return "".join(part for part in self.parts if isinstance(part, str))
 
     def to_record(self) -> dict[str, Any]:

@@ -276,35 +276,40 @@ class ConversationEncoder(SampleEncoder):
         chat = self._replace_placeholders(self.template.render(conversation), plans)
         text = self._tokenize(chat.text)
         ids = text.ids
-        weights = np.zeros(len(ids), dtype=np.float32)
+        trained = np.zeros(len(ids), dtype=bool)
+        weights = None if all(span.weight == 1.0 for span in chat.spans) else np.zeros(len(ids), dtype=np.float32)
         for span in chat.spans:
             first, last = text.tokens_of(span.start, span.end)
-            weights[first:last] = span.weight
-        weights[any_of(ids, self._never_trained)] = 0.0
-        if not weights[1:].any():
+            trained[first:last] = span.weight > 0
+            if weights is not None:
+                weights[first:last] = span.weight
+        if self._never_trained:
+            trained[any_of(ids, self._never_trained)] = False
+        targets = int(np.count_nonzero(trained[1:]))
+        if not targets:
             raise SampleRejected("nothing_to_learn", "no token of the conversation is a target")
+        if weights is not None:
+            weights[~trained] = 0.0
         positions = np.flatnonzero(any_of(ids, self._run_ids)).astype(np.int32)
         lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
         if len(positions) != len(lengths):
             raise SampleRejected(
                 "placeholder_mismatch", f"{len(positions)} runs of media tokens in the text for {len(lengths)} measured"
             )
-        trained = weights > 0
-        uniform = bool((weights[trained] == 1.0).all())
         return Measured(
             key=conversation.key,
             token_ids=ids,
             trained=np.packbits(trained),
-            weights=None if uniform else weights,
+            weights=weights,
             run_positions=positions,
             run_lengths=lengths,
             plans=plans,
             media=conversation.media,
             length=len(ids) + int(lengths.sum()) - len(lengths),
             turns=len(conversation.turns),
-            scale=target_weight(self.config, int(trained[1:].sum())),
+            scale=target_weight(self.config, targets),
             settings=settings,
-            extras=extra_values(conversation, self.config.extra_fields, int(trained[1:].sum())),
+            extras=extra_values(conversation, self.config.extra_fields, targets),
         )
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
@@ -407,19 +412,16 @@ class ConversationEncoder(SampleEncoder):
         return " and ".join(["text", *sorted(self.kinds)])
 
     def _check_reserved(self, conversation: Conversation) -> None:
-        texts = [(f"a {turn.role} turn", turn.text) for turn in conversation.turns]
-        texts += [
-            ("a tool call", text)
-            for turn in conversation.turns
-            if turn.tool_calls or turn.tool_call_id
-            for text in _strings([turn.tool_calls, turn.tool_call_id])
-        ]
-        if conversation.tools:
-            texts += [("a tool definition", text) for text in _strings(conversation.tools)]
-        everything = "\n".join(text for _, text in texts)
+        called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
+        texts = [turn.text for turn in conversation.turns]
+        calls = [text for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
+        tools = list(_strings(conversation.tools)) if conversation.tools else []
+        everything = "\n".join((*texts, *calls, *tools))
         if not any(token in everything for token in self.family.reserved):
             return
-        for where, text in texts:
+        named = [f"a {turn.role} turn" for turn in conversation.turns]
+        named += ["a tool call"] * len(calls) + ["a tool definition"] * len(tools)
+        for where, text in zip(named, (*texts, *calls, *tools), strict=True):
             for token in self.family.reserved:
                 if token in text:
                     raise SampleRejected("reserved_token", f"{where} holds {token!r}, which stands for media")

@@ -88,6 +88,8 @@ def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: 
         ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
     """
     measured = measure(conversation, ())
+    if bounds.excess(measured) is None:
+        return measured
     own = dataclasses.replace(bounds, row=None)
     for action in bounds.limits.when_over:
         over = own.excess(measured)

@@ -106,6 +106,12 @@ def take_turns(repeat: int, **calls: Callable[[], Any]) -> dict[str, list[float]
     return seconds
 
 
+def each[Entry](entries: Sequence[Entry], call: Callable[[Entry], Any]) -> None:
+    """Calls and forgets: results that are kept take fresh memory, whose pages cost as much as some of the work."""
+    for entry in entries:
+        call(entry)
+
+
 def ratio(seconds: dict[str, list[float]], over: str, under: str) -> float:
     """Median over the passes."""
     return round(statistics.median(a / b for a, b in zip(seconds[over], seconds[under], strict=True)), 3)
@@ -133,10 +139,10 @@ def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
             raise AssertionError(f"{conversation.key}: our tokens are not the tokenizer's")
     seconds = take_turns(
         4 * repeat,
-        ours=lambda: [encoder.render(encoder.measure(entry), _no_media) for entry in conversations],
-        tokenizer=lambda: [tokenizer(text, add_special_tokens=False) for text in texts],
-        library=lambda: [backend.encode(text, add_special_tokens=False) for text in texts],
-        template=lambda: [encoder.template.render(entry) for entry in conversations],
+        ours=lambda: each(conversations, lambda entry: encoder.render(encoder.measure(entry), _no_media)),
+        tokenizer=lambda: each(texts, lambda text: tokenizer(text, add_special_tokens=False)),
+        library=lambda: each(texts, lambda text: backend.encode(text, add_special_tokens=False)),
+        template=lambda: each(conversations, encoder.template.render),
     )
     return {
         "benchmark": "encoders.text",
@@ -164,7 +170,7 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
     compared = floor.compare()
     seconds = take_turns(
         repeat,
-        ours=lambda: [encoder.render(encoder.measure(entry.conversation), entry.read) for entry in samples],
+        ours=lambda: each(samples, lambda entry: encoder.render(encoder.measure(entry.conversation), entry.read)),
         floor=floor.run,
     )
     found = ratio(seconds, "ours", "floor")
@@ -186,7 +192,7 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
         part = Floor(encoder, chosen)
         seconds = take_turns(
             repeat,
-            measure=lambda: [encoder.measure(entry.conversation) for entry in chosen],  # noqa: B023
+            measure=lambda: each(chosen, lambda entry: encoder.measure(entry.conversation)),  # noqa: B023
             tokenizer=part.tokenize,
             pixels=part.pixels().run,
             decoding=part.decode,

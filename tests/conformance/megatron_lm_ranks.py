@@ -29,9 +29,9 @@ import torch
 
 COMMON = shlex.split(
     """
-    --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 512 --seq-length 512 --disable-bias-linear
+    --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 512 --seq-length 512 --disable-bias-linear
     --position-embedding-type rope --normalization RMSNorm --untie-embeddings-and-output-weights
-    --micro-batch-size 1 --global-batch-size 4 --eval-iters 0 --eval-interval 100 --log-interval 1
+    --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 --eval-interval 100 --log-interval 1
     --lr 1e-2 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0
     --tokenizer-type NullTokenizer --vocab-size 4224 --make-vocab-size-divisible-by 8 --calculate-per-token-loss
     --distributed-backend gloo --ckpt-format torch_dist --use-cpu-initialization
@@ -259,7 +259,7 @@ def run_cases(cases: list[Case], folder: Path) -> None:
     package = Path(energon_packing.__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
     if ended.returncode:
         raise RuntimeError(f"the ranks did not start: {ended.stderr[-3000:]}")
 

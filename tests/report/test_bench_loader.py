@@ -185,7 +185,9 @@ def test_the_script_knows_its_benchmarks(monkeypatch, capsys):
     specification.loader.exec_module(script)
     assert script.main(["nothing"]) == 2
     assert script.main(["thd", "--fast"]) == 2
-    assert script.main(["packing", "--list", "a", "--policy", "best_fit", "--samples", "500", "--no-peers", "--json"]) == 0
+    assert (
+        script.main(["packing", "--list", "a", "--policy", "best_fit", "--samples", "500", "--no-peers", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["policy"] == "best_fit"
     script.print_tables([{"path": "ours", "fill": 0.5}, {"path": "bridge", "fill": 0.25}])
     shown = capsys.readouterr().err

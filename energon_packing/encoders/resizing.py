@@ -100,11 +100,12 @@ class Resizer:
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
-        """The values of a limit, ascending: the lowest that the family takes, and all of `PIXELS` above it."""
+        """The values of a limit, ascending: the lowest and the highest that the family takes, `PIXELS` between them."""
         if name not in self._ladders:
-            lowest = _smallest(1, PIXELS[-1], lambda value: self._try(((name, value),)) is not None)
-            above = () if lowest is None else (lowest, *(value for value in PIXELS if value > lowest))
-            self._ladders[name] = above
+            top = self._family.most_pixels or PIXELS[-1]
+            lowest = _smallest(1, top, lambda value: self._try(((name, value),)) is not None)
+            values = () if lowest is None else (lowest, *(value for value in PIXELS if lowest < value < top), top)
+            self._ladders[name] = tuple(dict.fromkeys(values))
         return self._ladders[name]
 
     def _plans(self, media: Sequence[Media], settings: Settings) -> tuple[MediaPlan, ...] | None:

@@ -71,6 +71,8 @@ class VisionFamily(ABC):
     """Fields of `EncoderConfig` that this family has no use for; setting one is refused, never ignored."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
+    most_pixels: int | None = None
+    """The largest ``max_pixels`` that the family takes; None takes any."""
     special_tokens: ClassVar[bool] = True
     """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them: a processor's
     ``apply_chat_template`` lets it, a tokenizer's own does not."""

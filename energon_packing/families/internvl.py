@@ -12,6 +12,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.tile_bound import MOST_TILES, check_tiles
 from energon_packing.families.uniform_frames import listed_frames, uniform_frames
 
 DEFAULT_VIDEO_FRAMES = 8
@@ -72,6 +73,13 @@ class InternVL(VisionFamily):
             self.images.min_patches = max(1, math.ceil(config.min_pixels / area))
         if config.max_pixels is not None:
             self.images.max_patches = config.max_pixels // area
+        self.most_pixels = MOST_TILES * area
+        check_tiles(
+            self.images.max_patches,
+            "max_patches of the image processor"
+            if config.max_pixels is None
+            else f"encoder.max_pixels={config.max_pixels} with tiles of {area} pixels",
+        )
         if not 1 <= self.images.min_patches <= self.images.max_patches:
             raise ConfigError(
                 f"{self.images.min_patches} to {self.images.max_patches} tiles of {area} pixels leave no grid; "

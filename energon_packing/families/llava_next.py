@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.llava import Llava
+from energon_packing.families.tile_bound import check_pinpoints
 
 
 class LlavaNext(Llava):
@@ -21,6 +24,10 @@ class LlavaNext(Llava):
 
     name = "llava_next"
     processor_classes = ("LlavaNextProcessor",)
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        check_pinpoints(processor.image_processor.image_grid_pinpoints, config.max_source_pixels)
+        super().__init__(processor, config)  # which asks the image processor for its size
 
     def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
         from transformers.image_processing_utils import select_best_resolution

@@ -1,0 +1,58 @@
+"""How many tiles a family cuts an image into at most, whatever a processor's file or a configuration says.
+
+The processors list every grid of tiles up to their limit, so that their time grows with its square the first time, and
+with ``n log n`` for every image: 4,096 tiles take half a second and then 5 ms an image, 100,000 five minutes, and a
+number that somebody meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 822 million pixels, seven
+times ``encoder.max_source_pixels``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from energon_packing.errors import ConfigError
+
+MOST_TILES = 4096
+
+
+def check_tiles(tiles: Any, where: str) -> None:
+    """Refuses a limit of tiles that would never end.
+
+    Raises:
+        ConfigError: ``tiles`` is above `MOST_TILES`.
+    """
+    if isinstance(tiles, int | float) and tiles > MOST_TILES:
+        raise ConfigError(
+            f"{where} allows {tiles} tiles an image; at most {MOST_TILES} can be listed in bearable time, so lower it."
+        )
+
+
+def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
+    """Refuses resolutions of an image grid that are none, too many, or too large.
+
+    Args:
+        pinpoints: ``image_grid_pinpoints`` of an image processor, ``[[height, width], ...]``.
+        most_pixels: ``encoder.max_source_pixels``: an image is padded to the resolution that is chosen for it.
+
+    Raises:
+        ConfigError: the list is not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them (each
+            image is compared with all), or one of them is over ``most_pixels``.
+    """
+    where = "image_grid_pinpoints of the image processor"
+    if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:
+        raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
+    if len(pinpoints) > MOST_TILES:
+        raise ConfigError(
+            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so at most "
+            f"{MOST_TILES} are taken."
+        )
+    for pair in pinpoints:
+        sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
+        if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
+            raise ConfigError(f"{where} holds {str(pair)[:40]!r}, which is no [height, width] in pixels.")
+        if sides[0] * sides[1] > most_pixels:
+            raise ConfigError(
+                f"{where} holds {sides[0]}x{sides[1]} pixels, over encoder.max_source_pixels={most_pixels}; an image "
+                "is padded to that size on the way, so take it out or raise the limit."
+            )

@@ -1,0 +1,99 @@
+"""Limits that somebody meant as "none": refused when the encoder is made, instead of a run that never begins."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from transformers import AutoProcessor
+from whole_sample import encoder, image
+
+from energon_packing.config import EncoderConfig
+from energon_packing.encoders.resizing import Resizer, tokens_of
+from energon_packing.errors import ConfigError
+from energon_packing.families import tile_bound
+from energon_packing.families.registry import build_family
+from energon_packing.families.tile_bound import MOST_TILES
+from energon_packing.report.offline_processors import internvl, llava_next, llava_onevision, qianfan
+
+
+@pytest.mark.parametrize("make", [internvl, qianfan])
+@pytest.mark.parametrize("pixels", [2**32, 2**62])
+def test_an_area_of_more_tiles_than_can_be_listed_is_refused_when_the_encoder_is_made(make, pixels):
+    with pytest.raises(ConfigError, match=rf"encoder.max_pixels={pixels} .* at most {MOST_TILES}"):
+        encoder(make(), max_pixels=pixels)
+
+
+@pytest.mark.parametrize("make", [internvl, qianfan])
+def test_a_processor_file_with_more_tiles_than_can_be_listed_is_refused_under_the_files_name(tmp_path, make):
+    make().save_pretrained(tmp_path)
+    path = next(path for path in tmp_path.glob("*processor_config.json") if "max_patches" in path.read_text())
+    path.write_text(re.sub(r'"max_patches": \d+', f'"max_patches": {10**12}', path.read_text()))
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    assert processor.image_processor.max_patches == 10**12
+    with pytest.raises(ConfigError, match=r"max_patches of the image processor allows 10+ tiles"):
+        build_family(processor, EncoderConfig())
+    assert build_family(processor, EncoderConfig(max_pixels=448 * 448 * 12)).plan(image(900, 900)).tiles == 5
+
+
+def test_the_generic_family_refuses_such_a_processor_before_it_asks_it():
+    with pytest.raises(ConfigError, match="max_patches of the image processor"):
+        encoder(internvl(28, 4, max_patches=10**12), family="huggingface")
+
+
+def test_the_most_tiles_that_are_taken_are_planned_as_the_processor_says(monkeypatch):
+    monkeypatch.setattr(tile_bound, "MOST_TILES", 300)
+    monkeypatch.setattr("energon_packing.families.internvl.MOST_TILES", 300)
+    family = encoder(internvl(28, 4, max_patches=300)).family
+    said = family.processor._get_num_multimodal_tokens(image_sizes=[(700, 333)])["num_image_patches"]
+    assert [family.plan(image(333, 700)).tiles] == said
+    with pytest.raises(ConfigError, match="allows 301 tiles"):
+        encoder(internvl(28, 4, max_patches=301))
+
+
+def test_media_are_still_made_smaller_where_the_largest_area_is_the_familys_bound(monkeypatch):
+    """The search for a lower limit ends at the bound: above it, every try would be refused."""
+    monkeypatch.setattr(tile_bound, "MOST_TILES", 40)
+    monkeypatch.setattr("energon_packing.families.internvl.MOST_TILES", 40)
+    for most in (40, 37, 4):
+        family = encoder(internvl(28, 4, max_patches=most)).family
+        picture = (image(280, 280),)
+        before = tokens_of(family.plans(picture))
+        settings = Resizer(family).fewer_tokens(picture, (), before - 1)
+        assert settings is not None
+        assert tokens_of(Resizer(family).family(settings).plans(picture)) < before
+    narrow = encoder(internvl(28, 4, min_patches=30, max_patches=40)).family
+    picture = (image(560, 560),)
+    assert tokens_of(narrow.plans(picture)) == 4 * 37  # six by six and the thumbnail
+    settings = Resizer(narrow).fewer_tokens(picture, (), 4 * 37 - 1)
+    assert settings is not None
+    assert tokens_of(Resizer(narrow).family(settings).plans(picture)) == 4 * 31
+
+
+BAD = {
+    "a text": ("[[336, 672]]", "must be a list"),
+    "nothing": ([], "must be a list"),
+    "a number": ([[336, 672], 5], "no \\[height, width\\]"),
+    "three sides": ([[336, 672, 1]], "no \\[height, width\\]"),
+    "a side of zero": ([[336, 0]], "no \\[height, width\\]"),
+    "too many": ([[336, 672]] * (MOST_TILES + 1), "every image is compared"),
+    "a poster": ([[336, 672], [336 * 1000, 336 * 1000]], "over encoder.max_source_pixels"),
+}
+
+
+@pytest.mark.parametrize("what", sorted(BAD))
+@pytest.mark.parametrize("make", [llava_next, llava_onevision])
+def test_resolutions_that_cannot_be_meant_are_refused_when_the_encoder_is_made(make, what):
+    pinpoints, why = BAD[what]
+    processor = make()
+    processor.image_processor.image_grid_pinpoints = pinpoints
+    with pytest.raises(ConfigError, match=why):
+        encoder(processor)
+
+
+def test_resolutions_read_from_a_file_are_taken(tmp_path):
+    llava_next().save_pretrained(tmp_path)
+    assert any("image_grid_pinpoints" in json.dumps(json.loads(path.read_text())) for path in tmp_path.glob("*.json"))
+    read = build_family(AutoProcessor.from_pretrained(tmp_path), EncoderConfig())
+    assert read.plan(image(700, 300)) == encoder(llava_next()).family.plan(image(700, 300))

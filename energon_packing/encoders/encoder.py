@@ -125,6 +125,8 @@ class ConversationEncoder(SampleEncoder):
             # Not in the processor: the family hands it to the processor's frame sampling.
             "video_fps": str(getattr(self.family, "video_fps", None)),
             "video_frames": str(getattr(self.family, "video_frames", None)),
+            # A list of frames is thinned out by the configuration alone, not by what a processor samples.
+            "video_frame_limits": f"{self.config.video_min_frames} to {self.config.video_max_frames}",
             "position_ids": f"{self.config.position_ids}, {self.config.tokens_per_second} tokens a second",
             "limits": repr(self.config.limits),
             "loss_weighting": f"{self.config.loss_weighting}, scale {self.config.loss_scale}",

@@ -32,6 +32,10 @@ def _known_loader(view: RunView) -> bool:
     return loader_bytes(view) is not None
 
 
+def _known_tolerance(view: RunView) -> bool:
+    return view.failure_tolerance is not None
+
+
 def _measured(view: RunView) -> bool:
     return view.data is not None
 
@@ -103,4 +107,20 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
         why=f"the data set makes about {view.data.packs_per_epoch} packs, fewer than the {view.global_batch_size} of "
         "one step: each step would see samples more than once",
         mend="set a smaller global_batch_size, or a smaller seq_length",
+    )
+
+
+@_rule(
+    id="ours-39-failures-are-limited",
+    checks="a data set that fails everywhere stops the run",
+    place="megatron.energon.errors.ErrorContext",
+    applies=_known_tolerance,
+)
+def _failures_are_limited(view: RunView) -> Finding | None:
+    if (view.failure_tolerance or 0) > 0:
+        return None
+    return Finding(
+        why=f"failure_tolerance is {view.failure_tolerance}, by which Energon sets no limit: a data set that fails "
+        "everywhere is read for ever, and the run waits for its first batch",
+        mend="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
     )

@@ -20,19 +20,22 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
+from energon_packing.bridge.in_batch import check_mode, form_of
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks
 from energon_packing.bridge.rules import violations
 from energon_packing.bridge.run_view import view_of
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig, from_mapping
-from energon_packing.energon.loader import build_loader
+from energon_packing.energon.loader import build_loader, build_task_encoder, data_fingerprint
+from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 
 
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(DatasetProvider):
-    """Packs an Energon data set of conversations online, one THD row a micro-batch.
+    """Packs an Energon data set of conversations online, one THD row a micro-batch; or feeds Bridge single samples.
 
     Mutable, because Bridge and Hydra override fields of a recipe's configuration; everything is validated in
     `finalize`, which ``ConfigContainer.validate()`` calls. What Bridge reads stands here, everything else in the three
@@ -47,7 +50,14 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     seq_length: int = 4096
     """Tokens of a row; equal to ``model.seq_length``."""
     micro_batch_size: int = 1
-    """Rows of a micro-batch: 1 for packed data, as in Bridge."""
+    """Rows of a micro-batch: 1 for packed data, as in Bridge; samples of it in the other modes."""
+    mode: Literal["packs", "in_batch", "padded"] = "packs"
+    """``packs``: rows are packed here. ``in_batch``: Bridge's in-batch packer joins the samples of a micro-batch, which
+    has 2 or more. ``padded``: one sample a row."""
+    defer_in_batch_packing_to_step: bool = False
+    """With ``in_batch``: the forward step packs, as Bridge's ``qwen3_vl_step`` does; it gets one sample a row."""
+    pad_to_multiple_of: int = 128
+    """Width of rows of one sample, as on Bridge's data sets."""
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""
     pad_to_max_length: bool = False
@@ -84,8 +94,8 @@ class PackedEnergonDatasetConfig(DatasetProvider):
 
     @property
     def enable_in_batch_packing(self) -> bool:
-        """Read by ``validate()``: rows are packed before they reach a collator."""
-        return False
+        """Read by ``validate()`` and the steps: Bridge's packer joins the samples of a micro-batch."""
+        return self.mode == "in_batch"
 
     @property
     def enable_offline_packing(self) -> bool:
@@ -94,12 +104,12 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         It brings Bridge's own checks for packed rows (micro-batch 1, CUDA graphs), and makes middle pipeline stages
         fetch ``cu_seqlens``, without which they would attend across samples.
         """
-        return True
+        return self.mode == "packs"
 
     @property
-    def offline_packing_specs(self) -> PackedSequenceSpecs:
+    def offline_packing_specs(self) -> PackedSequenceSpecs | None:
         """Read by ``validate()``: the size of the rows. Computed, so that an overridden ``seq_length`` counts."""
-        return PackedSequenceSpecs(packed_sequence_size=self.seq_length)
+        return PackedSequenceSpecs(packed_sequence_size=self.seq_length) if self.mode == "packs" else None
 
     def finalize(self) -> None:
         """Validates every field; called by ``ConfigContainer.validate()``.
@@ -114,11 +124,7 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
         if not self.processor:
             raise ConfigError("dataset.processor is empty; name the model's Hugging Face processor.")
-        if self.micro_batch_size != 1:
-            raise ConfigError(
-                f"dataset.micro_batch_size is {self.micro_batch_size}; a packed row is a whole micro-batch, so it is 1."
-                f" For the same tokens a step raise seq_length to {self.seq_length * self.micro_batch_size}."
-            )
+        check_mode(self)
         if self.dataloader_type != "external":
             raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
@@ -211,15 +217,32 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         if replica.is_reader or self.readers == "every":
             loader = build_loader(
                 config,
+                task_encoder=self._task_encoder(config),
                 rank=replica.rank,
                 world_size=replica.world_size,
                 data_parallel_group=getattr(groups, "dp", None),
                 **what,
             )
             source = EndlessPacks(loader)
+        reader: OneReader | EveryReader
         if source is not None and self.readers == "every":
-            return BridgePackIterator(EveryReader(source, replica, compare_every=self.compare_every))
-        return BridgePackIterator(OneReader(source, replica))
+            reader = EveryReader(source, replica, compare_every=self.compare_every)
+        else:
+            reader = OneReader(source, replica)
+        if self.mode == "packs":
+            return BridgePackIterator(reader)
+        return BridgePackIterator(reader, form_of(self, config.parallel.multiple))
+
+    def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
+        if self.mode == "packs":
+            return build_task_encoder(config)
+        return MicroBatchTaskEncoder(
+            config.encoder,
+            config.packing,
+            config.parallel,
+            micro_batch_size=self.micro_batch_size,
+            fingerprint=data_fingerprint(config),
+        )
 
 
 # Bridge instantiates what a YAML file names in ``_target_`` only from modules that it was told of: these, and no more.

@@ -261,7 +261,8 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     severity="warning",
 )
 def _experts_see_padding(view: RunView) -> Finding | None:
-    if view.multiple == 1 and not view.pad_to_max_length:
+    # In-batch packing pads samples to the alignment and never the row.
+    if view.multiple == 1 and (view.enable_in_batch_packing or not view.pad_to_max_length):
         return None
     return Finding(
         why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "

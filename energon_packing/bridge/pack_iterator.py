@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packing.energon.loader import PackLoader
@@ -49,16 +49,23 @@ class BridgePackIterator:
     and pipeline-parallel rank, which is the one that reads, and `restore_state` on every rank. With virtual pipeline
     stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so there is one iterator
     and one state on a rank.
+
+    Args:
+        reader: gives the batches.
+        form: makes of each what Bridge's steps read; packed rows by default.
     """
 
-    def __init__(self, reader: OneReader | EveryReader) -> None:
+    def __init__(
+        self, reader: OneReader | EveryReader, form: Callable[[PackedBatch], dict[str, Any]] = PackedBatch.to_bridge
+    ) -> None:
         self._reader = reader
+        self._form = form
 
     def __iter__(self) -> BridgePackIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        return next(self._reader).to_bridge()
+        return self._form(next(self._reader))
 
     def save_state(self) -> Any:
         """State after the last batch; holds builtins and Energon's own state classes only."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from energon_packing.bridge.data_rules import DATA_RULES
+from energon_packing.bridge.in_batch_rules import IN_BATCH_RULES
 from energon_packing.bridge.layout_rules import LAYOUT_RULES
 from energon_packing.bridge.model_rules import MODEL_RULES
 from energon_packing.bridge.own_rules import OWN_RULES
@@ -17,7 +18,7 @@ from energon_packing.bridge.packing_mode_rules import PACKING_MODE_RULES
 from energon_packing.bridge.rule import Finding, Rule
 from energon_packing.bridge.run_view import RunView
 
-RULES: tuple[Rule, ...] = (*PACKING_MODE_RULES, *LAYOUT_RULES, *OWN_RULES, *MODEL_RULES, *DATA_RULES)
+RULES: tuple[Rule, ...] = (*PACKING_MODE_RULES, *LAYOUT_RULES, *OWN_RULES, *MODEL_RULES, *DATA_RULES, *IN_BATCH_RULES)
 """Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]

@@ -73,6 +73,7 @@ _IN_CONTAINER = {
     "attention_backend": "model.attention_backend",
     "pad_seq_to_multiple": "dataset.offline_packing_specs.pad_seq_to_mult",
     "packing_buffer_size": "dataset.packing_buffer_size",
+    "defer_in_batch_packing_to_step": "dataset.defer_in_batch_packing_to_step",
     "overlap_moe_expert_parallel_comm": "comm_overlap.overlap_moe_expert_parallel_comm",
     "recompute_granularity": "model.recompute_granularity",
 }
@@ -209,6 +210,8 @@ class ContainerRun:
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         settable = {entry.name for entry in dataclasses.fields(self.container.dataset)}
         found = {_IN_CONTAINER[name]: value for name, value in changes.items() if name in _IN_CONTAINER}
+        if "enable_in_batch_packing" in changes:
+            found["dataset.mode"] = "in_batch" if changes["enable_in_batch_packing"] else "packs"
         # Ours computes the specs from its other fields.
         return {
             place: value

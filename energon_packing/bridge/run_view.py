@@ -111,6 +111,8 @@ class RunView:
     window: int | None = None
     balance_window: int | None = None
     workers: int | None = None
+    failure_tolerance: int | None = None
+    """Consecutive failures that Energon allows a function of the task encoder; 0 allows any number."""
     data: DataFacts | None = None
     """What was measured of the data set."""
 
@@ -341,9 +343,10 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
         ),
         processor_tokens=processor_facts(getattr(dataset, "processor", None)),
         loss_weighting=getattr(getattr(dataset, "encoder", None), "loss_weighting", None),
-        window=getattr(getattr(dataset, "packing", None), "window", None),
+        window=_window(dataset),
         balance_window=getattr(getattr(dataset, "packing", None), "balance_window", None),
         workers=getattr(dataset, "num_workers", None),
+        failure_tolerance=_failure_tolerance(dataset, keywords),
         data=data,
     )
 
@@ -375,6 +378,23 @@ def _missing_metadata(specs: Any) -> str | None:
     if metadata is None:
         return f"beside {packs}"
     return None if Path(str(metadata)).is_file() else str(metadata)
+
+
+def _window(dataset: Any) -> int | None:
+    """Of our data set where it chooses packs; in its other modes it holds a micro-batch."""
+    if getattr(dataset, "mode", "packs") != "packs":
+        return None
+    return getattr(getattr(dataset, "packing", None), "window", None)
+
+
+def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
+    """What a data set says by name, or its task encoder where it holds one; Energon takes None there for 0."""
+    for value in (getattr(dataset, "failure_tolerance", None), keywords.get("failure_tolerance")):
+        if isinstance(value, int):
+            return value
+    unset = object()
+    value = getattr(getattr(dataset, "task_encoder", None), "__default_failure_tolerance__", unset)
+    return None if value is unset else int(value or 0)
 
 
 def _per_token_loss(model: Any) -> bool:

@@ -249,6 +249,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
+        return self._pack_of(samples, batch)
+
+    def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
+        """The pack of a row with what is known of its samples."""
         return Pack(
             __key__=samples[0].__key__,
             __restore_key__=(),

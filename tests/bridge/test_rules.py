@@ -39,6 +39,14 @@ def facts(**changes: Any) -> DataFacts:
     return DataFacts(**(known | {"fill": 0.9, "packs": 10} | changes))
 
 
+IN_BATCH = {"enable_offline_packing": False, "has_offline_packing_specs": False, "packed_sequence_size": None}
+IN_BATCH |= {
+    "enable_in_batch_packing": True,
+    "micro_batch_size": 2,
+    "global_batch_size": 2,
+    "eval_global_batch_size": 2,
+}
+
 # rule, a run that breaks it, a run like it that does not, severity
 OWN = [
     (
@@ -195,6 +203,14 @@ OWN = [
         "warning",
     ),
     ("ours-38-steps-an-epoch", {"data": facts(packs=0)}, {"data": facts(packs=10)}, "warning"),
+    ("ours-39-failures-are-limited", {"failure_tolerance": 0}, {"failure_tolerance": 1}, "error"),
+    (
+        "ours-40-step-packs-in-batch",
+        IN_BATCH | {"defer_in_batch_packing_to_step": True, "step": "vlm_step"},
+        {"step": "qwen3_vl_step"},
+        "error",
+    ),
+    ("ours-41-in-batch-row-length", IN_BATCH, {"defer_in_batch_packing_to_step": True}, "note"),
 ]
 
 
@@ -270,6 +286,13 @@ def test_in_batch_packing_of_families_whose_collator_refuses_it_is_an_error() ->
     )
     assert outcome("ours-19-family-takes-packs", view) == "error"
     assert outcome("ours-19-family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "ok"
+
+
+def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:
+    spread = packed(**IN_BATCH, num_moe_experts=8, pad_to_max_length=True, step="vlm_step")
+    assert outcome("ours-24-experts-see-padding", spread) == "ok"
+    aligned = dataclasses.replace(spread, context_parallel=2, world_size=2)
+    assert outcome("ours-24-experts-see-padding", aligned) == "warning"
 
 
 def test_every_rule_has_its_own_id_and_stands_in_the_documentation() -> None:

@@ -263,6 +263,12 @@ FAULTS: dict[str, Fault] = {
         "calculate_per_token_loss": False,
     },
     "overlapped experts": lambda v, r: {"overlap_moe_expert_parallel_comm": True},
+    "failures without limit": lambda v, r: {"failure_tolerance": 0},
+    "left to a step": lambda v, r: {
+        "enable_in_batch_packing": True,
+        "defer_in_batch_packing_to_step": True,
+        "step": r.choice(["vlm_step", "gpt_step", "energon_packing.bridge.step"]),
+    },
 }
 
 

@@ -1,0 +1,177 @@
+"""Micro-batches in the form of Megatron-Bridge's collators: packed in the batch, or padded one sample a row.
+
+What is made here is made by Bridge's own functions from the samples of one micro-batch, with the values that its
+Qwen-VL collator gives them (padding is token 0). A run that stays on Bridge's in-batch packing keeps Bridge's rows, and
+gets our measuring, limits, ledger, resume and one reader a replica under them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.bridge.data.collators.sequence import prepare_sequence_batch
+from megatron.bridge.data.packing.in_batch import build_mcore_thd_sequence_batch_from_rows
+from torch.nn.functional import pad
+
+from energon_packing import thd
+from energon_packing.config import ParallelConfig
+from energon_packing.energon.micro_batches import refuse_unread
+from energon_packing.errors import ConfigError, PackingError
+from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+
+PAD_TOKEN = 0
+"""Bridge's in-batch packer and its padding use it whatever the tokenizer's pad token is; every vocabulary has it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchForm:
+    """How the samples of a micro-batch are laid out; call it with each batch.
+
+    Attributes:
+        packed: True makes one THD row ``[1, T]`` by Bridge's in-batch packer; False rows ``[samples, T]``, which a step
+            may pack itself (``defer_in_batch_packing_to_step``).
+        samples: rows of an unpacked micro-batch; where fewer samples came, masked rows of one token take their place.
+        seq_length: longest sample in tokens.
+        multiple: what layout of the run asks each sample (packed) or the width (unpacked) to be a multiple of.
+        pad_to_multiple_of: as in Bridge: the width of unpacked rows is a multiple of it, up to ``seq_length``.
+        pad_to_max_length: unpacked rows are ``seq_length`` wide.
+    """
+
+    packed: bool
+    samples: int
+    seq_length: int
+    multiple: int = 1
+    pad_to_multiple_of: int = 128
+    pad_to_max_length: bool = False
+
+    def __call__(self, batch: PackedBatch) -> dict[str, Any]:
+        """The mapping that ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads.
+
+        Args:
+            batch: samples without padding, as `MicroBatchTaskEncoder` assembles them.
+
+        Raises:
+            PackingError: no sample, or positions that are not ``[1, T]``; Bridge's packer takes no others.
+        """
+        if batch.position_ids.dim() != 2 or not batch.sample_lengths:
+            raise PackingError(
+                f"a micro-batch of {batch.num_samples} samples with positions {list(batch.position_ids.shape)} has no "
+                "form in Bridge; set encoder.position_ids to 1d"
+            )
+        rows = thd.unpack(batch)
+        made = self._packed(rows, tuple(batch.extra)) if self.packed else self._padded(rows, tuple(batch.extra))
+        made["tokens"] = made["input_ids"]
+        made["visual_inputs"] = batch.to_bridge()["visual_inputs"]
+        return made
+
+    def _packed(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:
+        # Bridge's packer fills a field of our own too: what it adds between samples is padding, whence the mask.
+        for row in rows:
+            row["padding_mask"] = torch.zeros_like(row["input_ids"], dtype=torch.bool)
+        made: dict[str, Any] = build_mcore_thd_sequence_batch_from_rows(
+            rows,
+            sequence_length=self.seq_length,
+            pad_token_id=PAD_TOKEN,
+            ignore_index=IGNORE_INDEX,
+            pad_to_multiple_of=self.multiple,
+            sequence_tensor_pad_values={"padding_mask": True, **dict.fromkeys(extra, 0.0)},
+        )
+        return made
+
+    def _padded(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:
+        rows = rows + [_masked_row(extra)] * (self.samples - len(rows))
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        width = int(lengths.max())
+        fills = {"input_ids": PAD_TOKEN, "labels": IGNORE_INDEX, "loss_mask": 0.0, **dict.fromkeys(extra, 0.0)}
+        made: dict[str, Any] = {
+            name: torch.stack([pad(row[name], (0, width - len(row[name])), value=fill) for row in rows])
+            for name, fill in fills.items()
+        }
+        made["position_ids"] = torch.stack([_counted_on(row["position_ids"], width) for row in rows])
+        made["attention_mask"] = (torch.arange(width)[None, :] < lengths[:, None]).long()
+        prepare_sequence_batch(
+            made,
+            sequence_length=self.seq_length,
+            pad_to_max_length=self.pad_to_max_length,
+            pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.multiple),
+            pad_token_id=PAD_TOKEN,
+            ignore_index=IGNORE_INDEX,
+            sequence_tensor_pad_values=dict.fromkeys(extra, 0.0),
+        )
+        return made
+
+
+def check_mode(dataset: Any) -> None:
+    """Validates what ``mode`` of a `PackedEnergonDatasetConfig` reads, and refuses what it does not.
+
+    Raises:
+        ConfigError: a micro-batch size or a setting that does not go with the mode.
+    """
+    mode, size = dataset.mode, dataset.micro_batch_size
+    if mode == "packs" and size != 1:
+        raise ConfigError(
+            f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it is 1. For the same tokens "
+            f"a step raise seq_length to {dataset.seq_length * size}."
+        )
+    if mode == "in_batch" and size < 2:
+        raise ConfigError(
+            f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so it is 2 or "
+            "more, or the mode is 'packs' (rule bridge-12-in-batch-needs-several)."
+        )
+    if size < 1 or dataset.pad_to_multiple_of < 1:
+        raise ConfigError("dataset.micro_batch_size and dataset.pad_to_multiple_of are 1 or more.")
+    if dataset.defer_in_batch_packing_to_step and mode != "in_batch":
+        raise ConfigError(
+            f"dataset.defer_in_batch_packing_to_step is on, which mode {mode!r} does not read; set dataset.mode to "
+            "'in_batch'."
+        )
+    if dataset.pad_to_multiple_of != 128 and mode != "padded" and not dataset.defer_in_batch_packing_to_step:
+        raise ConfigError(
+            f"dataset.pad_to_multiple_of is {dataset.pad_to_multiple_of}, which is read for rows of one sample only; "
+            "what is packed is aligned as the run's layout asks."
+        )
+    if mode == "packs":
+        return
+    config = dataset.run_config(ParallelConfig())
+    refuse_unread(config.packing, where="dataset.packing", mode=mode)
+    if config.encoder.position_ids == "mrope":
+        raise ConfigError(
+            f"dataset.encoder.position_ids is 'mrope'; in mode {mode!r} positions are 1d, from which Bridge's models "
+            "make their own."
+        )
+
+
+def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
+    """The form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``.
+
+    Args:
+        multiple: alignment of the run's layout.
+    """
+    return MicroBatchForm(
+        packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
+        samples=dataset.micro_batch_size,
+        seq_length=dataset.seq_length,
+        multiple=multiple,
+        pad_to_multiple_of=dataset.pad_to_multiple_of,
+        pad_to_max_length=dataset.pad_to_max_length,
+    )
+
+
+def _masked_row(extra: tuple[str, ...]) -> dict[str, Any]:
+    """Stands for a sample that could not be rendered: teaches nothing."""
+    return {
+        "input_ids": torch.full((1,), PAD_TOKEN),
+        "labels": torch.full((1,), IGNORE_INDEX),
+        "loss_mask": torch.zeros(1),
+        "position_ids": torch.zeros(1, dtype=torch.int64),
+        **{name: torch.zeros(1) for name in extra},
+    }
+
+
+def _counted_on(positions: torch.Tensor, width: int) -> torch.Tensor:
+    """Positions that go on behind their end, as Bridge's do."""
+    last = int(positions[-1])
+    return torch.cat([positions, torch.arange(last + 1, last + 1 + width - len(positions))])

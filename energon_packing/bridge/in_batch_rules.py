@@ -1,0 +1,60 @@
+"""Rules about runs that stay on Megatron-Bridge's in-batch packing. Imports neither torch nor Bridge.
+
+Rules 1, 12 and 16 of Bridge are in `packing_mode_rules` and `layout_rules`; what the forward steps and the loader do
+with such a run, nobody checks before GPUs are taken.
+"""
+
+from __future__ import annotations
+
+from energon_packing.bridge.rule import Finding, Rule, collector
+from energon_packing.bridge.run_view import RunView
+
+IN_BATCH_RULES: list[Rule] = []
+_rule = collector(IN_BATCH_RULES)
+
+PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
+"""Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
+
+
+def _left_to_a_known_step(view: RunView) -> bool:
+    return view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None
+
+
+def _collated_in_batch(view: RunView) -> bool:
+    return view.enable_in_batch_packing and not view.enable_offline_packing and not view.defer_in_batch_packing_to_step
+
+
+@_rule(
+    id="ours-40-step-packs-in-batch",
+    checks="a step that is left the in-batch packing does it",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=_left_to_a_known_step,
+)
+def _step_packs_in_batch(view: RunView) -> Finding | None:
+    step = view.step or ""
+    if any(name in step for name in PACKING_STEPS):
+        return None
+    return Finding(
+        why=f"defer_in_batch_packing_to_step leaves the packing to {step}, which refuses such rows or trains them "
+        "padded",
+        mend=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
+        changes={"defer_in_batch_packing_to_step": False},
+    )
+
+
+@_rule(
+    id="ours-41-in-batch-row-length",
+    checks="rows packed in the batch are no longer than seq_length",
+    place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
+    applies=_collated_in_batch,
+    severity="note",
+)
+def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
+    size, length = view.micro_batch_size, view.dataset_seq_length
+    if size < 2:  # rule 12 speaks
+        return None
+    return Finding(
+        why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
+        f"have up to {size * length}",
+        mend=f"leave memory for {size * length} tokens, or take mode 'packs', whose rows never exceed {length}",
+    )

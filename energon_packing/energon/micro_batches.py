@@ -1,0 +1,100 @@
+"""Micro-batches of single samples: what a trainer that packs in the batch, or does not pack, reads.
+
+`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but chooses
+nothing: the next ``micro_batch_size`` samples of the stream are one micro-batch. They travel as one `PackedBatch`
+without padding, so readers, states and ledgers are those of packs; `energon_packing.bridge.in_batch` gives them the
+form that Megatron-Bridge's collators give them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.energon import stateless
+
+from energon_packing import thd
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import ConfigError, SampleRejected
+
+UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
+"""Fields of `PackingConfig` that choose what shares a row; nothing is chosen here."""
+
+
+def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
+    """Refuses settings of packs in a mode that makes none.
+
+    Args:
+        packing: the settings.
+        where: their name in the run's configuration, for the message.
+        mode: name of the mode, for the message.
+
+    Raises:
+        ConfigError: one of `UNREAD` differs from its default.
+    """
+    default = PackingConfig()
+    for name in UNREAD:
+        value, usual = getattr(packing, name), getattr(default, name)
+        if value != usual:
+            raise ConfigError(
+                f"{where}.{name} is {value!r}, but in the mode {mode!r} no packs are chosen and nothing reads it; "
+                f"leave it at {usual!r}."
+            )
+
+
+class MicroBatchTaskEncoder(PackingTaskEncoder):
+    """Gives ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens at a time.
+
+    A sample that cannot be rendered leaves its micro-batch with fewer samples. A chosen/rejected pair is two rows and
+    is refused as ``pair``.
+
+    Args:
+        encoder, parallel, processor, cookers, fingerprint: as `PackingTaskEncoder`.
+        packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
+        micro_batch_size: samples of a micro-batch.
+
+    Raises:
+        ConfigError: no sample in a micro-batch, a setting that nothing reads, or as `PackingTaskEncoder`.
+    """
+
+    def __init__(
+        self,
+        encoder: EncoderConfig,
+        packing: PackingConfig,
+        parallel: ParallelConfig | None = None,
+        *,
+        micro_batch_size: int,
+        **others: Any,
+    ) -> None:
+        if micro_batch_size < 1:
+            raise ConfigError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
+        refuse_unread(packing, where="packing", mode="one sample a row")
+        super().__init__(encoder, dataclasses.replace(packing, window=micro_batch_size), parallel, **others)
+        self.micro_batch_size = micro_batch_size
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
+
+    def _check_size(self, measured: AnyMeasured) -> None:
+        if len(measured.segments) > 1:
+            raise SampleRejected("pair", "a chosen/rejected pair is two rows; read it in packs")
+        super()._check_size(measured)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        """The samples of one micro-batch, one after the other without padding."""
+        batch = thd.assemble(
+            [row for sample in samples for row in sample.rows],
+            extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
+        )
+        return self._pack_of(samples, batch)
+
+    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        return list(range(min(self.micro_batch_size, len(samples))))
+
+    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
+        return -(-len(samples) // self.micro_batch_size)

@@ -28,8 +28,17 @@ _ADMITTED = {
 }
 
 
+def _bytes_of(text: str, encoding: str) -> bytes:
+    """Bytes (of random-number generators), which torch.save writes as text with the name of a codec."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
+    return text.encode(encoding)
+
+
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_codecs", "encode"):
+            return _bytes_of
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")

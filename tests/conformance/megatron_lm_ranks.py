@@ -52,6 +52,8 @@ class Case:
         arguments: after `COMMON`.
         world: processes.
         rows_of: sizes of the layout whose rows are read, where the run itself has another one.
+        replay: name of an earlier case whose rows are used, those of all its replicas in turn, one row of each a step.
+        kill_after: step after which the ranks are killed.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Case:
     arguments: list[str]
     world: int = 1
     rows_of: dict[str, Any] = field(default_factory=dict)
+    replay: str | None = None
+    kill_after: int | None = None
 
 
 # --- Inside the ranks ------------------------------------------------------------------------------------------------
@@ -148,8 +152,8 @@ def set_weights(model: torch.nn.Module) -> None:
             parameter.copy_(values.chunk(size, dim=axis)[rank] if axis >= 0 else values)
 
 
-def record(case: Case, seen: dict[str, Any]) -> None:
-    """Notes losses, norms and batches, and reads the rows of another layout where the case asks for them."""
+def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
+    """Notes losses, norms, batches and rows, and reads the rows of another run or layout where the case asks for it."""
     from dataclasses import replace
 
     import megatron.training.training as training
@@ -163,6 +167,9 @@ def record(case: Case, seen: dict[str, Any]) -> None:
         if "lm loss" in result[0]:
             seen["losses"].append(float(result[0]["lm loss"]))
         seen["norms"].append(float(result[5]))
+        if len(seen["norms"]) == case.kill_after:
+            leave(case, rank, folder, seen)
+            os.kill(os.getpid(), signal.SIGKILL)
         return result
 
     def noted_batch(*arguments: Any, **keywords: Any) -> Any:
@@ -188,7 +195,24 @@ def record(case: Case, seen: dict[str, Any]) -> None:
             packing = replace(packing, pad_to_max_length=case.rows_of["pad_to_max_length"])
         return replace(config, parallel=replace(config.parallel, **sizes), packing=packing)
 
+    rows: list[Any] = []
+    take = dataloader.PackDataloader.__next__
+
+    def kept_row(self: Any) -> Any:
+        rows.append(take(self))
+        if self._replica.is_reader:
+            torch.save(rows, folder / f"{case.name}-rows-{self._replica.rank}.pt")
+        return rows[-1]
+
+    def replayed_row(self: Any) -> Any:
+        if not rows:
+            files = sorted(folder.glob(f"{case.replay}-rows-*.pt"))
+            replicas = [torch.load(file, weights_only=False) for file in files]
+            rows.extend(row for step in zip(*replicas, strict=True) for row in step)
+        return rows.pop(0)
+
     training.train_step, gpt.get_batch = noted_step, noted_batch
+    dataloader.PackDataloader.__next__ = replayed_row if case.replay else kept_row  # type: ignore[method-assign]
     if case.rows_of:
         dataloader.run_config_of = other_rows
 
@@ -204,18 +228,23 @@ def run_rank(case: Case, rank: int, port: int, folder: Path) -> None:
     os.dup2(output.fileno(), 2)
     try:
         torch.set_num_threads(1)
-        record(case, seen)
+        record(case, rank, folder, seen)
         sys.argv = [case.script, *COMMON, *case.arguments]
         code_of_script = compile(Path(case.script).read_text(), case.script, "exec")
         with contextlib.suppress(SystemExit):
             exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
-        torch.save(_copied(seen), folder / f"{case.name}-{rank}.pt")
+        leave(case, rank, folder, seen)
         code = 0
     except BaseException:
         (folder / f"{case.name}-{rank}.error").write_text(traceback.format_exc())
     finally:
         output.flush()
         os._exit(code)
+
+
+def leave(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
+    """Writes what `result_of` reads."""
+    torch.save(_copied(seen), folder / f"{case.name}-{rank}.pt")
 
 
 def _copied(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import pickle
 import re
 import subprocess
@@ -14,6 +15,10 @@ import torch
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
 from energon_packing.megatron_lm.loader_state import read_state, saved_state
@@ -163,6 +168,51 @@ def test_a_state_is_read_and_code_in_its_place_is_not_run(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match="is not the state of a loader"):
         read_state(tmp_path / "plain.pt")
     assert not (tmp_path / "harm").exists()
+
+
+class OtherCodec:
+    def __reduce__(self):
+        return codecs.encode, ("a" * 9, "rot13")
+
+
+def test_bytes_of_a_state_are_read_and_no_other_codec_is_run(tmp_path):
+    good = state_of(tmp_path / "good.pt", {"dataloader_state_dict": {"rng": bytes(range(256))}})
+    assert read_state(good) == {"rng": bytes(range(256))}
+    with pytest.raises(ConfigError, match="codec 'rot13'"):
+        read_state(state_of(tmp_path / "other.pt", {"dataloader_state_dict": OtherCodec()}))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("states")
+    source = make_data(folder / "raw", conversations=60, seed=3, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
+    (folder / "blend.yaml").write_text(
+        "{__module__: megatron.energon, __class__: MetadatasetV2, splits: {train: {blend: "
+        "[{weight: 3, path: data/dataset.yaml}, {weight: 1, path: data/dataset.yaml}]}}}"
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("path", "workers", "packing"), [("data", 0, {}), ("data", 2, {"balance_window": 2}), ("blend.yaml", 0, {})]
+)
+def test_the_states_of_all_kinds_of_loaders_are_read_from_a_checkpoint(dataset, tmp_path, path, workers, packing):
+    config = RunConfig(
+        data=DataConfig(path=str(dataset / path), workers=workers),
+        encoder=EncoderConfig(processor=str(processor_path("text"))),
+        packing=PackingConfig(seq_length=512, window=8, drop_budget=1.0, **packing),
+    )
+    loader = build_loader(config)
+    packs = iter(loader)
+    for _ in range(3):
+        next(packs)
+    file = state_of(tmp_path / "state.pt", {"dataloader_state_dict": {"packs": 3, "source": loader.save_state()}})
+    expected = [next(packs).batch.tokens for _ in range(4)]
+    again = build_loader(config)
+    again.restore_state(read_state(file)["source"])
+    for tokens, pack in zip(expected, again, strict=False):
+        assert torch.equal(tokens, pack.batch.tokens)
 
 
 def test_data_never_begin_anew_in_silence(tmp_path):

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from energon_packing.chat.prompt import PromptFormat, compile_prompt
+from energon_packing.chat.prompt import PromptFormat
+from energon_packing.chat.prompt_jinja import compile_prompt
 from energon_packing.config import from_mapping
 from energon_packing.errors import ConfigError
 
@@ -95,4 +96,7 @@ def _compile(name: str, prompt: PromptFormat, tokenizer: Any, media: Mapping[str
                 f"The prompt {name} needs {token!r} as one token, which the tokenizer does not have; choose another "
                 "encoder.chat_template, or add the token to the tokenizer and train its embedding."
             )
-    return compile_prompt(name, prompt, media)
+    if any(token not in added for token in prompt.tools.tokens):
+        vocabulary = tokenizer.get_vocab()
+    lacking = [token for token in prompt.tools.tokens if token not in vocabulary]
+    return compile_prompt(name, prompt, media, lacking=lacking)

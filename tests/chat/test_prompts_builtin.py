@@ -24,7 +24,14 @@ SPECIAL = {
     "llama3": ("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>"]),
     "vicuna": ("<s>", "</s>", []),
     "alpaca": ("<s>", "</s>", []),
-    "mistral": ("<s>", "</s>", ["[INST]", "[/INST]"]),
+    "mistral": (
+        "<s>",
+        "</s>",
+        [
+            *("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ],
+    ),
     "gemma": ("<bos>", "<eos>", ["<start_of_turn>", "<end_of_turn>"]),
     "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", ["<｜User｜>", "<｜Assistant｜>"]),
 }
@@ -316,7 +323,119 @@ def test_calls_and_outputs_of_deepseek_are_written_as_published(tokenizers):
     )
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"qwen"}))
+# Mistral 7B v0.3 with tools, told anew: what its own template writes where the last question is asked once, with marks.
+MISTRAL_TOOLS = (
+    "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list | last %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked %}{{ '[AVAILABLE_TOOLS] [' }}"
+    "{% for tool in tools %}{{ '' if loop.first else ', ' }}{{ '{\"type\": \"function\", \"function\": {' }}"
+    "{% for key, value in tool.function.items() if key != 'return' %}{{ '' if loop.first else ', ' }}"
+    "{{ '\"' ~ key ~ '\": ' }}{{ '\"' ~ value ~ '\"' if value is string else value | tojson }}"
+    "{% endfor %}{{ '}}' }}{% endfor %}{{ '][/AVAILABLE_TOOLS]' }}{% endif %}{{ '[INST] ' ~ m.content ~ '[/INST]' }}"
+    "{% elif m.tool_calls %}{% generation %}{{ '[TOOL_CALLS] [' }}{% for call in m.tool_calls %}"
+    "{{ '' if loop.first else ', ' }}{{ (call.function | tojson)[:-1] ~ ', \"id\": \"' ~ call.id ~ '\"}' }}{% endfor %}"
+    "{{ ']' ~ eos_token }}{% endgeneration %}"
+    "{% elif m.role == 'assistant' %}{{ ' ' }}{% generation %}{{ m.content | trim ~ eos_token }}{% endgeneration %}"
+    '{% else %}{{ \'[TOOL_RESULTS] {"content": \' ~ m.content ~ \', "call_id": "\' ~ m.tool_call_id }}'
+    "{{ '\"}[/TOOL_RESULTS]' }}{% endif %}{% endfor %}"
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | words,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=2),
+    max_leaves=4,
+)
+ids = st.text("abcdefXYZ019", min_size=9, max_size=9)
+
+
+@st.composite
+def talks_with_tools(draw) -> Conversation:
+    """Rounds of a question, calls with their answers, and a text; definitions with fields of every kind."""
+    fields = st.fixed_dictionaries({"name": words}, optional={"description": words, "parameters": json_values})
+    fields |= st.dictionaries(st.sampled_from(["name", "return", "strict", "é"]), json_values, min_size=1)
+    tools = draw(st.none() | st.lists(fields, min_size=1, max_size=3))
+    turns: list[Turn] = []
+    for number in range(draw(st.integers(1, 3))):
+        turns.append(Turn(role="user", parts=(f"{draw(words)} {number}",)))  # never the same question twice
+        for _ in range(draw(st.integers(0, 2))):
+            calls = tuple(
+                {
+                    "type": "function",
+                    "function": {"name": "add", "arguments": draw(st.dictionaries(words, json_values, max_size=2))},
+                    "id": draw(ids),
+                }
+                for _ in range(draw(st.integers(1, 2)))
+            )
+            turns.append(Turn(role="assistant", parts=(), tool_calls=calls))
+            turns += [Turn(role="tool", parts=(draw(words),), tool_call_id=call["id"]) for call in calls]
+        turns.append(Turn(role="assistant", parts=(draw(words),)))
+    wrapped = None if tools is None else tuple({"type": "function", "function": tool} for tool in tools)
+    return Conversation(key="t", turns=tuple(turns), tools=wrapped)
+
+
+@settings(max_examples=150, deadline=None)
+@given(conversation=talks_with_tools())
+def test_tools_of_mistral_are_defined_called_and_answered_as_its_own_template_writes_them(tokenizers, conversation):
+    tokenizer = tokenizers["mistral"]
+    ids, weights = encoder("mistral", tokenizer).measure(conversation).expand()
+    expected = tokenizer.apply_chat_template(
+        conversation.to_messages(),
+        tools=conversation.tools,
+        chat_template=MISTRAL_TOOLS,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    assert ids.tolist() == expected["input_ids"]
+    assert weights.tolist() == expected["assistant_masks"]
+
+
+def calling(*, call_id="abcdefghi", answered="abcdefghi", text=(), question=True, system=None) -> Conversation:
+    turns = [Turn(role="system", parts=(system,))] if system else []
+    turns += [Turn(role="user", parts=("1+1?",))] if question else []
+    call = CALL if call_id is None else {**CALL, "id": call_id}
+    turns += [
+        Turn(role="assistant", parts=text, tool_calls=(call,)),
+        Turn(role="tool", parts=("2",), tool_call_id=answered),
+        Turn(role="assistant", parts=("It is 2.",)),
+    ]
+    return Conversation(key="t", turns=tuple(turns), tools=TOOLS)
+
+
+def test_tools_of_mistral_read_as_published(tokenizers):
+    assert marked(template("mistral", tokenizers).render(calling(system="Be brief."))) == (
+        '<s>[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
+        "[/AVAILABLE_TOOLS][INST] Be brief.\n\n1+1?[/INST]"
+        '«[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "abcdefghi"}]</s>»'
+        '[TOOL_RESULTS] {"content": 2, "call_id": "abcdefghi"}[/TOOL_RESULTS] «It is 2.</s>»'
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"call_id": None}, "ids of tool calls, of 9 characters"),
+        ({"call_id": "call_1"}, "ids of tool calls, of 9 characters"),
+        ({"answered": None}, "ids of tool calls, of 9 characters"),
+        ({"answered": "abcdefghij"}, "ids of tool calls, of 9 characters"),
+        ({"text": ("Let me see.",)}, "no place for a text beside tool calls"),
+        ({"question": False}, "before the last question, and there is none"),
+    ],
+)
+def test_what_mistrals_format_cannot_write_is_refused_and_never_left_out(tokenizers, changed, why):
+    with pytest.raises(SampleRejected, match=why):
+        template("mistral", tokenizers).render(calling(**changed))
+
+
+def test_tools_are_refused_where_the_tokenizer_lacks_their_tokens_and_other_conversations_are_not():
+    tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
+    others = ["[INST]", "[/INST]", "[TOOL_CALLS]"]
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>", "additional_special_tokens": others})
+    made = ChatTemplate(tokenizer, source=template_source("mistral", tokenizer, {}))
+    with pytest.raises(SampleRejected, match=r"no token \[AVAILABLE_TOOLS\]"):
+        made.render(calling())
+    assert marked(made.render(talk("Hi", "Yes"))) == "<s>[INST] Hi[/INST] «Yes</s>»"
+
+
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"qwen", "mistral"}))
 def test_a_format_without_tools_refuses_a_conversation_with_them_instead_of_leaving_them_out(tokenizers, name):
     with pytest.raises(SampleRejected, match=f"{name} defines no tool"):
         template(name, tokenizers).render(with_tools())

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from energon_packing.chat.prompt import MediaText, PromptFormat, compile_prompt
+from energon_packing.chat.prompt import MediaText, PromptFormat
 from energon_packing.chat.prompt_files import template_source
+from energon_packing.chat.prompt_jinja import compile_prompt
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn

@@ -41,6 +41,7 @@ def run(
     windows: Sequence[int] = DEFAULT_WINDOWS,
     samples: int = 100_000,
     image_limit: int | None = None,
+    multiple: int = 1,
     repeat: int = 1,
     with_peers: bool = True,
     peers_python: Path | None = None,
@@ -57,6 +58,8 @@ def run(
         windows: sizes for the policy ``window``.
         samples: at most so many of each list.
         image_limit: images of a pack, as a second constraint (peers, which know none, are left out then).
+        multiple: lengths are rounded up to it, as alignment for context and sequence parallelism does; the bound is
+            that of the rounded lengths.
         repeat: time is the best of this many runs.
         with_peers: also run packers of others.
         peers_python: interpreter that has their packages; None is this one.
@@ -69,7 +72,7 @@ def run(
         peer that fails has ``error`` in place of figures.
     """
     for found in load_lists(source, names, samples, seed):
-        given = found.fitting(samples, image_limit)
+        given = found.aligned(multiple).fitting(samples, image_limit)
         constraints = {} if image_limit is None else {"images": (given.images, image_limit)}
         bound = lower_bound(given.lengths, given.capacity, Constraints.from_pairs(constraints, given.lengths.size))
         for policy in chosen or policies():
@@ -186,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", action="append", type=int, dest="windows", help="a size for the window policy")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--image-limit", type=int, help="images of a pack, as a second constraint, on every list")
+    parser.add_argument("--multiple", type=int, default=1, help="lengths are rounded up to this multiple")
     parser.add_argument("--repeat", type=int, default=1, help="time is the best of so many runs")
     parser.add_argument("--no-peers", action="store_true", help="leave packers of other packages out")
     parser.add_argument(
@@ -216,6 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 windows=given.windows or DEFAULT_WINDOWS,
                 samples=given.samples,
                 image_limit=given.image_limit,
+                multiple=given.multiple,
                 repeat=given.repeat,
                 with_peers=not given.no_peers,
                 peers_python=python,
@@ -224,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=given.seed,
             )
         ]
-        if given.image_limit is None and given.chosen is None:
+        if given.image_limit is None and given.chosen is None and given.multiple == 1:
             results.append(run_two_limits(given.lists, names=given.names, samples=given.samples, seed=given.seed))
         for result in results:
             for row in result:

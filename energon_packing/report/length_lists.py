@@ -13,7 +13,7 @@ a length by straight lines between the logarithms of the class's quantiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +76,16 @@ class LengthList:
         if image_limit is not None:
             fits &= images <= image_limit
         return LengthList(name=self.name, lengths=lengths[fits], images=images[fits], capacity=self.capacity)
+
+    def aligned(self, multiple: int) -> LengthList:
+        """The list with each length rounded up to a multiple, as a sample occupies it in a row.
+
+        Raises:
+            UserError: the capacity is no multiple of it.
+        """
+        if multiple < 1 or self.capacity % multiple:
+            raise UserError(f"the capacity {self.capacity} of list {self.name} is no multiple of {multiple}")
+        return replace(self, lengths=-(-self.lengths // multiple) * multiple)
 
 
 def synthetic_list(name: str, samples: int = 100_000, seed: int = 0) -> LengthList:

@@ -175,3 +175,14 @@ def test_unusable_input_is_one_sentence_and_exit_code_two(tmp_path: Path, capsys
     assert "bad.npz is no length list" in capsys.readouterr().err
     with pytest.raises(UserError, match="no synthetic list named 'z'"):
         synthetic_list("z")
+
+
+def test_lengths_are_aligned_before_they_are_packed(lists: Path) -> None:
+    (plain,) = run(lists, chosen=["best_fit"], with_peers=False)
+    (aligned,) = run(lists, chosen=["best_fit"], multiple=256, with_peers=False)
+    given = synthetic_list("d8", 400)
+    units = -(-given.lengths[given.lengths <= given.capacity] // 256)
+    assert aligned["packs"] * given.capacity >= int(units.sum()) * 256
+    assert aligned["bound"] > plain["bound"]
+    with pytest.raises(UserError, match="no multiple of 60"):
+        list(run(lists, chosen=["best_fit"], multiple=60, with_peers=False))

@@ -20,6 +20,7 @@ Examples:
   energon-packing bench loader --conversations 200 --no-peer --json
   energon-packing bench encoders --family qwen2_5_vl --family internvl
   energon-packing bench exactness --family qwen3_vl --sizes 500 --videos 50
+  energon-packing bench train --micro-batch 4 --passes 3
 """
 
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON line a result instead of a table.")
@@ -37,7 +38,7 @@ _SAMPLES = click.option(
 
 @click.group(epilog=_EXAMPLES)
 def bench() -> None:
-    """Measure packing, balance, THD assembly, encoders and the loader on this machine."""
+    """Measure packing, balance, THD assembly, encoders, the loader and training on this machine."""
 
 
 @bench.command()
@@ -231,6 +232,50 @@ def exactness(
 
     _show(rows(), bench_exactness.COLUMNS, as_json)
     context.exit(1 if wrong else 0)
+
+
+@bench.command()
+@click.option("--conversations", default=60, show_default=True, type=click.IntRange(min=1))
+@click.option("--family", default="qwen3_vl", show_default=True, type=click.Choice(["qwen2_5_vl", "qwen3_vl"]))
+@click.option("--seq-length", default=4096, show_default=True, type=click.IntRange(min=1))
+@click.option("--micro-batch", "sizes", multiple=True, type=click.IntRange(min=2), help="Samples; may be repeated.")
+@click.option("--passes", default=2, show_default=True, type=click.IntRange(min=1), help="Figures are medians.")
+@_SEED
+@_JSON
+@click.pass_context
+def train(
+    context: click.Context,
+    conversations: int,
+    family: str,
+    seq_length: int,
+    sizes: tuple[int, ...],
+    passes: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Speed and memory of a tiny model on packs, padded rows and Bridge's in-batch packing; exit code 1 if they differ
+    in what they train."""
+    from energon_packing.report import bench_train
+
+    chosen = bench_train.TrainBench(
+        conversations=conversations,
+        family=family,
+        seq_length=seq_length,
+        micro_batches=sizes or bench_train.TrainBench().micro_batches,
+        passes=passes,
+        seed=seed,
+    )
+    same = True
+
+    def rows() -> Iterable[dict[str, Any]]:
+        nonlocal same
+        for row in bench_train.run(chosen, Path(work)):
+            same = same and row.get("same_loss", True) and row.get("same_samples", True)
+            yield row
+
+    with tempfile.TemporaryDirectory(prefix="bench-train-") as work:
+        _show(rows(), None, as_json)
+    context.exit(0 if same else 1)
 
 
 def _show(results: Iterable[dict[str, Any]], columns: Sequence[str] | None, as_json: bool) -> None:

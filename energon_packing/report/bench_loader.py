@@ -168,8 +168,14 @@ def run_memory(bench: LoaderBench, work: Path, windows: tuple[int, int] = (16, 1
     yield window_memory.compare(*measured) | {"windows": list(windows), "limit": MEMORY_LIMIT}
 
 
-def start(job: LoaderJob, log: Path, *, module: str = "loader_run") -> dict[str, Any]:
+def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None = None) -> dict[str, Any]:
     """Runs a module of this package for a job in a fresh process, whose output goes to `log`.
+
+    Args:
+        job: a dataclass that the module reads as JSON.
+        log: of the process; its result is written beside it.
+        module: of `energon_packing.report`.
+        name: of the job, for the message; None takes that of a `LoaderJob`.
 
     Raises:
         PackingError: the process failed.
@@ -186,7 +192,9 @@ def start(job: LoaderJob, log: Path, *, module: str = "loader_run") -> dict[str,
         )
     if done.returncode or not out.is_file():
         end = " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
-        raise PackingError(f"the measured process of {path_name(job)} ended with {done.returncode}: {end} (see {log})")
+        raise PackingError(
+            f"the measured process of {name or path_name(job)} ended with {done.returncode}: {end} (see {log})"
+        )
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return result
 

@@ -235,12 +235,14 @@ class PackingConfig:
     micro-step has media on all ranks and collectives inside a vision tower cannot hang. Packs keep room for it."""
     drop_budget: float = 0.1
     """Share of samples that may be dropped before the run stops; 1.0 never stops."""
+    max_drops_without_pack: int = 20_000
+    """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None
     """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:
-        sizes = {"seq_length": self.seq_length, "window": self.window, "balance_window": self.balance_window}
-        _at_least("packing", sizes, 1)
+        names = ("seq_length", "window", "balance_window", "max_drops_without_pack")
+        _at_least("packing", {name: getattr(self, name) for name in names}, 1)
         limits = {name: getattr(self, name) for name in PACK_LIMITS}
         _at_least("packing", limits, 1)
         if self.max_cost_per_pack is not None and not math.isfinite(self.max_cost_per_pack):

@@ -11,7 +11,9 @@ each worker also appends to a file of its own there, one JSON object a line::
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
-consecutive failures only, so that a data set of which every second sample is broken passes it for ever.
+consecutive failures only, so that a data set of which every second sample is broken passes it for ever. Where the
+budget allows everything, a second guard stops a run that never makes a pack: an endless loader would drop its data
+again and again, in silence, since what was dropped waits for the next pack.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from energon_packing.errors import UserError
 
 BUDGET_STARTS_AT = 200
 """Samples seen before the budget is looked at: below this a few bad ones in a row say nothing."""
+MAX_DROPS_WITHOUT_PACK = 20_000
+"""Samples dropped since the last pack after which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,10 @@ class DropBudgetExceeded(UserError):
     """More samples were dropped than the run allows."""
 
 
+class NothingToPack(DropBudgetExceeded):
+    """So many samples in a row were dropped that no pack will come."""
+
+
 class Ledger:
     """Accounts for the samples of one worker.
 
@@ -64,10 +72,14 @@ class Ledger:
         directory: where the worker's file is written; None writes none.
         budget: share of samples that may be dropped, 0 to 1.
         name: of the worker's file, without suffix; unique among the workers of a run.
+        most_pending: entries that wait for the next pack before the run is given up; bounds the ledger's memory.
     """
 
-    def __init__(self, directory: str | None, *, budget: float, name: str) -> None:
+    def __init__(
+        self, directory: str | None, *, budget: float, name: str, most_pending: int = MAX_DROPS_WITHOUT_PACK
+    ) -> None:
         self.budget = budget
+        self.most_pending = most_pending
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
@@ -88,6 +100,7 @@ class Ledger:
 
         Raises:
             DropBudgetExceeded: more than ``budget`` of at least `BUDGET_STARTS_AT` samples were dropped.
+            NothingToPack: ``most_pending`` samples were dropped without a pack between them.
         """
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
@@ -100,6 +113,15 @@ class Ledger:
                 f"{self.dropped} of {seen} samples were dropped ({common}), more than "
                 f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. "
                 "Mend the data, or raise the budget."
+            )
+        if len(self._pending) >= self.most_pending:
+            waiting = Counter(entry.reason for entry in self._pending)
+            (common, count) = waiting.most_common(1)[0]
+            last = next(entry for entry in reversed(self._pending) if entry.reason == common)
+            raise NothingToPack(
+                f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
+                f"{common} (the last one is {last.key}: {last.detail}). Mend the data or the limits, or raise "
+                f"packing.max_drops_without_pack={self.most_pending}."
             )
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:

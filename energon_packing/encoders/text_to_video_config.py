@@ -103,12 +103,14 @@ class TextToVideoPackingConfig:
     """A clip longer than a row is dropped into the ledger, or stops the run."""
     drop_budget: float = 0.1
     """Share of samples that may be dropped before the run stops; 1.0 never stops."""
+    max_drops_without_pack: int = 20_000
+    """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None
     """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:
         names = ("seq_length", "max_text_tokens_per_pack", "window", "max_segments_per_pack", "max_cost_per_pack")
-        for name in (*names, "balance_window"):
+        for name in (*names, "balance_window", "max_drops_without_pack"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < math.inf:
                 raise ConfigError(f"packing.{name} is {value}; it must be at least 1.")

@@ -32,7 +32,7 @@ from energon_packing.energon.samples import (
     read_medium,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.ledger import MAX_DROPS_WITHOUT_PACK, DroppedSample, Ledger
 from energon_packing.packed_batch import IGNORE_INDEX
 from energon_packing.packed_rows import join_visual_inputs
 
@@ -76,6 +76,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         pad_to_max_length: every row is ``max_length`` long.
         ledger: directory of the ledger files; None keeps the ledger in the batches only.
         drop_budget: share of samples that may be dropped before the run stops.
+        max_drops_without_pack: samples that may be dropped without a micro-batch between them before the run stops.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are asked before our own.
 
@@ -96,6 +97,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         pad_to_max_length: bool = False,
         ledger: str | None = None,
         drop_budget: float = 0.1,
+        max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK,
         processor: Any = None,
         cookers: Sequence[Cooker[Any]] = (),
     ) -> None:
@@ -110,7 +112,9 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self.multiple = multiple
         self.pad_to_max_length = pad_to_max_length
         self.cookers = (*cookers, RECORD_COOKER)
-        self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget)
+        if max_drops_without_pack < 1:
+            raise ConfigError(f"max_drops_without_pack is {max_drops_without_pack}; it must be at least 1.")
+        self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack)
         self._ledger: Ledger | None = None
 
     @stateless

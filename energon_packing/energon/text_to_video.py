@@ -307,7 +307,12 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def _ledger(self, worker_config: WorkerConfig) -> Ledger:
         name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
-        return Ledger(self.packing.ledger, budget=self.packing.drop_budget, name=name)
+        return Ledger(
+            self.packing.ledger,
+            budget=self.packing.drop_budget,
+            name=name,
+            most_pending=self.packing.max_drops_without_pack,
+        )
 
     def _select(self, samples: Sequence[MeasuredClipSample], ended: bool) -> list[int]:
         measured = [sample.measured for sample in samples if sample.measured is not None]

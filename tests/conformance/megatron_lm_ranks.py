@@ -41,6 +41,29 @@ COMMON = shlex.split(
 )
 """Arguments of every case: a tiny model in fp32, without fused kernels."""
 
+EXISTING_SCRIPT = """
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+
+
+def forward_step(data_iterator, model, return_schedule_plan=False):
+    raise AssertionError("the script's own forward step")
+
+
+def train_valid_test_datasets_provider(samples, vp_stage=None):
+    raise AssertionError("the script's own data")
+
+
+if __name__ == "__main__":
+    train_valid_test_datasets_provider.is_distributed = True
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+"""
+"""What a user has: a script with a forward step and data of its own."""
+
 
 @dataclass
 class Case:

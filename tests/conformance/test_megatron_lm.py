@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 if importlib.util.find_spec("megatron.training") is None or importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("megatron.training or the CPU stand-ins' Megatron-Bridge is not installed", allow_module_level=True)
 
-from megatron_lm_ranks import Case, result_of, run_cases
+from megatron_lm_ranks import EXISTING_SCRIPT, Case, result_of, run_cases
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
@@ -36,29 +36,6 @@ FOUR = {  # of GPT, four processes
 }
 SAVED_AT, KILLED_AFTER = 2, 3
 
-# What a user has: a script with data functions of its own.
-EXISTING = """
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-
-
-def forward_step(data_iterator, model, return_schedule_plan=False):
-    raise AssertionError("the script's own forward step")
-
-
-def train_valid_test_datasets_provider(samples, vp_stage=None):
-    raise AssertionError("the script's own data")
-
-
-if __name__ == "__main__":
-    train_valid_test_datasets_provider.is_distributed = True
-    args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
-"""
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -75,7 +52,7 @@ def folder(tmp_path_factory):
             f"encoder: {{processor: {processor}}}\npacking: {{window: 16, drop_budget: 1.0}}\n"
         )
     script = root / "pretrain_gpt.py"
-    script.write_text(EXISTING)
+    script.write_text(EXISTING_SCRIPT)
     (sed,) = re.findall(r"^sed .*$", PAGE.read_text(), flags=re.MULTILINE)
     subprocess.run(["bash", "-c", sed], cwd=root, check=True)
     scripts = {"gpt": str(script), "llava": str(Path(__file__).with_name("megatron_lm_llava.py"))}

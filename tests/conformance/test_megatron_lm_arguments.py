@@ -135,14 +135,14 @@ def test_a_configuration_is_asked_for(arguments):
 
 
 def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(tmp_path):
-    (text,) = re.findall(r"```text\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (text,) = re.findall(r"<<'ARGUMENTS'\n(.*?)ARGUMENTS", PAGE.read_text(), flags=re.DOTALL)
     file = tmp_path / "arguments.txt"
     file.write_text(text)
-    good = CliRunner().invoke(cli, ["validate", str(file), "--world-size", "8"])
+    good = CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4"])
     assert good.exit_code == 0, good.output
     assert "4 tokens" in good.output  # TP 2 with sequence parallelism and CP 2
     file.write_text(text.replace("--calculate-per-token-loss", ""))
-    assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "8"]).exit_code == 1
+    assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4"]).exit_code == 1
 
 
 def state_of(path: Path, value: object) -> Path:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
-import io
-import itertools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -17,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from energon_packing.config import RunConfig, load_config
-from energon_packing.errors import UserError
+from energon_packing.config import load_config
 
 _EXAMPLES = """
 Examples:
@@ -75,127 +69,28 @@ def parity(
 
     Then change one segment of each pack and see that no other one notices.
     """
+    from energon_packing.report.parity_run import compare_run
+
     config = load_config(config_path, overrides)
     if cp_size is not None:
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, context_parallel=cp_size))
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
-    outcome = _compare(config, model, packs, attention, device, tolerance, bridge and not break_, break_)
+    outcome = compare_run(
+        config,
+        model=model,
+        packs=packs,
+        attention=attention,
+        device=device,
+        tolerance=tolerance,
+        bridge=bridge and not break_,
+        break_=break_,
+    )
     if as_json:
         click.echo(json.dumps(outcome, indent=2))
     else:
         _print(outcome)
     if outcome["failures"]:
         ctx.exit(1)
-
-
-def _compare(
-    config: RunConfig,
-    model: str | None,
-    packs: int,
-    attention: Any,
-    device: str,
-    tolerance: float | None,
-    bridge: bool,
-    break_: Any,
-) -> dict[str, Any]:
-    import torch
-
-    from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.report.parity import TOLERANCE, compare_pack
-    from energon_packing.report.parity_models import load_subject
-
-    if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise UserError(f"There is no device {device!r} here; use --device cpu.")
-    limit = TOLERANCE if tolerance is None else tolerance
-    cp_size = config.parallel.context_parallel
-    encoder = ConversationEncoder(config.encoder)
-    subject = load_subject(
-        encoder, model=model, seq_length=config.packing.seq_length, attention=attention, device=device
-    )
-    config = _with_positions_of(config, subject)
-    batches = _packs(config, packs)
-    results = [
-        compare_pack(subject, batch, number=number, cp_size=cp_size, break_=break_)
-        for number, batch in enumerate(batches)
-    ]
-    failures = [sentence for result in results for sentence in result.failures(limit)]
-    bridged: list[dict[str, Any]] = []
-    if bridge and importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.bridge"):
-        bridged = _on_bridge(encoder, batches)
-        failures += [f"Bridge, pack {entry['pack']}: {sentence}" for entry in bridged for sentence in entry["failures"]]
-    kind = type(subject.model).__name__
-    return {
-        "model": f"{kind} {model}" if model else f"{kind}, tiny and random",
-        "attention": f"{attention}, {subject.model.config.get_text_config()._attn_implementation}",
-        "context_parallel": cp_size,
-        "multiple": config.parallel.multiple,
-        "broken": break_,
-        "tolerance": limit,
-        "segments": [dataclasses.asdict(segment) for result in results for segment in result.segments],
-        "perturbations": [dataclasses.asdict(result.perturbation) for result in results],
-        "boundaries_ignored": [result.boundaries_ignored for result in results],
-        "bridge": bridged,
-        "failures": failures,
-    }
-
-
-def _with_positions_of(config: RunConfig, subject: Any) -> RunConfig:
-    """The configuration with the positions that the model takes, so that the pack's own positions are compared."""
-    changes: dict[str, Any] = {"position_ids": "mrope" if subject.mrope else "1d"}
-    vision = getattr(subject.model.config, "vision_config", None)
-    if a_second := getattr(vision, "tokens_per_second", None):
-        changes["tokens_per_second"] = int(a_second)
-    return dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, **changes))
-
-
-def _packs(config: RunConfig, count: int) -> list[Any]:
-    from energon_packing.energon.loader import build_loader
-
-    batches = [pack.batch for pack in itertools.islice(build_loader(config), count)]
-    if not batches:
-        raise UserError(f"The data set {config.data.path} gives no pack; `energon-packing stats` says why.")
-    return batches
-
-
-def _on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    """The same packs on a tiny Bridge model, which makes three-axis positions itself."""
-    import torch
-
-    from energon_packing.bridge import cpu_stand_ins, parity, tiny_models, training_run
-    from energon_packing.report.parity_models import special_tokens, tiny_family
-    from energon_packing.thd import unpack
-
-    family = tiny_family(encoder)
-    if family is None:
-        return []
-    found = []
-    with contextlib.redirect_stdout(io.StringIO()), cpu_stand_ins.quiet(), training_run.process_groups():
-        model = training_run.build_model(
-            tiny_models.provider(
-                family,
-                vocab_size=max(encoder.tokenizer.get_vocab().values()) + 1,
-                tokens=special_tokens(encoder),
-                seq_length=max(batch.total_tokens for batch in batches),
-            )
-        )
-        for number, batch in enumerate(batches):
-            starts = torch.repeat_interleave(batch.boundaries[:-1].long(), batch.boundaries.diff().long())
-            counted = torch.arange(batch.total_tokens) - starts
-            batch = dataclasses.replace(batch, position_ids=counted[None])
-            result = parity.compare(model, batch.to_bridge(), parity.row_batches(unpack(batch)))
-            found.append(
-                {
-                    "pack": number,
-                    "model": type(model).__name__,
-                    "segments": len(result.segments),
-                    "logits": result.logits,
-                    "loss": result.loss,
-                    "gradient": result.gradient,
-                    "boundaries_ignored": result.control,
-                    "failures": result.failures(),
-                }
-            )
-    return found
 
 
 def _print(outcome: dict[str, Any]) -> None:

@@ -22,7 +22,8 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.cookers import RECORD_COOKER
-from energon_packing.energon.internals import FatalSampleError
+from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
+from energon_packing.energon.internals import FatalSampleError, SavableDataset
 from energon_packing.energon.samples import (
     ConversationSample,
     MeasuredSample,
@@ -195,6 +196,15 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             keys=keys,
             dropped=ledger.take_dropped(),
         )
+
+    def build_batch(self, dataset: SavableDataset[Any], **arguments: Any) -> SavableDataset[Any]:
+        """Energon's, after a look at the limits of a subclass.
+
+        Raises:
+            ConfigError: a function may fail without limit.
+        """
+        refuse_unlimited_failures(self)
+        return super().build_batch(dataset, **arguments)
 
     def _worker_ledger(self) -> Ledger:
         """One a worker: made on first use, when the worker process is known."""

@@ -28,6 +28,7 @@ from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
+from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
     BatchDataset,
     MapDataset,
@@ -317,8 +318,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook in which the packing window takes the place of the batcher.
 
         Raises:
-            ConfigError: a batch size above 1; THD rows reach context-parallel slicing one at a time.
+            ConfigError: a batch size above 1; THD rows reach context-parallel slicing one at a time. Or a function of
+                a subclass that may fail without limit.
         """
+        refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
         loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"

@@ -1,0 +1,44 @@
+"""A limit on failures that is none: what ``failure_tolerance=0`` means in Energon, and its refusal.
+
+Energon counts consecutive exceptions of each function of a task encoder and stops at ``failure_tolerance`` of them. The
+check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0, and None, which becomes 0, switch it
+off. Who writes 0 for "no failure is tolerated" gets a loader that reads a broken data set for ever.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from energon_packing.energon.internals import get_failure_tolerance
+from energon_packing.errors import ConfigError
+
+FUNCTIONS = (
+    "cook_crude_sample",
+    "preencode_sample",
+    "postencode_sample",
+    "select_samples_to_pack",
+    "pack_selected_samples",
+    "batch",
+    "encode_batch",
+)
+"""The functions of a task encoder that Energon counts failures of."""
+
+
+def refuse_unlimited_failures(task_encoder: Any) -> None:
+    """Refuses a task encoder that would go on failing for ever.
+
+    Args:
+        task_encoder: a ``megatron.energon.TaskEncoder``, with limits from ``@stateless(failure_tolerance=N)`` on its
+            functions, or from ``__default_failure_tolerance__``.
+
+    Raises:
+        ConfigError: a limit is 0 or None.
+    """
+    default = task_encoder.__default_failure_tolerance__
+    kind = type(task_encoder).__name__
+    meant = "in Energon that is no limit, so that data which fail everywhere are read for ever; 1 stops at the first"
+    if not default:
+        raise ConfigError(f"{kind}.__default_failure_tolerance__ is {default}: {meant}.")
+    for name in FUNCTIONS:
+        if not get_failure_tolerance(getattr(task_encoder, name), default):
+            raise ConfigError(f"{kind}.{name} has failure_tolerance 0: {meant}.")

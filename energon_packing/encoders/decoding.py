@@ -1,0 +1,105 @@
+"""The media of one measured sample, decoded within the run's limits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.encoders.measured import Measured
+from energon_packing.errors import SampleRejected
+from energon_packing.families.base import MediaPlan
+from energon_packing.media.frame_files import decode_frame_files
+from energon_packing.media.image import decode_image
+from energon_packing.media.video import decode_frames
+
+
+def decode_media(measured: Measured, read: Callable[[str], bytes], config: EncoderConfig) -> list[torch.Tensor]:
+    """Decodes the media of a sample, of videos the planned frames only.
+
+    Args:
+        measured: the sample.
+        read: gives the bytes of a medium by its name.
+        config: its ``decode_seconds``, ``max_decoded_bytes`` and ``max_source_pixels`` hold.
+
+    Returns:
+        uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``.
+
+    Raises:
+        SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
+            ``media_changed`` where a medium is not of the size that was measured.
+    """
+    limit = config.decode_seconds
+    deadline = None if limit is None else time.monotonic() + limit
+    decoded: list[torch.Tensor] = []
+    left = config.max_decoded_bytes
+
+    def fetch(name: str) -> bytes:
+        try:
+            data = read(name)
+        except (KeyError, OSError) as error:
+            raise SampleRejected("missing_media", f"cannot be read: {error}") from error
+        if deadline is not None and time.monotonic() > deadline:
+            raise SampleRejected("decode_timeout", f"not reached within {limit} s")
+        return data
+
+    for media, plan in zip(measured.media, measured.plans, strict=True):
+        try:
+            decoded.append(_decode(media, plan, fetch, config.max_source_pixels, left, deadline))
+        except SampleRejected as error:
+            raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
+        left -= decoded[-1].numel()
+        found = decoded[-1].shape[-1], decoded[-1].shape[-2]
+        if found != (media.width, media.height):
+            raise SampleRejected(
+                "media_changed",
+                f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, measured as {media.width}x{media.height}",
+            )
+    return decoded
+
+
+def decodable(measured: Measured, config: EncoderConfig) -> Measured:
+    """The sample, unless its decoded media would take more than ``config.max_decoded_bytes``.
+
+    Raises:
+        SampleRejected: ``media_too_large``.
+    """
+    size = sum(
+        3 * max(1, len(plan.frame_indices)) * (media.width or 0) * (media.height or 0)
+        for media, plan in zip(measured.media, measured.plans, strict=True)
+    )
+    if size > config.max_decoded_bytes:
+        raise SampleRejected(
+            "media_too_large",
+            f"the decoded media take {size} bytes, over encoder.max_decoded_bytes={config.max_decoded_bytes}",
+        )
+    return measured
+
+
+def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
+    """Refuses pixels that became other grids of patches than were measured.
+
+    Raises:
+        SampleRejected: ``media_changed``.
+    """
+    for kind, name in (("image", "image_grid_thw"), ("video", "video_grid_thw")):
+        planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
+        made = visual[name].tolist() if name in visual else []
+        if planned and name in visual and planned != made:
+            raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
+
+
+def _decode(
+    media: Media, plan: MediaPlan, read: Callable[[str], bytes], pixels: int, left: int, deadline: float | None
+) -> torch.Tensor:
+    """One medium: of a video the planned frames; ``left`` bytes may be taken."""
+    if plan.kind == "image":
+        return decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
+    if media.frame_names:
+        names = [media.frame_names[index] for index in plan.frame_indices]
+        return decode_frame_files(read, names, max_pixels=pixels, max_bytes=left, deadline=deadline)
+    data = read(media.name)
+    return decode_frames(data, plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline)

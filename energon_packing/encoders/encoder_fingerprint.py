@@ -1,0 +1,51 @@
+"""What the rows of an encoder depend on, by name."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from energon_packing.encoders.encoder import ConversationEncoder
+
+# Settings of processors, image processors and video processors that geometry and pixels depend on, in any family.
+LIMITS = (
+    *("size", "crop_size", "do_resize", "do_center_crop", "do_rescale", "do_normalize", "resample"),
+    *("image_mean", "image_std", "rescale_factor", "patch_size", "merge_size", "temporal_patch_size"),
+    *("fps", "num_frames", "min_frames", "max_frames", "min_patches", "max_patches", "image_grid_pinpoints"),
+    *("image_seq_length", "num_image_tokens", "num_additional_image_tokens", "spatial_merge_size", "pooling_ratio"),
+    *("tile_size", "max_num_tiles", "size_divisor", "do_pad"),
+    *("vision_feature_select_strategy", "vision_aspect_ratio"),
+)
+
+
+def encoder_fingerprint(encoder: ConversationEncoder) -> dict[str, str]:
+    """Names and values that tokens, targets and pixels depend on; see `ConversationEncoder.fingerprint`."""
+    backend = hashlib.sha256(encoder.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+    parts = [
+        encoder.processor,
+        *(getattr(encoder.processor, name, None) for name in ("image_processor", "video_processor")),
+    ]
+    limits = repr([_limits(part) for part in parts])
+    return {
+        "tokenizer": backend,
+        "chat_template": hashlib.sha256(encoder.template.source.encode()).hexdigest()[:16],
+        "family": encoder.family.name,
+        "modality": encoder.takes,
+        "train_on": encoder.config.train_on,
+        "thinking": encoder.config.thinking,
+        "extra_fields": ", ".join(encoder.config.extra_fields),
+        "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
+        # Not in the processor: the family hands it to the processor's frame sampling.
+        "video_fps": str(getattr(encoder.family, "video_fps", None)),
+        "video_frames": str(getattr(encoder.family, "video_frames", None)),
+        # A list of frames is thinned out by the configuration alone, not by what a processor samples.
+        "video_frame_limits": f"{encoder.config.video_min_frames} to {encoder.config.video_max_frames}",
+        "position_ids": f"{encoder.config.position_ids}, {encoder.config.tokens_per_second} tokens a second",
+        "limits": repr(encoder.config.limits),
+        "loss_weighting": f"{encoder.config.loss_weighting}, scale {encoder.config.loss_scale}",
+    }
+
+
+def _limits(processor: Any) -> dict[str, str]:
+    return {name: repr(getattr(processor, name)) for name in LIMITS if getattr(processor, name, None) is not None}

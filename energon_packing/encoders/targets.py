@@ -1,0 +1,54 @@
+"""Which tokens of a sample are trained, and whether they are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from energon_packing.chat.template import TrainedSpan
+from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.tokenized import TokenizedText, any_of
+from energon_packing.errors import SampleRejected
+
+
+def trained_tokens(
+    text: TokenizedText, spans: Sequence[TrainedSpan], never: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The tokens that trained spans of a text touch, and their weights.
+
+    Args:
+        text: tokens of the text.
+        spans: of its characters.
+        never: ids of tokens that are not trained wherever they stand.
+
+    Returns:
+        bool ``[L]``, and float32 ``[L]``, 0 where nothing is trained, or None where all weights are 1.
+    """
+    trained = np.zeros(len(text.ids), dtype=bool)
+    weights = None if all(span.weight == 1.0 for span in spans) else np.zeros(len(text.ids), dtype=np.float32)
+    for span in spans:
+        first, last = text.tokens_of(span.start, span.end)
+        trained[first:last] = span.weight > 0
+        if weights is not None:
+            weights[first:last] = span.weight
+    if never:
+        trained[any_of(text.ids, never)] = False
+    if weights is not None:
+        weights[~trained] = 0.0
+    return trained, weights
+
+
+def enough_targets(measured: Measured, ratio: float) -> Measured:
+    """The sample, unless the share of its tokens that are targets is not strictly above ``ratio``.
+
+    Raises:
+        SampleRejected: ``too_few_targets``.
+    """
+    if measured.targets <= ratio * measured.length:
+        raise SampleRejected(
+            "too_few_targets",
+            f"{measured.targets} of {measured.length} tokens are targets, not more than a share of {ratio:.6g} "
+            "(encoder.limits.min_active_ratio)",
+        )
+    return measured

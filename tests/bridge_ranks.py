@@ -14,6 +14,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -282,10 +284,18 @@ def fork_ranks(run: dict[str, Any], folder: Path, data: str) -> None:
     signal.alarm(0)
 
 
+def end_with(parent: int) -> None:
+    """Ends this program and all that it forked when the tests are gone; they were then killed before they could."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(file: str, folder: str) -> None:
     """Imports what the ranks need, then runs them."""
     from energon_packing.bridge import cpu_stand_ins
 
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     cpu_stand_ins.install()
     import megatron.bridge.training.gpt_step  # noqa: F401
     import transformers  # noqa: F401

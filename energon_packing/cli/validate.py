@@ -112,14 +112,17 @@ def validate(
         source.measure(measure)
     view = source.view()
     judgements = judge(view)
+    picture = resolved_picture(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
+    console = Console()
+    if not as_json:  # before Bridge is asked: that takes ten seconds, and this is known now
+        _print_rules(console, source, mend, judgements, picture)
     verdict = source.verdict() if bridge else None
     valid = not any(judgement.outcome == "error" for judgement in judgements)
     valid = valid and (verdict is None or verdict.accepted is not False)
-    picture = resolved_picture(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
     if as_json:
         click.echo(json.dumps(_as_json(source, mend, valid, judgements, verdict, picture), indent=2))
     else:
-        _print(Console(), source, mend, valid, judgements, verdict, picture)
+        _print_end(console, valid, judgements, verdict)
     ctx.exit(0 if valid else 1)
 
 
@@ -159,14 +162,8 @@ def _as_json(
     }
 
 
-def _print(
-    console: Console,
-    source: RunSource,
-    mend: Mend | None,
-    valid: bool,
-    judgements: list[Judgement],
-    verdict: BridgeVerdict | None,
-    picture: dict[str, Any],
+def _print_rules(
+    console: Console, source: RunSource, mend: Mend | None, judgements: list[Judgement], picture: dict[str, Any]
 ) -> None:
     if mend is not None:
         console.print(escape(mend.difference) or "nothing to change", highlight=False)
@@ -185,6 +182,9 @@ def _print(
         grid.add_row(name, escape(value))
     console.print(grid)
     console.print()
+
+
+def _print_end(console: Console, valid: bool, judgements: list[Judgement], verdict: BridgeVerdict | None) -> None:
     console.print(escape(_bridge_sentence(verdict)), soft_wrap=True)
     errors = sum(judgement.outcome == "error" for judgement in judgements)
     end = "valid" if valid else f"not valid: {errors} rule{'' if errors == 1 else 's'} violated"

@@ -263,3 +263,17 @@ def test_a_file_that_cannot_be_used_exits_with_2_and_one_sentence(
     code, answer = run_json(str(path), "--no-bridge")
     assert code == 2
     assert words[0] in answer["error"]
+
+
+def test_the_rules_are_shown_before_bridge_is_asked(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes ten seconds; who breaks off then has seen what is wrong."""
+
+    def breaks_off(_source: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("energon_packing.bridge.run_source.YamlRun.verdict", breaks_off)
+    result = run(str(good), *sets(["training.calculate_per_token_loss=false"]))
+    assert result.exit_code != 0
+    assert "bridge-09-per-token-loss" in result.stdout
+    assert "global batch" in result.stdout
+    assert "validate()" not in result.stdout

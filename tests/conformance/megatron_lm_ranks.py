@@ -311,9 +311,20 @@ def run_cases(cases: list[Case], folder: Path) -> None:
     package = Path(energon_packing.__file__).resolve().parents[1]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"the ranks did not start: {ended.stderr[-3000:]}")
+    errors = folder / "errors.txt"
+    with errors.open("w") as out:
+        # A session of its own: writers of checkpoints outlive the ranks that are killed.
+        program = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=out, start_new_session=True
+        )
+        try:
+            program.wait(1200)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+    if program.returncode:
+        raise RuntimeError(f"the ranks did not start: {errors.read_text()[-3000:]}")
 
 
 def result_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:

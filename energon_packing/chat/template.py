@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from energon_packing.chat.sandbox import render_template
 from energon_packing.chat.thinking import mask_thinking, strip_thinking
 from energon_packing.config import Thinking, TrainOn
 from energon_packing.conversation import Conversation, MediaKind
@@ -25,8 +26,7 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainedSpan:
+class TrainedSpan(NamedTuple):
     """Characters ``[start, end)`` of a rendered text whose tokens are trained with ``weight``."""
 
     start: int
@@ -175,16 +175,10 @@ class ChatTemplate:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, track: bool, prompt: bool = False
     ) -> tuple[str, list[TrainedSpan]]:
         import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.source,
-                return_assistant_tokens_mask=track,
-                add_generation_prompt=prompt,
-                **self._special,
+            text, spans = render_template(
+                self.source, messages, tools, special=self._special, track=track, prompt=prompt
             )
         except jinja2.exceptions.TemplateSyntaxError as error:
             raise ConfigError(
@@ -195,7 +189,7 @@ class ChatTemplate:
             # that the sandbox refuses) is about this conversation and that template, not about us.
             reason = str(error) or type(error).__name__
             raise SampleRejected("template_error", f"the chat template refuses the conversation: {reason}") from error
-        return rendered[0], [TrainedSpan(start=s, end=e) for s, e in spans[0]] if track else []
+        return text, [TrainedSpan(start, end) for start, end in spans]
 
     def _assistant_spans(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None

@@ -61,9 +61,9 @@ def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
             if tag.group() == OPEN:
                 opened = tag.start() if opened is None else opened
                 continue
-            result.append(dataclasses.replace(span, start=cursor, end=cursor if opened is None else opened))
+            result.append(span._replace(start=cursor, end=cursor if opened is None else opened))
             cursor, opened = tag.end(), None
         if opened is not None:
             raise SampleRejected("unclosed_thinking", f"an assistant turn opens {OPEN} and never closes it")
-        result.append(dataclasses.replace(span, start=cursor))
+        result.append(span._replace(start=cursor))
     return result

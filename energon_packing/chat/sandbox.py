@@ -1,0 +1,68 @@
+"""A Jinja chat template in the sandbox of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def render_template(
+    source: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    *,
+    special: Mapping[str, Any],
+    track: bool,
+    prompt: bool,
+) -> tuple[str, Sequence[tuple[int, int]]]:
+    """Renders one conversation as ``apply_chat_template`` does.
+
+    The compiled template is rendered by the functions that ``render_jinja_template`` calls, where transformers has them
+    under the names of 5.12: its wrapper searches the template's text again for every conversation, which takes a tenth
+    of the time. Compiler, sandbox and tracker are the same objects either way.
+
+    Args:
+        source: the Jinja text.
+        messages: of the conversation.
+        tools: JSON schemas.
+        special: special tokens by name.
+        track: whether the spans are wanted.
+        prompt: whether the text that asks for an answer is added.
+
+    Returns:
+        The text, and the characters ``[start, end)`` of what it marks as generated; none where ``track`` is False.
+    """
+    from transformers.utils import chat_template_utils
+
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)
+    if compiled is None or tracked is None:
+        return render_through_wrapper(source, messages, tools, special=special, track=track, prompt=prompt)
+    if track:
+        text, spans = tracked(compiled(source), messages, tools, None, prompt, **special)
+        return text, spans
+    values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+    return compiled(source).render(**values, **special), ()
+
+
+def render_through_wrapper(
+    source: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    *,
+    special: Mapping[str, Any],
+    track: bool,
+    prompt: bool,
+) -> tuple[str, Sequence[tuple[int, int]]]:
+    """`render_template` by the public function alone."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, spans = render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=source,
+        return_assistant_tokens_mask=track,
+        add_generation_prompt=prompt,
+        **special,
+    )
+    return rendered[0], spans[0] if track else ()

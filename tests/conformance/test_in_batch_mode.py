@@ -196,6 +196,24 @@ def test_the_iterator_hands_out_the_samples_of_the_loader_in_order_in_every_mode
                 assert batch["attention_mask"][at].sum() == length
 
 
+def test_a_later_pipeline_stage_gets_the_same_rows_without_pixels(dataset):
+    """One rank of a replica reads; what it sends on has no pixels, and Bridge needs the grids all the same."""
+    from energon_packing.bridge.in_batch import form_of
+    from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
+
+    made = dataset("qwen3_vl", mode="in_batch", micro_batch_size=4)
+    (rows, *_) = [rows for rows in samples_of(made, 5) if any("visual_inputs" in row for row in rows)]
+    sent, form = thd.assemble(rows), form_of(made, 8)
+    first, later = form(sent), form(pack_from_bytes(pack_to_bytes(sent, pixels=False)))
+    for name in ("input_ids", "labels", "cu_seqlens_q", "cu_seqlens_q_padded"):
+        assert torch.equal(first[name], later[name]), name
+    for name, value in vars(first["visual_inputs"]).items():
+        if name.startswith("pixel"):
+            assert vars(later["visual_inputs"])[name] is None
+        else:
+            equal(name, vars(later["visual_inputs"])[name], value)
+
+
 def losses(config, step):
     with training_run.process_groups():
         return training_run.run(config, forward_step=step)

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from energon_packing.cli.preview_clips import preview_clips
 from energon_packing.config import RunConfig, load_config
 
 _EXAMPLES = """
@@ -22,6 +23,7 @@ Examples:
   energon-packing preview data --config run.yaml
   energon-packing preview data --set encoder.processor=path/or/name --packs 3
   energon-packing preview data --config run.yaml --set parallel.context_parallel=2 --json
+  energon-packing preview data/clips --format text-to-video --config wan.yaml
 
 Trained text is green; a run of media tokens is written as token*count.
 """
@@ -31,15 +33,32 @@ Trained text is green; a run of media tokens is written as token*count.
 @click.argument("dataset", type=click.Path())
 @click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration.")
 @click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
+@click.option(
+    "--format",
+    "kind",
+    default="conversations",
+    show_default=True,
+    type=click.Choice(["conversations", "text-to-video"]),
+    help="What the data set holds.",
+)
 @click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="How many packs to build.")
 @click.option(
     "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters of a sample."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def preview(
-    dataset: str, config_path: str | None, overrides: tuple[str, ...], packs: int, text_width: int, as_json: bool
+    dataset: str,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    kind: str,
+    packs: int,
+    text_width: int,
+    as_json: bool,
 ) -> None:
     """Build real packs of the Energon data set DATASET and show each segment: text, mask, media, boundaries."""
+    if kind == "text-to-video":
+        preview_clips(dataset, config_path, overrides, packs, as_json)
+        return
     config = load_config(config_path, overrides)
     # Read in this process, and no further than asked: a preview should not start workers.
     config = dataclasses.replace(

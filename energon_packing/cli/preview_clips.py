@@ -1,0 +1,64 @@
+"""`energon-packing preview --format text-to-video`: packs of clips as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterable
+
+import click
+from rich import box
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+
+def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
+    """Builds real packs of a text-to-video data set and shows each clip.
+
+    Raises:
+        UserError: the configuration or the data set cannot be used.
+    """
+    from energon_packing.encoders.text_to_video_config import load_text_to_video_config
+    from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
+    from energon_packing.report.preview_clips import describe_clips
+
+    config = load_text_to_video_config(config_path, overrides)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
+    width = config.packing.seq_length
+    loader = build_text_to_video_loader(config)
+    views = [describe_clips(pack, seq_length=width).to_json() for pack in itertools.islice(loader, packs)]
+    if as_json:
+        click.echo(json.dumps({"dataset": dataset, "seq_length": width, "packs": views}, indent=2))
+        return
+    console = Console()
+    for view in views:
+        console.print(_panel(view))
+    real, patches = sum(view["real_patches"] for view in views), sum(view["patches"] for view in views)
+    console.print(
+        f"{len(views)} packs, {sum(len(view['clips']) for view in views)} clips, {real:,} patches in rows of {width}: "
+        f"fill {real / max(1, len(views)) / width:.2%}, padding {patches - real:,} patches (multiple {config.multiple})"
+    )
+
+
+def _panel(view: dict) -> Panel:
+    table = Table(box=box.SIMPLE_HEAD, expand=True)
+    for name in ("#", "key", "start", "patches", "grid", "pad", "text start", "text tokens", "pad", "weight"):
+        table.add_column(name, justify="left" if name == "key" else "right", no_wrap=name != "key")
+    for number, clip in enumerate(view["clips"]):
+        table.add_row(
+            *(str(number), clip["key"] or "(padding)", str(clip["start"]), str(clip["patches"])),
+            *("x".join(map(str, clip["grid"])), str(clip["padding"]), str(clip["text_start"])),
+            *(str(clip["text_tokens"]), str(clip["text_padding"]), f"{clip['weight']:g}"),
+        )
+    lines = [
+        f"latents {list(view['latents'])}, context {list(view['context'])}",
+        *(f"dropped before it: {entry['key']} ({entry['reason']}: {entry['detail']})" for entry in view["dropped"]),
+    ]
+    title = (
+        f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
+        f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}"
+    )
+    return Panel(Group(table, Text("\n".join(lines))), title=title, title_align="left")

@@ -254,8 +254,7 @@ def run_rank(case: Case, rank: int, port: int, folder: Path) -> None:
         record(case, rank, folder, seen)
         sys.argv = [case.script, *COMMON, *case.arguments]
         code_of_script = compile(Path(case.script).read_text(), case.script, "exec")
-        with contextlib.suppress(SystemExit):
-            exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
+        exec(code_of_script, {"__name__": "__main__", "__file__": case.script})
         leave(case, rank, folder, seen)
         code = 0
     except BaseException:

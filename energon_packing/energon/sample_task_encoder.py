@@ -126,12 +126,8 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if problem is None:
             try:
                 measured = self._measured(sample)
-            except SampleRejected as error:
-                problem = Problem(reason=error.reason, detail=error.detail)
-            except UserError as error:
-                problem = Problem(reason="config", detail=str(error), fatal=error)
             except Exception as error:
-                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+                problem = Problem.of(error)
         return MeasuredSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
 
     def _measured(self, sample: ConversationSample) -> AnyMeasured:

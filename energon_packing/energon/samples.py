@@ -11,7 +11,7 @@ from megatron.energon.cache import FileStore
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.errors import PackingError
+from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
 
@@ -28,6 +28,15 @@ class Problem:
     reason: str
     detail: str
     fatal: Exception | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Problem:
+        """What an error in measuring says of its sample."""
+        if isinstance(error, SampleRejected):
+            return cls(reason=error.reason, detail=error.detail)
+        if isinstance(error, UserError):
+            return cls(reason="config", detail=str(error), fatal=error)
+        return cls(reason="measure_error", detail=f"{type(error).__name__}: {error}")
 
 
 @edataclass

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.energon import Cooker, TaskEncoder, WorkerConfig, stateless
+from megatron.energon import Cooker, WorkerConfig, stateless
 
 from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
@@ -30,7 +30,6 @@ from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buff
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
-    BatchDataset,
     MapDataset,
     SavableDataset,
     get_failure_tolerance,
@@ -46,16 +45,14 @@ from energon_packing.energon.samples import (
     read_medium,
 )
 from energon_packing.energon.split_pieces import SplitPieces
-from energon_packing.energon.window_dataset import WindowPackingDataset
-from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
-from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.packing.balance import pack_cost, serpentine_order
+from energon_packing.energon.window_task_encoder import WindowTaskEncoder
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits, Size
-from energon_packing.packing.per_window import next_pack
 from energon_packing.packing.policy import pack_lengths
 
 
-class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+class PackingTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
 
     Args:
@@ -72,7 +69,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
     """
 
-    decoder = None  # Energon's would decode every image in the first pass, before anything is known about fit.
+    packing: PackingConfig
+    limits: PackLimits
 
     def __init__(
         self,
@@ -162,12 +160,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 split = self._split(encoder, sample.conversation, measured)
                 if split is None:
                     self._check_size(measured)
-            except SampleRejected as error:
-                problem = Problem(reason=error.reason, detail=error.detail)
-            except UserError as error:
-                problem = Problem(reason="config", detail=str(error), fatal=error)
             except Exception as error:
-                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+                problem = Problem.of(error)
         return MeasuredSample.derive_from(
             sample,
             measured=None if problem or split else measured,
@@ -210,11 +204,7 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             if exceeded is None:
                 return
             detail = exceeded
-        if self.packing.oversize == "raise":
-            raise ConfigError(
-                f"Sample {measured.key} has {detail}. Raise it, or drop such samples with packing.oversize=drop."
-            )
-        raise SampleRejected(reason, detail)
+        self.refuse_size(measured.key, reason, detail)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
@@ -255,18 +245,8 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
         """The pack of a row with what is known of its samples."""
         return Pack(
-            __key__=samples[0].__key__,
-            __restore_key__=(),
-            __subflavors__=samples[0].__subflavors__,
-            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            **self.pack_fields(samples),
             batch=batch,
-            keys=tuple(sample.__key__ for sample in samples),
-            changed=tuple(
-                ChangedSample(key=sample.__key__, how=how, detail=detail)
-                for sample in samples
-                for how, detail in sample.changes
-            ),
-            cost=sum(sample.cost for sample in samples),
             occupied=sum(-(-length // self.multiple) * self.multiple for length in batch.sample_lengths),
         )
 
@@ -301,11 +281,6 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
         return mask_fillers(batch, len(fillers))
 
-    @stateless
-    def batch(self, samples: list[Pack]) -> Pack:
-        """A packed row is a whole micro-batch; there is nothing to stack."""
-        return samples[0]
-
     def build_batch(
         self,
         dataset: SavableDataset[MeasuredSample],
@@ -322,27 +297,12 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 a subclass that may fail without limit.
         """
         refuse_unlimited_failures(self)
-        if batch_size not in (None, 1):
-            raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
-        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
-        fingerprint = {**self.fingerprint(), "loader": loader}
+        self.check_batch_size(batch_size)
         packed: SavableDataset[Any]
         if self.packing.oversize == "split":
             dataset = SplitPieces(dataset, worker_config=worker_config)
         if packing_buffer_size is None:
-            packed = WindowPackingDataset(
-                dataset,
-                window=self.packing.window,
-                balance_window=self.packing.balance_window,
-                select=self._select,
-                order=self._order,
-                fewest=self._fewest,
-                render=self.postencode_sample,
-                assemble=self.pack_selected_samples,
-                ledger=functools.partial(self._ledger, worker_config),
-                fingerprint=fingerprint,
-                worker_config=worker_config,
-            )
+            packed = self.windowed(dataset, worker_config)
         else:
             packed = disjoint_buffers(
                 dataset,
@@ -353,20 +313,12 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                     assemble=self.pack_selected_samples,
                     ledger=functools.partial(self._ledger, worker_config),
                 ),
-                fingerprint=fingerprint,
+                fingerprint=self.loader_fingerprint(worker_config),
                 worker_config=worker_config,
             )
         if batch_size is None:
             return packed
-        packed = BatchDataset(
-            packed,
-            batch_size=1,
-            batcher=self.batch,
-            batcher_stateless=get_stateless(self.batch),
-            drop_last=batch_drop_last,
-            worker_config=worker_config,
-            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
-        )
+        packed = self.one_a_batch(packed, worker_config, drop_last=batch_drop_last)
         if self._is_overridden(self.encode_batch):
             packed = MapDataset(
                 packed,
@@ -377,41 +329,10 @@ class PackingTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             )
         return packed
 
-    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
-        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
-        return Ledger(
-            self.packing.ledger,
-            budget=self.packing.drop_budget,
-            name=name,
-            most_pending=self.packing.max_drops_without_pack,
-        )
-
-    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        measured = [sample.measured for sample in samples if sample.measured is not None]
-        return next_pack(
-            self.packing.policy,
-            [self.limits.length_units(sample) for sample in measured],
-            self.limits.units,
-            self.limits.costs(measured),
-            self.limits.limited,
-            ended=ended,
-        )
-
-    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
-        units = sum(self.limits.length_units(sample.measured) for sample in samples if sample.measured is not None)
-        return -(-units // self.limits.units)
-
-    def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
-        """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
-        measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
-        costs = [
-            pack_cost(
-                [length for sample in plan for length in sample.segment_lengths],
-                patches=sum(sample.patches for sample in plan),
-            )
-            for plan in measured
-        ]
-        return serpentine_order(costs, block)
+    def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
+        """See `pack_cost`."""
+        lengths = [length for sample in plan for length in sample.segment_lengths]
+        return pack_cost(lengths, patches=sum(sample.patches for sample in plan))
 
 
 def _encoders(

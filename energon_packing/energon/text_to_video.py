@@ -17,7 +17,6 @@ from megatron.energon import (
     Cooker,
     CrudeSample,
     Sample,
-    TaskEncoder,
     WorkerConfig,
     basic_sample_keys,
     cooker,
@@ -30,15 +29,13 @@ from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.encoders.caption_encoder import CaptionEncoder
 from energon_packing.encoders.latent_encoder import LatentEncoder
 from energon_packing.encoders.text_to_video import MeasuredClip, TextToVideoEncoder
-from energon_packing.encoders.text_to_video_config import TextToVideoRunConfig
-from energon_packing.energon.internals import BatchDataset, SavableDataset, get_failure_tolerance, get_stateless
+from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
+from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
-from energon_packing.energon.window_dataset import WindowPackingDataset
-from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
-from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.packing.balance import serpentine_order
+from energon_packing.energon.window_task_encoder import WindowTaskEncoder
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.packing.clip_limits import ClipLimits, clip_cost
-from energon_packing.packing.per_window import next_pack
 from energon_packing.text_to_video import TextToVideo
 from energon_packing.wan_packing import WanPack, WanSample, pack_wan
 
@@ -92,7 +89,7 @@ TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=TE
 """Reads data sets that ``energon-packing convert --format text-to-video`` wrote."""
 
 
-class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+class TextToVideoTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles clips; every name here is part of Energon's contract.
 
     Args:
@@ -105,7 +102,8 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         ConfigError: a model cannot be used.
     """
 
-    decoder = None
+    packing: TextToVideoPackingConfig
+    limits: ClipLimits
 
     def __init__(
         self,
@@ -156,12 +154,8 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                     raise SampleRejected("bad_record", "the cooker gave no record")
                 measured = self.encoder.measure(sample.sample)
                 self._check_size(measured)
-            except SampleRejected as error:
-                problem = Problem(reason=error.reason, detail=error.detail)
-            except UserError as error:
-                problem = Problem(reason="config", detail=str(error), fatal=error)
             except Exception as error:
-                problem = Problem(reason="measure_error", detail=f"{type(error).__name__}: {error}")
+                problem = Problem.of(error)
         return MeasuredClipSample.derive_from(
             sample, measured=None if problem else measured, store=sample.store, problem=problem
         )
@@ -178,11 +172,7 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             if exceeded is None:
                 return
             detail = exceeded
-        if self.packing.oversize == "raise":
-            raise ConfigError(
-                f"Sample {measured.key} has {detail}. Raise it, or drop such samples with packing.oversize=drop."
-            )
-        raise SampleRejected(reason, detail)
+        self.refuse_size(measured.key, reason, detail)
 
     @stateless
     def postencode_sample(self, sample: MeasuredClipSample) -> RenderedClipSample:
@@ -216,18 +206,8 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             if made != planned:
                 raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, measured as {planned}")
         return ClipPack(
-            __key__=samples[0].__key__,
-            __restore_key__=(),
-            __subflavors__=samples[0].__subflavors__,
-            __sources__=tuple(source for sample in samples for source in sample.__sources__ or ()),
+            **self.pack_fields(samples),
             batch=batch,
-            keys=tuple(sample.__key__ for sample in samples),
-            changed=tuple(
-                ChangedSample(key=sample.__key__, how=how, detail=detail)
-                for sample in samples
-                for how, detail in sample.changes
-            ),
-            cost=sum(sample.cost for sample in samples),
             occupied=int(batch.seq_len_q_padded.sum()),
         )
 
@@ -256,11 +236,6 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             compat=config.compat,
         )
 
-    @stateless
-    def batch(self, samples: list[ClipPack]) -> ClipPack:
-        """A packed row is a whole micro-batch; there is nothing to stack."""
-        return samples[0]
-
     def build_batch(
         self,
         dataset: SavableDataset[MeasuredClipSample],
@@ -273,67 +248,19 @@ class TextToVideoTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Energon's hook in which the packing window takes the place of the batcher.
 
         Raises:
-            ConfigError: a batch size above 1, or a buffer of Energon's own packing.
+            ConfigError: a batch size above 1, a buffer of Energon's own packing, or a function of a subclass that may
+                fail without limit.
         """
-        if batch_size not in (None, 1):
-            raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+        refuse_unlimited_failures(self)
+        self.check_batch_size(batch_size)
         if packing_buffer_size is not None:
             raise ConfigError("Clips are packed from packing.window samples; leave packing_buffer_size out.")
-        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
-        packed: SavableDataset[Any] = WindowPackingDataset(
-            dataset,
-            window=self.packing.window,
-            balance_window=self.packing.balance_window,
-            select=self._select,
-            order=self._order,
-            fewest=self._fewest,
-            render=self.postencode_sample,
-            assemble=self.pack_selected_samples,
-            ledger=functools.partial(self._ledger, worker_config),
-            fingerprint={**self.fingerprint(), "loader": loader},
-            worker_config=worker_config,
-        )
-        if batch_size is None:
-            return packed
-        return BatchDataset(
-            packed,
-            batch_size=1,
-            batcher=self.batch,
-            batcher_stateless=get_stateless(self.batch),
-            drop_last=batch_drop_last,
-            worker_config=worker_config,
-            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
-        )
+        packed = self.windowed(dataset, worker_config)
+        return packed if batch_size is None else self.one_a_batch(packed, worker_config, drop_last=batch_drop_last)
 
-    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
-        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
-        return Ledger(
-            self.packing.ledger,
-            budget=self.packing.drop_budget,
-            name=name,
-            most_pending=self.packing.max_drops_without_pack,
-        )
-
-    def _select(self, samples: Sequence[MeasuredClipSample], ended: bool) -> list[int]:
-        measured = [sample.measured for sample in samples if sample.measured is not None]
-        return next_pack(
-            self.packing.policy,
-            [self.limits.length_units(clip) for clip in measured],
-            self.limits.units,
-            self.limits.costs(measured),
-            self.limits.limited,
-            ended=ended,
-        )
-
-    def _fewest(self, samples: Sequence[MeasuredClipSample]) -> int:
-        units = sum(self.limits.length_units(sample.measured) for sample in samples if sample.measured is not None)
-        return -(-units // self.limits.units)
-
-    def _order(self, plans: Sequence[Sequence[MeasuredClipSample]], block: int) -> Sequence[int]:
-        costs = [
-            sum(clip_cost(sample.measured.length) for sample in plan if sample.measured is not None) for plan in plans
-        ]
-        return serpentine_order(costs, block)
+    def plan_cost(self, plan: Sequence[MeasuredClip]) -> float:
+        """See `clip_cost`."""
+        return sum(clip_cost(clip.length) for clip in plan)
 
 
 def _read(store: FileStore | None, name: str) -> bytes:

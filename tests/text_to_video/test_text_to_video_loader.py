@@ -20,6 +20,7 @@ from energon_packing.encoders.text_to_video_config import (
 from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
 from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.ledger import NothingToPack
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 SEQ_LENGTH, TEXT = 96, 64
@@ -284,3 +285,21 @@ def test_what_the_data_need_and_the_configuration_lacks_is_named(run):
         build_text_to_video_loader(run(encoder={"latent_channels": 16}))
     with pytest.raises(ConfigError, match=r"text_width is 64, but UMT5EncoderModel"):
         build_text_to_video_loader(run(encoder={"text_width": 64}))
+
+
+@pytest.mark.timeout(300)
+def test_an_endless_stream_of_clips_that_are_all_too_long_ends_with_the_reason(run, load):
+    config = run(data={"repeat": True}, seq_length=2, drop_budget=1.0, max_drops_without_pack=100)
+    with pytest.raises(
+        NothingToPack, match=r"^100 samples were dropped without a single pack between them, .* oversize"
+    ):
+        next(iter(load(config)))
+
+
+def test_a_function_that_may_fail_without_limit_is_refused(run, models):
+    class Endless(TextToVideoTaskEncoder):
+        __default_failure_tolerance__ = 0
+
+    config = run()
+    with pytest.raises(ConfigError, match="in Energon that is no limit"):
+        build_text_to_video_loader(config, task_encoder=Endless(config, **models))

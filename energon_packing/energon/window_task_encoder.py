@@ -1,0 +1,153 @@
+"""What the packing encoders of conversations and of clips share: the window that selects, its ledger, its batches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megatron.energon import TaskEncoder, WorkerConfig, stateless
+
+from energon_packing.config import PackingConfig
+from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig
+from energon_packing.energon.internals import BatchDataset, SavableDataset, get_failure_tolerance, get_stateless
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
+from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.ledger import ChangedSample, Ledger
+from energon_packing.packing.balance import serpentine_order
+from energon_packing.packing.clip_limits import ClipLimits
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.per_window import next_pack
+
+
+class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
+    """A task encoder whose packs come from a `WindowPackingDataset`.
+
+    A subclass sets the attributes, and defines ``fingerprint``, ``plan_cost``, ``postencode_sample`` and
+    ``pack_selected_samples``.
+
+    Attributes:
+        packing: the section of the configuration.
+        multiple: a segment is padded to a multiple of so many tokens or patches.
+        limits: what a pack holds.
+    """
+
+    decoder = None  # Energon's would decode every medium in the first pass, before anything is known about fit.
+    packing: PackingConfig | TextToVideoPackingConfig
+    multiple: int
+    limits: PackLimits | ClipLimits
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and values that a saved loader state must agree with."""
+        raise NotImplementedError
+
+    def plan_cost(self, plan: Sequence[Any]) -> float:
+        """Cost of the measured samples of one pack."""
+        raise NotImplementedError
+
+    @stateless
+    def batch(self, samples: list[Any]) -> Any:
+        """A packed row is a whole micro-batch; there is nothing to stack."""
+        return samples[0]
+
+    def check_batch_size(self, batch_size: int | None) -> None:
+        """Refuses to stack packs; THD rows reach context-parallel slicing one at a time.
+
+        Raises:
+            ConfigError: a batch size above 1.
+        """
+        if batch_size not in (None, 1):
+            raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+
+    def loader_fingerprint(self, worker_config: WorkerConfig) -> dict[str, Any]:
+        """`fingerprint`, and how many readers share the data."""
+        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
+        return {**self.fingerprint(), "loader": loader}
+
+    def windowed(self, dataset: SavableDataset[Any], worker_config: WorkerConfig) -> SavableDataset[Any]:
+        """Packs from a sliding window over measured samples."""
+        return WindowPackingDataset(
+            dataset,
+            window=self.packing.window,
+            balance_window=self.packing.balance_window,
+            select=self._select,
+            order=self._order,
+            fewest=self._fewest,
+            render=self.postencode_sample,
+            assemble=self.pack_selected_samples,
+            ledger=functools.partial(self._ledger, worker_config),
+            fingerprint=self.loader_fingerprint(worker_config),
+            worker_config=worker_config,
+        )
+
+    def one_a_batch(
+        self, packed: SavableDataset[Any], worker_config: WorkerConfig, *, drop_last: bool
+    ) -> SavableDataset[Any]:
+        """Batches of one pack each, for callers that want batches."""
+        return BatchDataset(
+            packed,
+            batch_size=1,
+            batcher=self.batch,
+            batcher_stateless=get_stateless(self.batch),
+            drop_last=drop_last,
+            worker_config=worker_config,
+            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+        )
+
+    def refuse_size(self, key: str, reason: str, detail: str) -> NoReturn:
+        """What ``packing.oversize`` says of a sample that fits no pack.
+
+        Raises:
+            ConfigError: it says ``raise``.
+            SampleRejected: it says anything else.
+        """
+        if self.packing.oversize == "raise":
+            raise ConfigError(f"Sample {key} has {detail}. Raise it, or drop such samples with packing.oversize=drop.")
+        raise SampleRejected(reason, detail)
+
+    @staticmethod
+    def pack_fields(samples: Sequence[RenderedSample]) -> dict[str, Any]:
+        """Fields of a `Pack` that follow from its samples, whatever they are."""
+        return {
+            "__key__": samples[0].__key__,
+            "__restore_key__": (),
+            "__subflavors__": samples[0].__subflavors__,
+            "__sources__": tuple(source for sample in samples for source in sample.__sources__ or ()),
+            "keys": tuple(sample.__key__ for sample in samples),
+            "changed": tuple(
+                ChangedSample(key=sample.__key__, how=how, detail=detail)
+                for sample in samples
+                for how, detail in sample.changes
+            ),
+            "cost": sum(sample.cost for sample in samples),
+        }
+
+    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
+        name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
+        return Ledger(
+            self.packing.ledger,
+            budget=self.packing.drop_budget,
+            name=name,
+            most_pending=self.packing.max_drops_without_pack,
+        )
+
+    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
+        return next_pack(
+            self.packing.policy,
+            [self.limits.length_units(sample) for sample in measured],
+            self.limits.units,
+            self.limits.costs(measured),
+            self.limits.limited,
+            ended=ended,
+        )
+
+    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
+        measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
+        return -(-sum(self.limits.length_units(sample) for sample in measured) // self.limits.units)
+
+    def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
+        """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
+        measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
+        return serpentine_order([self.plan_cost(plan) for plan in measured], block)

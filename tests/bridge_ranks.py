@@ -104,10 +104,10 @@ def record_attention(seen: list[list[int]]) -> None:
 
 
 def break_decoder() -> None:
-    from energon_packing.encoders import encoder
+    from energon_packing.encoders import decoding
     from energon_packing.errors import SampleRejected
 
-    original, calls = encoder.decode_image, [0]
+    original, calls = decoding.decode_image, [0]
 
     def fail(*arguments: Any, **keywords: Any) -> Any:
         calls[0] += 1
@@ -115,7 +115,7 @@ def break_decoder() -> None:
             raise SampleRejected("decode", "broken for this test")
         return original(*arguments, **keywords)
 
-    encoder.decode_image = fail
+    decoding.decode_image = fail
 
 
 def break_reader(pack: int) -> None:

@@ -1,70 +1,105 @@
-"""Compares our context-parallel indices with Transformer Engine's compiled ``thd_get_partitioned_indices``.
+"""What only a GPU can show; one is enough. Elsewhere it says what it skipped.
 
-One CUDA device is enough: the function takes the number of ranks and the rank as arguments. Prints one JSON object;
-exit codes: 0 equal, or skipped because there is no device (the object says which), 1 different.
+* our context-parallel indices beside Transformer Engine's compiled ``thd_get_partitioned_indices``;
+* Transformer Engine's variable-length attention on our boundaries beside each sample alone, with a control;
+* packed against alone on tiny Hugging Face models (flash attention where it is installed), with a control;
+* a training step on packs beside padded rows and rows packed in the batch: tokens a second, peak memory.
+
+Prints one JSON line a result and stores them, with the name of the device, in ``--out``. Exit codes: 0 all equal, or
+skipped because there is no device; 1 something differs or failed; 2 wrong input.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROWS = 200
+CHECKS = ("indices", "attention", "parity", "step")
 
 
-def skipped(why: str) -> int:
-    """Says that nothing was compared."""
-    print(json.dumps({"check": "thd_get_partitioned_indices", "skipped": why}))
-    return 0
+def indices() -> Iterator[dict[str, Any]]:
+    """See `energon_packing.report.gpu_checks.partition_check`."""
+    import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
+    import transformer_engine_torch
+
+    from energon_packing.report.gpu_checks import partition_check
+
+    yield partition_check(transformer_engine_torch.thd_get_partitioned_indices)
 
 
-def compare(compiled: Any) -> dict[str, Any]:
-    """Random rows of random segments, for 1, 2, 4 and 8 ranks; the first difference, or None."""
-    import numpy as np
-    import torch
+def attention() -> Iterator[dict[str, Any]]:
+    """See `energon_packing.report.gpu_checks.attention_check`."""
+    from energon_packing.report.gpu_checks import attention_check, transformer_engine_kernel
 
-    from energon_packing import thd
-
-    random = np.random.default_rng(0)
-    compared = 0
-    for _ in range(ROWS):
-        for cp_size in (1, 2, 4, 8):
-            pieces = random.integers(1, 40, random.integers(1, 40))
-            ends = np.concatenate([[0], np.cumsum(pieces * 2 * cp_size)]).astype(np.int32)
-            boundaries = torch.from_numpy(ends).cuda()
-            for rank in range(cp_size):
-                theirs = compiled(boundaries, int(ends[-1]), cp_size, rank)
-                ours = thd.context_parallel_indices(boundaries, cp_size, rank)
-                compared += 1
-                if not torch.equal(ours, theirs.to(ours.dtype)):
-                    return {
-                        "compared": compared,
-                        "different": {"cu_seqlens": ends.tolist(), "cp": cp_size, "rank": rank},
-                    }
-    return {"compared": compared, "different": None}
+    for multiple in (1, 16):
+        yield attention_check(transformer_engine_kernel, multiple=multiple)
 
 
-def main() -> int:
+def parity() -> Iterator[dict[str, Any]]:
+    """See `energon_packing.report.gpu_checks.parity_checks`."""
+    from energon_packing.report.gpu_checks import parity_checks
+
+    yield from parity_checks()
+
+
+def step() -> Iterator[dict[str, Any]]:
+    """See `energon_packing.report.gpu_checks.step_check`."""
+    from energon_packing.report.gpu_checks import step_check
+
+    yield from step_check()
+
+
+def results(names: list[str]) -> Iterator[dict[str, Any]]:
+    """The results of the checks; what one lacks or fails with is its result, and the others still run."""
+    checks: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "indices": indices,
+        "attention": attention,
+        "parity": parity,
+        "step": step,
+    }
+    for name in names:
+        try:
+            yield from checks[name]()
+        except ImportError as error:
+            yield {"check": name, "skipped": f"this check needs a package that is not installed: {error}"}
+        except Exception as error:  # a kernel's own error is a result too, beside those of the other checks
+            yield {"check": name, "equal": False, "error": f"{type(error).__name__}: {error}"}
+
+
+def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="append", choices=CHECKS, help="may be repeated; all by default")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory of gpu_check-DEVICE.json")
+    given = parser.parse_args(argv)
+    names = given.check or list(CHECKS)
     try:
         import torch
     except ImportError:
-        return skipped("torch is not installed")
+        print(json.dumps({"checks": names, "skipped": "torch is not installed"}))
+        return 0
     if not torch.cuda.is_available():
-        return skipped("this check needs one CUDA device, and there is none here")
-    try:
-        import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
-        import transformer_engine_torch
-    except ImportError as error:
-        return skipped(f"this check needs Transformer Engine for PyTorch: {error}")
-    found = compare(transformer_engine_torch.thd_get_partitioned_indices)
+        print(json.dumps({"checks": names, "skipped": "these checks need one CUDA device, and there is none here"}))
+        return 0
+    if not given.out.is_dir():
+        print(f"error: --out {given.out} is no directory", file=sys.stderr)
+        return 2
     device = torch.cuda.get_device_name()
-    print(json.dumps({"check": "thd_get_partitioned_indices", "device": device} | found))
-    return 1 if found["different"] else 0
+    rows = []
+    for row in results(names):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    file = given.out / f"gpu_check-{re.sub('[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+    file.write_text(json.dumps({"device": device, "torch": torch.__version__, "results": rows}, indent=2) + "\n")
+    print(f"stored in {file}", file=sys.stderr)
+    return 0 if all(row.get("equal", True) for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from typing import Any
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.errors import UserError
 from energon_packing.report import offline_processors
+from energon_packing.report.parity import Attention
 
 BROKEN = "boundaries"
 """The mistake of the control: attention sees the whole row."""
+BROKEN_LABELS = "labels"
+"""The control where transformers finds the segments itself: a sample learns the first token of the next."""
 PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 
@@ -38,7 +41,16 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "text")
 
 
 def run(
-    families: Sequence[str], work: Path, *, packs: int = 2, cp_size: int = 1, seed: int = 3
+    families: Sequence[str],
+    work: Path,
+    *,
+    packs: int = 2,
+    cp_size: int = 1,
+    seed: int = 3,
+    device: str = "cpu",
+    attention: Attention = "mask",
+    tolerance: float | None = None,
+    bridge: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Compares each family.
 
@@ -48,6 +60,7 @@ def run(
         packs: of each family.
         cp_size: context-parallel ranks that attention is computed as.
         seed: of the data.
+        device, attention, tolerance, bridge: see `energon_packing.report.parity_run.compare_run`.
 
     Yields:
         For each family and model ``family``, ``model``, ``on``, ``packs``, ``segments``, the largest differences
@@ -70,8 +83,10 @@ def run(
             packing=PackingConfig(seq_length=1024, window=16, drop_budget=1.0),
             parallel=ParallelConfig(context_parallel=cp_size),
         )
-        right = compare_run(config, packs=packs)
-        wrong = compare_run(config, packs=packs, bridge=False, break_=BROKEN)
+        how: dict[str, Any] = {"packs": packs, "device": device, "attention": attention, "tolerance": tolerance}
+        right = compare_run(config, bridge=bridge, **how)
+        broken, shown = (BROKEN, "logits") if attention == "mask" else (BROKEN_LABELS, "gradient")
+        wrong = compare_run(config, bridge=False, break_=broken, **how)
         segments = right["segments"]
         yield {
             "family": family,
@@ -82,7 +97,7 @@ def run(
             "logits": max(row["logits"] for row in segments),
             "loss": max(abs(row["loss"] - row["loss_alone"]) for row in segments),
             "gradient": max(row["gradient"] for row in segments),
-            "control": max(row["logits"] for row in wrong["segments"]),
+            "control": max(row[shown] for row in wrong["segments"]),
             "equal": not [sentence for sentence in right["failures"] if not sentence.startswith("Bridge")],
             "control_found": bool(wrong["failures"]),
         }

@@ -66,7 +66,7 @@ def load_subject(
             f"The model {model} knows {rows} tokens, but the processor's vocabulary goes up to {highest}; name the "
             "processor that belongs to the model (encoder.processor)."
         )
-    flash = attention == "positions" and device.startswith("cuda") and _has_flash_attention()
+    flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()
     loaded.set_attn_implementation("flash_attention_2" if flash else "sdpa")
     loaded = loaded.to(device=device, dtype=torch.bfloat16 if flash else torch.float32).eval()
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
@@ -78,7 +78,7 @@ def load_subject(
     return subject if subject.mrope else Subject(model=loaded, media_types={}, plain_ids=plain, attention=attention)
 
 
-def _has_flash_attention() -> bool:
+def has_flash_attention() -> bool:
     from transformers.utils import is_flash_attn_2_available
 
     return bool(is_flash_attn_2_available())

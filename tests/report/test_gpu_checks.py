@@ -1,0 +1,96 @@
+"""What surrounds the kernels of ``scripts/gpu_check.py``, on kernels that a CPU can run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from energon_packing import thd
+from energon_packing.report import gpu_checks
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
+
+
+def attend(query, key, value, boundaries):
+    made = torch.zeros_like(query)
+    for start, end in zip(boundaries[:-1].tolist(), boundaries[1:].tolist(), strict=True):
+        parts = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+        found = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        made[start:end] = found[0].transpose(0, 1)
+    return made
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_kernel_that_keeps_segments_apart_is_found_equal(multiple):
+    found = gpu_checks.attention_check(
+        lambda query, key, value, batch: attend(query, key, value, batch.boundaries), multiple=multiple, device="cpu"
+    )
+    assert found["equal"], found
+    assert found["largest"] < gpu_checks.KERNEL_TOLERANCE < found["control"]
+
+
+@pytest.mark.parametrize("boundaries", ["real", "none"])
+def test_a_kernel_on_wrong_boundaries_is_found_different(boundaries):
+    def kernel(query, key, value, batch):
+        """Real lengths where padding stands between the samples; or the whole row."""
+        ends = batch.cu_seqlens if boundaries == "real" else torch.tensor([0, batch.total_tokens])
+        return attend(query, key, value, ends)
+
+    assert not gpu_checks.attention_check(kernel, multiple=16, device="cpu")["equal"]
+
+
+def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
+    def ours(boundaries, total, cp_size, rank):
+        return thd.context_parallel_indices(boundaries, cp_size, rank)
+
+    found = gpu_checks.partition_check(ours, device="cpu")
+    assert (found["equal"], found["compared"]) == (True, gpu_checks.ROWS * 15)
+    found = gpu_checks.partition_check(lambda b, t, c, r: ours(b, t, c, (r + 1) % c), device="cpu")
+    assert not found["equal"]
+    assert found["different"]["cp"] == 2
+
+
+@pytest.mark.slow
+def test_parity_runs_both_ways_on_the_device():
+    found = list(gpu_checks.parity_checks("cpu", families=("text",)))
+    assert [row["attention"] for row in found] == ["mask", "positions"]
+    assert all(row["equal"] for row in found)
+
+
+@pytest.fixture
+def script(monkeypatch):
+    specification = importlib.util.spec_from_file_location("gpu_check_script", SCRIPT)
+    module = importlib.util.module_from_spec(specification)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_without_a_gpu_it_says_what_it_needs(script, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert script.main([]) == 0
+    assert "need one CUDA device" in json.loads(capsys.readouterr().out)["skipped"]
+
+
+def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
+    script, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU/80")
+    monkeypatch.setattr(script, "indices", lambda: iter([{"check": "indices", "equal": True}]))
+    monkeypatch.setattr(script, "parity", lambda: 1 / 0)
+    chosen = ["--check", "parity", "--check", "indices", "--out"]
+    assert script.main([*chosen, str(tmp_path)]) == 1
+    stored = json.loads((tmp_path / "gpu_check-Example-GPU-80.json").read_text())
+    assert stored["device"] == "Example GPU/80"
+    assert [row["equal"] for row in stored["results"]] == [False, True]
+    assert "ZeroDivisionError" in stored["results"][0]["error"]
+    assert script.main([*chosen[2:], str(tmp_path)]) == 0
+    assert script.main(["--out", str(tmp_path / "none")]) == 2
+    assert "is no directory" in capsys.readouterr().err

@@ -7,7 +7,9 @@ are at different micro-batches and must not, or a stage would wait for a pack wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +44,7 @@ class Replica:
     stage_group: Any = None
     leader_group: Any = None
     global_rank: int = 0
+    _channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
 
     @property
     def reader(self) -> int:
@@ -61,6 +64,10 @@ class Replica:
     def size(self) -> int:
         """Ranks of the replica; stages are equally large."""
         return len(self.leaders) * len(self.members)
+
+    def new_channel(self) -> int:
+        """Number of a channel between the ranks; all of them make their channels in one order."""
+        return next(self._channels)
 
     @classmethod
     def of(cls, groups: Any) -> Replica:

@@ -42,11 +42,16 @@ class _Post:
 
     That stage asks for a pack when it comes to it, which may be after many steps of the first one; a send that waits
     for it would stop the pipeline that it waits for.
+
+    Args:
+        destination: global rank of that leader.
+        group: of all leaders.
+        channel: tag of the messages: those of two readers on one replica travel side by side, and never mix.
     """
 
-    def __init__(self, destination: int, group: Any) -> None:
+    def __init__(self, destination: int, group: Any, channel: int) -> None:
         self._messages: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None]] = queue.SimpleQueue()
-        self._destination, self._group = destination, group
+        self._destination, self._group, self._tag = destination, group, channel
         threading.Thread(target=self._run, name=f"packs for rank {destination}", daemon=True).start()
 
     def put(self, prefix: torch.Tensor, payload: torch.Tensor | None) -> None:
@@ -56,9 +61,9 @@ class _Post:
         try:
             while True:
                 prefix, payload = self._messages.get()
-                torch.distributed.send(prefix, self._destination, group=self._group)
+                torch.distributed.send(prefix, self._destination, group=self._group, tag=self._tag)
                 if payload is not None:
-                    torch.distributed.send(payload, self._destination, group=self._group)
+                    torch.distributed.send(payload, self._destination, group=self._group, tag=self._tag)
         except RuntimeError:
             return  # the other rank is gone; the run ends at its next collective, which says so
 
@@ -68,9 +73,10 @@ class _Channel:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
+        self._number = replica.new_channel()
         self._posts: list[_Post] = []
         if replica.is_reader and replica.leader_group is not None:
-            self._posts = [_Post(leader, replica.leader_group) for leader in replica.leaders[1:]]
+            self._posts = [_Post(leader, replica.leader_group, self._number) for leader in replica.leaders[1:]]
 
     @property
     def has_later_stages(self) -> bool:
@@ -100,10 +106,10 @@ class _Channel:
         if not replica.is_leader:
             return self._spread(prefix, None)
         try:
-            torch.distributed.recv(prefix, replica.reader, group=replica.leader_group)
+            torch.distributed.recv(prefix, replica.reader, group=replica.leader_group, tag=self._number)
             payload = torch.empty(int(prefix[2]), dtype=torch.uint8) if prefix[2] else None
             if payload is not None:
-                torch.distributed.recv(payload, replica.reader, group=replica.leader_group)
+                torch.distributed.recv(payload, replica.reader, group=replica.leader_group, tag=self._number)
         except RuntimeError as error:
             raise _reader_gone(replica, error) from error
         return self._spread(prefix, payload)

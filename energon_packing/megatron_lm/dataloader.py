@@ -131,14 +131,14 @@ def train_valid_test_datasets_provider(
     # Megatron-LM counts its evaluations itself; an epoch that ends before would end the run.
     endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"))
     made: list[PackDataloader | None] = []
+    replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
     for number, split in zip(train_val_test_num_samples, splits, strict=True):
         if not number or not split:
             made.append(None)
             continue
         chosen = config if split == config.data.split and not made else endless
-        # A replica of its own for each: their messages would otherwise overtake one another.
-        made.append(PackDataloader(chosen, Replica.of(groups), split=split, data_parallel_group=data_parallel))
+        made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel))
     train, valid, test = made
     if train is not None:
         state = saved_state(args, data_parallel_rank=parallel_state.get_data_parallel_rank())

@@ -138,6 +138,16 @@ def two_restored(replica: Replica) -> Any:
     return [first, told(again, 1)]
 
 
+def two_readers(replica: Replica) -> Any:
+    """Training and validation packs on one replica, asked for in turn; the first stage runs ahead of the second."""
+    readers = [one(replica, Source(change=lambda number, first=first: pack(first + number))) for first in (0, 50)]
+    found: list[list[Any]] = [[], []]
+    for number in range(40):
+        found[number % 2] += told(readers[number % 2], 1)
+    distributed.barrier()
+    return found
+
+
 def whole(replica: Replica) -> Any:
     """The pack that arrives is the pack that was read, in every field."""
     import dataclasses
@@ -198,6 +208,8 @@ CASES: dict[str, tuple[tuple[int, int, int, int], Callable[[Replica], Any]]] = {
     "a_crash": (STAGE, a_crash),
     "two_restored": (STAGE, two_restored),
     "two_restored_in_a_pipeline": (PIPELINE, two_restored),
+    "two_readers": (STAGE, two_readers),
+    "two_readers_in_a_pipeline": (PIPELINE, two_readers),
     "whole": (STAGE, whole),
     "whole_in_a_pipeline": (PIPELINE, whole),
     "another_sample": (STAGE, another_sample),

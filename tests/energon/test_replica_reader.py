@@ -20,8 +20,8 @@ def said(tmp_path_factory):
     return replica_ranks.run(tmp_path_factory.mktemp("replica"))
 
 
-def read(count, *, pixels=True):
-    return [[100 * number, pixels] for number in range(count)]
+def read(count, *, pixels=True, first=0):
+    return [[100 * number, pixels] for number in range(first, first + count)]
 
 
 def test_every_rank_gets_the_pack_that_was_read_in_every_field(said):
@@ -62,6 +62,13 @@ def test_a_rank_that_was_not_restored_with_the_others_is_found_at_its_first_pack
     name, message = said[case][2][1][0]
     assert name == "PackingError"
     assert "rank 2 is at pack 0, but rank 0, which reads for its replica, is at pack 3" in message
+
+
+@pytest.mark.parametrize("case", ["two_readers", "two_readers_in_a_pipeline"])
+def test_two_readers_of_one_replica_never_take_each_others_packs(case, said):
+    for rank, found in enumerate(said[case]):
+        pixels = rank < 2 or case == "two_readers"
+        assert found == [read(20, pixels=pixels), read(20, pixels=pixels, first=50)]
 
 
 @pytest.mark.parametrize("case", ["all_alike", "all_alike_in_a_pipeline"])

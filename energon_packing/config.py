@@ -42,6 +42,8 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "text_video": ("video",),
 }
 """Kinds of media that a modality takes."""
+MAX_DROPS_WITHOUT_PACK = 20_000
+"""Samples dropped since the last pack after which a run is given up, unless its configuration says otherwise."""
 
 
 def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
@@ -235,7 +237,7 @@ class PackingConfig:
     micro-step has media on all ranks and collectives inside a vision tower cannot hang. Packs keep room for it."""
     drop_budget: float = 0.1
     """Share of samples that may be dropped before the run stops; 1.0 never stops."""
-    max_drops_without_pack: int = 20_000
+    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None
     """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""

@@ -25,12 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.errors import UserError
 
 BUDGET_STARTS_AT = 200
 """Samples seen before the budget is looked at: below this a few bad ones in a row say nothing."""
-MAX_DROPS_WITHOUT_PACK = 20_000
-"""Samples dropped since the last pack after which a run is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +110,7 @@ class Ledger:
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
                 f"{self.dropped} of {seen} samples were dropped ({common}), more than "
-                f"packing.drop_budget={self.budget} allows; the last one is {key}: {detail}. "
+                f"drop_budget={self.budget} allows; the last one is {key}: {detail}. "
                 "Mend the data, or raise the budget."
             )
         if len(self._pending) >= self.most_pending:
@@ -121,7 +120,7 @@ class Ledger:
             raise NothingToPack(
                 f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
                 f"{common} (the last one is {last.key}: {last.detail}). Mend the data or the limits, or raise "
-                f"packing.max_drops_without_pack={self.most_pending}."
+                f"max_drops_without_pack={self.most_pending}."
             )
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from energon_packing.alignment import alignment_multiple
-from energon_packing.config import DataConfig, ParallelConfig, from_mapping, load_values
+from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
 from energon_packing.errors import ConfigError
 
 Longer = Literal["middle", "spread"]
@@ -103,7 +103,7 @@ class TextToVideoPackingConfig:
     """A clip longer than a row is dropped into the ledger, or stops the run."""
     drop_budget: float = 0.1
     """Share of samples that may be dropped before the run stops; 1.0 never stops."""
-    max_drops_without_pack: int = 20_000
+    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None
     """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""

@@ -17,11 +17,12 @@ import torch
 from megatron.energon import Batch, Cooker, SkipSample, TaskEncoder, WorkerConfig, edataclass, stateless
 from torch.nn.functional import pad
 
-from energon_packing.config import EncoderConfig
+from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.cookers import RECORD_COOKER
+from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
 from energon_packing.energon.samples import (
@@ -33,7 +34,7 @@ from energon_packing.energon.samples import (
     read_medium,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import MAX_DROPS_WITHOUT_PACK, DroppedSample, Ledger
+from energon_packing.ledger import DroppedSample, Ledger
 from energon_packing.packed_batch import IGNORE_INDEX
 from energon_packing.packed_rows import join_visual_inputs
 
@@ -70,7 +71,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """Conversations with images and videos in any order and number; the others below take fewer kinds of media.
 
     Args:
-        encoder: processor, prompt and limits.
+        encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
         max_length: tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
         truncate: cut longer samples after the last assistant turn that fits.
         multiple: every row is padded to a multiple of this.
@@ -113,6 +114,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self.multiple = multiple
         self.pad_to_max_length = pad_to_max_length
         self.cookers = (*cookers, RECORD_COOKER)
+        self._of_datasets = DatasetLimits(None)
         if max_drops_without_pack < 1:
             raise ConfigError(f"max_drops_without_pack is {max_drops_without_pack}; it must be at least 1.")
         self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack)
@@ -135,7 +137,8 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             raise SampleRejected("bad_record", "the cooker gave no conversation")
         if sample.conversation.is_pair:
             raise SampleRejected("pair", "a chosen/rejected pair is two rows; read it with PackingTaskEncoder")
-        measured = self.encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
+        encoder = self._of_datasets.encoder(self.encoder, sample)
+        measured = encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
         if measured.length > self.max_length:
             raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.max_length}")
         return measured

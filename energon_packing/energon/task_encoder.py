@@ -150,7 +150,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
                 number = self._accepting(sample.conversation)
-                encoder = self._of_datasets.encoder(self.encoders[number], sample)
+                encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
                 if sample.conversation.is_pair:
                     measured = encoder.measure_pair(sample.conversation)
                 elif self.packing.oversize == "truncate":

@@ -30,6 +30,7 @@ from energon_packing.encoders.caption_encoder import CaptionEncoder
 from energon_packing.encoders.latent_encoder import LatentEncoder
 from energon_packing.encoders.text_to_video import MeasuredClip, TextToVideoEncoder
 from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
@@ -150,6 +151,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         problem, measured = sample.problem, None
         if problem is None:
             try:
+                refuse_dataset_limits(sample)
                 if sample.sample is None:
                     raise SampleRejected("bad_record", "the cooker gave no record")
                 measured = self.encoder.measure(sample.sample)

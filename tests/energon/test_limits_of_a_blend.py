@@ -5,13 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
+from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.errors import ConfigError
 
 TALK = {"human": "And what about that", "gpt": "It is like this"}
@@ -105,17 +111,67 @@ def test_the_runs_own_limits_still_hold_where_a_data_set_says_nothing(blend):
     assert max(found[False].values()) <= 300
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_of_several_workers_the_first_one_alone_warns(run_config, number, monkeypatch):
+    config = run_config(seq_length=1536)
+    limits, encoder = DatasetLimits(config.packing), ConversationEncoder(config.encoder)
+    sample = SimpleNamespace(__subflavors__={"limits": {"max_tokens": 100_000}}, __sources__=())
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=number, num_workers=2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = limits.encoder(encoder, sample)
+        assert limits.encoder(encoder, sample) is found
+    assert found.config.limits.max_tokens == 1536
+    assert len(told) == (1 if number == 0 else 0)
+
+
+def single_samples(config, batches=20, **arguments):
+    """As `some`, from the task encoder that does not pack."""
+    task_encoder = MixedTaskEncoder(config.encoder, max_length=4096, drop_budget=1.0, **arguments)
+    dataset = get_train_dataset(
+        config.data.path,
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=2,
+        shuffle_buffer_size=None,
+        max_samples_per_sequence=None,
+        task_encoder=task_encoder,
+    )
+    found, dropped = {True: {}, False: {}}, []
+    for _, batch in zip(range(batches), get_loader(dataset), strict=False):
+        for key, length in zip(batch.keys, batch.lengths.tolist(), strict=True):
+            found["second" in key][key] = length
+        dropped += batch.dropped
+    return found, dropped
+
+
+def test_single_samples_without_packs_are_under_the_limits_of_their_data_set_too(blend):
+    plain, _ = single_samples(blend(None))
+    assert max(plain[True].values()) > 200
+    found, dropped = single_samples(blend({"max_tokens": 200}))
+    assert found[True]
+    assert max(found[True].values()) <= 200
+    assert max(found[False].values()) > 200
+    assert {entry.reason for entry in dropped if "second" in entry.key} == {"too_many_tokens"}
+    assert all("second" in entry.key for entry in dropped)
+    cut, _ = single_samples(blend({"max_tokens": 200, "when_over": ["truncate"]}))
+    assert max(cut[True].values()) <= 200
+    assert set(cut[True]) - set(found[True])
+
+
+BAD_LIMITS = [
+    ({"max_imagse": 2}, r"subflavors\.limits of the data set .*unknown key 'max_imagse'; did you mean 'max_images'"),
+    ("few", r"subflavors\.limits of the data set .* is 'few'"),
+]
+
+
+@pytest.mark.parametrize(("limits", "message"), BAD_LIMITS)
+def test_single_samples_stop_at_limits_that_cannot_work(blend, limits, message):
+    with pytest.raises(Exception, match=message):  # Energon wraps what it counts as fatal
+        single_samples(blend(limits))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        (
-            {"max_imagse": 2},
-            r"subflavors\.limits of the data set .*unknown key 'max_imagse'; did you mean 'max_images'",
-        ),
-        ("few", r"subflavors\.limits of the data set .* is 'few'"),
-    ],
-)
+@pytest.mark.parametrize(("limits", "message"), BAD_LIMITS)
 def test_limits_that_cannot_work_stop_the_run_with_the_data_sets_name(blend, limits, message, workers):
     with pytest.raises(ConfigError, match=message):
         some(blend(limits, workers=workers))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from energon_packing.config import EncoderConfig, PackingConfig
+from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig, PackingConfig
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import MAX_DROPS_WITHOUT_PACK, Ledger, NothingToPack
+from energon_packing.ledger import Ledger, NothingToPack
 
 ENDLESS = {"data": {"repeat": True}, "drop_budget": 1.0}
 MOST = 200
@@ -29,7 +29,7 @@ def test_a_stream_of_which_every_sample_is_too_long_ends_with_the_reason_and_the
         next(iter(build_loader(config, packing_buffer_size=buffer)))
     message = str(caught.value)
     assert f"{MOST} samples were dropped without a single pack between them, {MOST} of them as oversize" in message
-    assert f"packing.max_drops_without_pack={MOST}" in message
+    assert f"or raise max_drops_without_pack={MOST}." in message
     assert "\n" not in message
 
 

@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from bridge_wan import bridge_batch, bridge_wan
 
 from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.convert.layout import dataset_entry
 from energon_packing.encoders.caption_encoder import T5CaptionEncoder
 from energon_packing.encoders.latent_encoder import WanLatentEncoder
 from energon_packing.encoders.text_to_video_config import (
@@ -294,6 +296,17 @@ def test_an_endless_stream_of_clips_that_are_all_too_long_ends_with_the_reason(r
         NothingToPack, match=r"^100 samples were dropped without a single pack between them, .* oversize"
     ):
         next(iter(load(config)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_limits_of_a_data_set_stop_the_run_because_clips_have_none(run, load, dataset, tmp_path, workers):
+    entry = {"path": dataset_entry(str(dataset)), "subflavors": {"limits": {"max_frames": 8}}}
+    meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": entry}}
+    file = tmp_path / "blend.yaml"
+    file.write_text(yaml.safe_dump(meta))
+    config = run(data={"path": str(file), "workers": workers}, drop_budget=1.0)
+    with pytest.raises(ConfigError, match=r"subflavors\.limits of the data set .*: clips take no limits"):
+        list(load(config))
 
 
 def test_a_function_that_may_fail_without_limit_is_refused(run, models):

@@ -37,7 +37,7 @@ class PackLoader:
         padding: makes a pack of no sample, for ``epoch_end``; `PackingTaskEncoder.padding_pack`.
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for that; None is the default group.
-        capacity: ``packing.seq_length``, for `statistics`.
+        capacity: tokens of a full pack, for `statistics`; `PackingTaskEncoder.capacity`.
 
     Attributes:
         epoch_report: of the current or last epoch, where ``epoch_end`` is in effect; else None.
@@ -99,7 +99,9 @@ class PackLoader:
             PackingError: the loader was made without ``capacity``.
         """
         if self._monitor is None:
-            raise PackingError("this PackLoader counts nothing; pass capacity=packing.seq_length, as build_loader does")
+            raise PackingError(
+                "this PackLoader counts nothing; pass capacity=task_encoder.capacity, as build_loader does"
+            )
         return self._monitor.statistics()
 
     def _own_packs(self) -> Iterator[Pack]:
@@ -217,7 +219,7 @@ def build_loader(
         padding=task_encoder.padding_pack,
         agree=agree,
         group=data_parallel_group,
-        capacity=config.packing.seq_length,
+        capacity=task_encoder.capacity,
     )
 
 

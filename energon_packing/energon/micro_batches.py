@@ -76,6 +76,11 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         super().__init__(encoder, dataclasses.replace(packing, window=micro_batch_size), parallel, **others)
         self.micro_batch_size = micro_batch_size
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of a micro-batch of the longest samples."""
+        return self.packing.seq_length * self.micro_batch_size
+
     def fingerprint(self) -> dict[str, Any]:
         return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
 
@@ -91,7 +96,9 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
             [row for sample in samples for row in sample.rows],
             extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
         )
-        return self._pack_of(samples, batch)
+        pack = self._pack_of(samples, batch)
+        pack.occupied = batch.real_tokens  # nothing is aligned here; the run's form of a row does that later
+        return pack
 
     def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
         return list(range(min(self.micro_batch_size, len(samples))))

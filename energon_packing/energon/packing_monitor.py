@@ -13,7 +13,7 @@ class PackingMonitor:
     """Counts packs as they are emitted.
 
     Args:
-        capacity: tokens of a row, ``packing.seq_length``; shares are of it, whatever the width of a row.
+        capacity: tokens of a full pack, ``packing.seq_length``; shares are of it, whatever the width of a row.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -56,5 +56,5 @@ def build_text_to_video_loader(
         padding=task_encoder.padding_pack,
         agree=agree,
         group=data_parallel_group,
-        capacity=config.packing.seq_length,
+        capacity=task_encoder.capacity,
     )

@@ -29,14 +29,17 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     Attributes:
         packing: the section of the configuration.
-        multiple: a segment is padded to a multiple of so many tokens or patches.
         limits: what a pack holds.
     """
 
     decoder = None  # Energon's would decode every medium in the first pass, before anything is known about fit.
     packing: PackingConfig | TextToVideoPackingConfig
-    multiple: int
     limits: PackLimits | ClipLimits
+
+    @property
+    def capacity(self) -> int:
+        """Tokens or patches that a pack holds at most; what `PackLoader.statistics` takes its shares of."""
+        return self.packing.seq_length
 
     def fingerprint(self) -> dict[str, Any]:
         """Names and values that a saved loader state must agree with."""

@@ -153,6 +153,17 @@ def tiny_provider():
 
 
 @pytest.fixture(scope="module")
+def stand_ins():
+    """The CPU stand-ins while a module runs; it asks with ``usefixtures``."""
+    require_bridge()
+    from energon_packing.bridge import cpu_stand_ins
+
+    cpu_stand_ins.install()
+    yield
+    cpu_stand_ins.uninstall()
+
+
+@pytest.fixture(scope="module")
 def cpu_world():
     """A gloo group of one process with the CPU stand-ins, and neither of them after the module."""
     require_bridge()

@@ -27,9 +27,10 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins
 from energon_packing.bridge.run_source import run_source
 from energon_packing.bridge.verdict import container_verdict
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "bridge_configs"
@@ -44,13 +45,6 @@ def gpus(module):
 
 
 RECIPES = [(module, name, size) for module in FAMILIES for name, size in gpus(module).items()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 @pytest.fixture(scope="module")

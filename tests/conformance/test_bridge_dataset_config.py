@@ -14,17 +14,12 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, parity, tiny_models, training_run
+from energon_packing.bridge import parity, tiny_models, training_run
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 SEQ_LENGTH = 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 @pytest.fixture(scope="module")

@@ -16,15 +16,10 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 from energon_packing.bridge import cpu_stand_ins, parity, training_run
 
+pytestmark = pytest.mark.usefixtures("stand_ins")
+
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
 STEPS = 24
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 def packs_of(make_samples, family, count, seed=0):

@@ -14,14 +14,9 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+from energon_packing.bridge import tiny_models, training_run
 
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 
 @pytest.fixture

@@ -23,20 +23,15 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+from energon_packing.bridge import tiny_models, training_run
 from energon_packing.cli.main import cli
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
 SEQ_LENGTH = 1024
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,12 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, training_run
+from energon_packing.bridge import training_run
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 BRIDGES = {"qwen2_5_vl": "vlm", "qwen3_vl": "vlm", "text": "gpt"}
 WIDTH = 256
-
-
-@pytest.fixture(scope="module", autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 def packs_of(make_samples, family):

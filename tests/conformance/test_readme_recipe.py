@@ -12,16 +12,11 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, tiny_models
+from energon_packing.bridge import tiny_models
+
+pytestmark = pytest.mark.usefixtures("stand_ins")
 
 README = Path(__file__).parents[2] / "README.md"
-
-
-@pytest.fixture(autouse=True)
-def stand_ins():
-    cpu_stand_ins.install()
-    yield
-    cpu_stand_ins.uninstall()
 
 
 def recipe():

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STEP = "energon_packing.bridge.step:forward_step"
 
 
-@click.command(context_settings={"ignore_unknown_options": False})
+@click.command()
 @click.argument("run", metavar="RUN")
 @click.argument("overrides", metavar="[SECTION.KEY=VALUE]...", nargs=-1)
 @click.option("--data", metavar="DIR", help="Data set; the same as dataset.path=DIR.")
@@ -63,6 +63,8 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
     if not cpu and not check and cpu_stand_ins.needed():
         raise UserError("There is no GPU with Transformer Engine here; --cpu runs a tiny model on the CPU.")
     if cpu:
+        if step != STEP or mode != "auto":
+            raise UserError("--cpu trains with the packed forward step alone; leave --step and --mode out.")
         cpu_stand_ins.install()
     config = configuration(run, overrides)
     violated = broken_rules(config, step)

@@ -199,6 +199,9 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     [
         (("scripts.launch.tiny:text", "train.micro_batch_size=2"), 1, "micro"),
         (("scripts.launch.tiny:nothing",), 2, "has no function nothing"),
+        (("scripts.launch.tiny:text", "--mode", "finetune"), 2, "leave --step and --mode out"),
+        (("scripts.launch.tiny:text", "--step", "a:b"), 2, "leave --step and --mode out"),
+        (("scripts.launch.tiny:text", "--chek"), 2, "--check"),
     ],
 )
 def test_the_training_program_stops_with_a_sentence(words, code, sentence):

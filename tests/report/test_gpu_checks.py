@@ -78,6 +78,28 @@ def test_without_a_gpu_it_says_what_it_needs(script, capsys):
     assert "need one CUDA device" in json.loads(capsys.readouterr().out)["skipped"]
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ModuleNotFoundError("No module named 'transformer_engine'", name="transformer_engine"), 0),
+        (ModuleNotFoundError("No module named 'energon_packing.thdd'", name="energon_packing.thdd"), 1),
+        (ImportError("cannot import name 'assembl' from 'energon_packing.thd'", name="energon_packing.thd"), 1),
+        (ImportError("libcudart.so.13: cannot open shared object file"), 1),
+    ],
+)
+def test_only_a_package_that_is_not_installed_skips_a_check(script, monkeypatch, tmp_path, capsys, error, code):
+    def raises():
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example")
+    monkeypatch.setattr(script, "indices", raises)
+    assert script.main(["--check", "indices", "--out", str(tmp_path)]) == code
+    row = json.loads(capsys.readouterr().out)
+    assert ("skipped" in row) == (code == 0)
+    assert row.get("equal") == (None if code == 0 else False)
+
+
 def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
     script, monkeypatch, tmp_path, capsys
 ):

@@ -3,7 +3,7 @@
 Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``scripts/bench.py packing`` prints a Markdown table instead (``--json`` for the lines). Unless it is told otherwise it
+``packing`` and ``parity`` print a Markdown table instead (``--json`` for the lines). Unless told otherwise ``packing``
 takes the lists of ``../shared/data/lengths`` where there are any, else seeded ones of the same distributions, and
 installs the packers of others from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packing.errors import UserError
+from energon_packing.errors import PackingError, UserError
 from energon_packing.report import encoder_samples
 from energon_packing.report.encoder_samples import BenchSample
 from energon_packing.report.offline_processors import PROCESSORS
@@ -136,7 +136,7 @@ def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
     for text, conversation in zip(texts, conversations, strict=True):
         row = encoder.render(encoder.measure(conversation), _no_media)
         if row["input_ids"].tolist() != tokenizer(text, add_special_tokens=False)["input_ids"]:
-            raise AssertionError(f"{conversation.key}: our tokens are not the tokenizer's")
+            raise PackingError(f"{conversation.key}: our tokens are not the tokenizer's")
     seconds = take_turns(
         4 * repeat,
         ours=lambda: each(conversations, lambda entry: encoder.render(encoder.measure(entry), _no_media)),
@@ -228,7 +228,7 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "road_holds": road <= ROAD,
         "measure_times_faster": min(measure, default=math.nan),
         "measure_holds": bool(image) and min(image) >= FASTER,
-        "equal": all(row["tokens_equal"] and row["pixels_within"] <= CLOSE for row in by["road"]),
+        "equal": bool(by["road"]) and all(row["tokens_equal"] and row["pixels_within"] <= CLOSE for row in by["road"]),
     }
 
 
@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line a result; 2 where the input cannot be used."""
+    """Prints one JSON line a result; 1 where our tokens or pixels are others, 2 where the input cannot be used."""
     given = parser().parse_args(argv)
     default = EncoderBench()
     try:
@@ -261,11 +261,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             for result in run(bench, given.work or Path(temporary)):
                 results.append(result)
                 print(json.dumps(result), flush=True)
-        print(json.dumps(verdict(results)), flush=True)
+        found = verdict(results)
+        print(json.dumps(found), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    except PackingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0 if found["equal"] else 1
 
 
 if __name__ == "__main__":

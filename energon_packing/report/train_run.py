@@ -24,6 +24,8 @@ import torch
 
 from energon_packing.bridge import cpu_stand_ins
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
+from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.report.parity_models import special_tokens
 
 Rows = Literal["packs", "in_batch", "padded"]
 
@@ -36,7 +38,7 @@ class TrainJob:
         rows: as ``mode`` of `PackedEnergonDatasetConfig`.
         data: directory of the data set; its split ``train`` is one pass.
         processor: directory of a Hugging Face processor.
-        family: tiny model, one of `energon_packing.bridge.tiny_models.FAMILIES`.
+        family: tiny vision model, one of `energon_packing.report.bench_train.FAMILIES`.
         seq_length: tokens of a pack, and the longest sample.
         window: measured samples that packs are chosen from.
         micro_batch_size: samples of a micro-batch that is no pack.
@@ -63,12 +65,15 @@ class MicroBatches:
         batches: mappings that Bridge's steps read.
         samples, tokens: of all of them, without padding.
         dropped: samples that the encoder dropped.
+        vocab_size, special_tokens: what a tiny model of the encoder's family needs to know.
     """
 
     batches: list[dict[str, Any]] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
     dropped: int = 0
+    vocab_size: int = 0
+    special_tokens: Any = None
 
 
 def micro_batches(job: TrainJob) -> MicroBatches:
@@ -102,6 +107,9 @@ def micro_batches(job: TrainJob) -> MicroBatches:
         found.samples += pack.batch.num_samples
         found.tokens += pack.batch.real_tokens
         found.dropped += len(pack.dropped)
+    assert isinstance(encoder.encoder, ConversationEncoder)  # of an EncoderConfig
+    found.vocab_size = max(encoder.encoder.tokenizer.get_vocab().values()) + 1
+    found.special_tokens = special_tokens(encoder.encoder)
     return found
 
 
@@ -144,16 +152,9 @@ def measure(job: TrainJob) -> dict[str, Any]:
     """
     stand_ins = cpu_stand_ins.needed()
     cpu_stand_ins.install()
-    from transformers import AutoTokenizer
-
     from energon_packing.bridge import tiny_models, training_run
 
     made = micro_batches(job)
-    vocabulary = AutoTokenizer.from_pretrained(job.processor).get_vocab()
-    tokens = None
-    if job.family != "text":
-        ids = [vocabulary[name] for name in ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")]
-        tokens = tiny_models.SpecialTokens(vision_start=ids[0], vision_end=ids[1], image=ids[2], video=ids[3])
     rows = [int(batch["tokens"].numel()) for batch in made.batches]
     clocks: list[tuple[float, float]] = []
 
@@ -164,14 +165,17 @@ def measure(job: TrainJob) -> dict[str, Any]:
 
     with training_run.process_groups():
         model = tiny_models.provider(
-            job.family, vocab_size=max(vocabulary.values()) + 1, tokens=tokens, seq_length=max(job.seq_length, *rows)
+            job.family,
+            vocab_size=made.vocab_size,
+            tokens=made.special_tokens,
+            seq_length=max(job.seq_length, *rows),
         )
         size = 1 if job.rows == "packs" else job.micro_batch_size
         data = _data_set(made.batches, job.rows, job.seq_length)
         config = training_run.make_config(model, data, steps=job.passes + 1, global_batch_size=size * len(made.batches))
         config.train.micro_batch_size = size
         before = _reset_peak(on_gpu=not stand_ins)
-        result = training_run.run(config, forward_step="gpt" if job.family == "text" else "vlm", on_step=stop)
+        result = training_run.run(config, forward_step="vlm", on_step=stop)
         peak = _peak(on_gpu=not stand_ins) - before
     passes = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     return {

@@ -75,6 +75,7 @@ def test_the_verdict_takes_the_worst_of_each_figure():
     )
     assert found["road_ratio"] == 1.5
     assert not bench_encoders.verdict([*rows, {**road, "ratio": 1.0, "pixels_within": 0.5}])["equal"]
+    assert not bench_encoders.verdict(rows[:1])["equal"]
 
 
 def test_the_command_prints_one_json_line_a_result(tmp_path, capsys):
@@ -89,3 +90,22 @@ def test_the_command_prints_one_json_line_a_result(tmp_path, capsys):
     assert rows[3]["equal"]
     assert bench_encoders.main(["--family", "none"]) == 2
     assert capsys.readouterr().err.startswith("error: there is no family 'none'")
+
+
+@pytest.mark.parametrize("other", [{"tokens_equal": False}, {"pixels_within": 0.5}])
+def test_the_command_fails_where_tokens_or_pixels_are_others(monkeypatch, capsys, other):
+    road = {"benchmark": "encoders.road", "ratio": 1.0, "tokens_equal": True, "pixels_within": 0.0}
+    for row, code in ((road, 0), ({**road, **other}, 1)):
+        monkeypatch.setattr(bench_encoders, "run", lambda *_, row=row: iter([row]))
+        assert bench_encoders.main([]) == code
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is False
+
+
+def test_the_command_fails_where_text_has_other_tokens(monkeypatch, capsys, tmp_path):
+    encoder = encoder_samples.build_encoder("text", None)
+    shown = type(encoder).render
+    monkeypatch.setattr(
+        type(encoder), "render", lambda *given: {**(row := shown(*given)), "input_ids": row["input_ids"] + 1}
+    )
+    assert bench_encoders.main(["--samples", "10", "--sizes", "demo", "--repeat", "1", "--work", str(tmp_path)]) == 1
+    assert "our tokens are not the tokenizer's" in capsys.readouterr().err

@@ -63,6 +63,19 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
 def verify_targets(
     keys: Sequence[str], starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
 ) -> None:
+    """Labels and weights of a joined row: none reaches into the next sample, and every weight has a target.
+
+    Args:
+        keys: of the ``B`` samples.
+        starts: ``[B + 1]``, where each sample begins in the row.
+        lengths: ``[B]`` real tokens of each.
+        labels: ``[T]`` int64, already shifted.
+        loss_mask: ``[T]`` weights.
+
+    Raises:
+        PackingError: a sample's last token has a target; a weight is negative, infinite or none; a token with a weight
+            has no label. The message names the sample and the token.
+    """
     ends = starts[:-1] + lengths - 1
     bad = np.flatnonzero((labels[ends] != IGNORE_INDEX) | (loss_mask[ends] != 0))
     if bad.size:
@@ -88,6 +101,14 @@ def verify_targets(
 def join_extra(
     arrays: Sequence[Mapping[str, Any]], extra_fields: Mapping[str, Any], starts: np.ndarray, width: int
 ) -> dict[str, torch.Tensor]:
+    """A user's token-aligned fields of all samples as rows ``[1, width]``, each in the dtype of the first sample.
+
+    Args:
+        arrays: one mapping a sample, with every field as ``[length]``.
+        extra_fields: name to the value that padding gets.
+        starts: ``[B + 1]``, where each sample begins in the row.
+        width: tokens of the row.
+    """
     joined: dict[str, torch.Tensor] = {}
     for name, value in extra_fields.items():
         out = torch.full((width,), value, dtype=arrays[0][name].dtype)
@@ -100,6 +121,14 @@ def join_extra(
 def join_visual_inputs(
     keys: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[dict[str, torch.Tensor] | None, dict[str, tuple[int, ...]]]:
+    """The samples' visual inputs, joined along their first axis in the order of the samples.
+
+    Returns:
+        Name to tensor, None where no sample has any; and name to how many entries of that axis each sample has.
+
+    Raises:
+        PackingError: an input has no axis, or other axes or another dtype than the same input of an earlier sample.
+    """
     parts: dict[str, list[torch.Tensor]] = {}
     counts: dict[str, list[int]] = {}
     for index, (key, row) in enumerate(zip(keys, rows, strict=True)):

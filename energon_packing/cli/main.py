@@ -40,6 +40,7 @@ class Subcommand:
 
     @property
     def module(self) -> str:
+        """The part of `target` that is imported."""
         return self.target.partition(":")[0]
 
     def load(self) -> click.Command:
@@ -99,27 +100,38 @@ class CommandGroup(click.Group):
         self.table = table
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the subcommands whose module is installed; none is imported."""
         return [name for name, subcommand in self.table.items() if _is_present(subcommand.module)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one subcommand; None for an unknown name."""
         return self.table[cmd_name].load() if cmd_name in self.list_commands(ctx) else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, but an unknown name is answered with the nearest one.
+
+        Raises:
+            click.UsageError: there is no such subcommand.
+        """
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             raise click.UsageError(f"No such command {args[0]!r}; {nearest(args[0], known)}", ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # click's own listing would import every subcommand for its help line.
+        """The subcommands with the lines of the table: click's own listing would import each for its help."""
         rows = [(name, self.table[name].summary) for name in self.list_commands(ctx)]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
+        """Runs the command line and exits: 0, 1 or 2 as the subcommand says, 130 after Ctrl-C, 141 after a closed pipe.
+
+        With ``standalone_mode=False`` it is click's own, which returns and raises.
+        """
         if not extra.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **extra)
         arguments = list(sys.argv[1:] if args is None else args)

@@ -64,6 +64,7 @@ class PolylithicStore:
         )
 
     def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
+        """Writes the record, and those of its media that no earlier sample had."""
         self._text[split].begin_sample()
         self._text[split].add_bytes(f"{key}.json", record)
         for name in names:
@@ -73,6 +74,7 @@ class PolylithicStore:
                 self._media_shards.add_media(name, self._media[name])
 
     def finish(self, splits: list[str], tell: Progress) -> StoredShards:
+        """Indexes both data sets and writes the metadataset that joins them; without media there is no second one."""
         text_shards = {name: count for writer in self._text.values() for name, count in writer.shards.items()}
         media_shards = self._media_shards.shards
         total = len(text_shards) + len(media_shards)
@@ -112,6 +114,7 @@ class MonolithicStore:
         }
 
     def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
+        """Writes the record and each of its distinct media beside it."""
         writer = self._shards[split]
         writer.begin_sample()
         writer.add_bytes(f"{key}.json", record)
@@ -122,6 +125,7 @@ class MonolithicStore:
             self._entries.append((key + suffix, self._media[name]))
 
     def finish(self, splits: list[str], tell: Progress) -> StoredShards:
+        """Indexes the one data set."""
         shards = {name: count for writer in self._shards.values() for name, count in writer.shards.items()}
         tell("index", 0, len(shards))
         prepare(

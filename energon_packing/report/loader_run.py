@@ -112,6 +112,7 @@ class MemoryWatch(threading.Thread):
         self.cpu_seconds = 0.0
 
     def run(self) -> None:
+        """Looks at the children until `stop`."""
         while not self._done.wait(self._seconds):
             for child in multiprocessing.active_children():
                 found = worker_memory(child.pid)

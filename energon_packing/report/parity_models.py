@@ -79,6 +79,7 @@ def load_subject(
 
 
 def has_flash_attention() -> bool:
+    """Whether transformers finds a usable ``flash_attn`` package."""
     from transformers.utils import is_flash_attn_2_available
 
     return bool(is_flash_attn_2_available())

@@ -20,8 +20,8 @@ def _left_to_a_known_step(view: RunView) -> bool:
     return view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None
 
 
-def _collated_in_batch(view: RunView) -> bool:
-    return view.enable_in_batch_packing and not view.enable_offline_packing and not view.defer_in_batch_packing_to_step
+def _as_wide_as_its_samples(view: RunView) -> bool:
+    return view.as_wide_as_its_samples
 
 
 @_rule(
@@ -46,7 +46,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     id="ours-41-in-batch-row-length",
     checks="rows packed in the batch are no longer than seq_length",
     place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
-    applies=_collated_in_batch,
+    applies=_as_wide_as_its_samples,
     severity="note",
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 
 from energon_packing.bridge.rule import Finding, Rule, always, collector
-from energon_packing.bridge.run_view import DatasetKind, RunView, smallest_world_size
+from energon_packing.bridge.run_view import COLLATED, DatasetKind, RunView, smallest_world_size
 
 LAYOUT_RULES: list[Rule] = []
 _rule = collector(LAYOUT_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
 
 # Which of Bridge's data set classes a rule of its tests for.
-_COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "mock_vlm")
-_FINETUNING: tuple[DatasetKind, ...] = (*_COLLATED, "gpt_sft")
+_FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
 _SIZED: tuple[DatasetKind, ...] = (*_FINETUNING, "gpt_pretraining")
 
 
@@ -38,7 +37,7 @@ def _own_micro_batch(view: RunView) -> bool:
 
 
 def _collated(view: RunView) -> bool:
-    return view.dataset_kind in _COLLATED
+    return view.dataset_kind in COLLATED
 
 
 def _sized(view: RunView) -> bool:
@@ -58,7 +57,8 @@ def _own_eval_layout(view: RunView) -> bool:
 
 
 def _needs_fixed_width(view: RunView) -> bool:
-    return _collated(view) and (view.pipeline_parallel > 1 or view.expert_parallel > 1)
+    # The in-batch packer widens no row, whatever `pad_to_max_length` is turned to.
+    return view.width_fixed_by_bridge and not view.as_wide_as_its_samples
 
 
 def _in_batch_pipeline(view: RunView) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from energon_packing.bridge.rule import Finding, Rule, collector
 from energon_packing.bridge.run_view import RunView
@@ -15,7 +16,8 @@ WIDEST_HEAD = 256
 
 
 def _packed_in_fp8(view: RunView) -> bool:
-    return view.packed and view.fp8_recipe is not None
+    # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8's sake.
+    return view.reaches_the_step_packed and view.fp8_recipe is not None
 
 
 def _packed_known_head(view: RunView) -> bool:
@@ -75,7 +77,7 @@ def _alignment_used(view: RunView) -> Finding | None:
 def _fp8_multiple(view: RunView) -> Finding | None:
     needed = 32 if view.fp8_recipe == "mxfp8" else 16
     shards = view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
-    if view.pad_to_max_length:
+    if view.rows_of_one_width:
         width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
     else:
         width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
@@ -83,12 +85,23 @@ def _fp8_multiple(view: RunView) -> Finding | None:
         return None
     good = math.lcm(needed * shards, view.multiple)
     length = math.ceil(view.dataset_seq_length / good) * good
-    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": length}
+    why = (
+        f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread over "
+        f"{shards} ranks"
+    )
+    changes: dict[str, Any] = {"pad_to_max_length": True, "dataset_seq_length": length, "model_seq_length": length}
+    mend = f"pad_to_max_length to true and seq_length to {length}"
+    if not view.as_wide_as_its_samples:
+        packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": length}
+        return Finding(why=why, mend=f"set {mend}", changes=changes | packs)
+    why += "; pad_to_max_length widens no row that is packed in the batch"
+    if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's would be unpacked: a decision
+        return Finding(why=why, mend=f"turn enable_in_batch_packing off and set {mend}, or compute without fp8")
+    packs = {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
     return Finding(
-        why=f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread over "
-        f"{shards} ranks",
-        mend=f"set pad_to_max_length to true and seq_length to {length}",
-        changes={"pad_to_max_length": True, "dataset_seq_length": length, "model_seq_length": length, **packs},
+        why=why,
+        mend=f"turn in-batch packing off (mode 'packs') and set {mend}, or compute without fp8",
+        changes=changes | packs | {"packed_sequence_size": length},
     )
 
 

@@ -25,7 +25,7 @@ _WITHOUT_PACKING = {
     "glm45": "its recipes say that packed sequences are not supported",
     "qwen35vl": "its recipes turn collate-time packing off",
 }
-_WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl", "nemotronomni")
+_WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl")
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 
 

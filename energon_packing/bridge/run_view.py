@@ -21,6 +21,9 @@ from energon_packing.config import RunConfig
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
 """What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
 
+COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "mock_vlm")
+"""Data sets with Bridge's settings of a collator, ``pad_to_max_length`` among them; ours has them as well."""
+
 # By class name, most derived first: a view must not import Bridge.
 _KIND_OF_CLASS: tuple[tuple[str, DatasetKind], ...] = (
     ("PackedEnergonDatasetConfig", "packed_energon"),
@@ -133,6 +136,27 @@ class RunView:
         """As `packed`, less the rows that the forward step packs itself."""
         deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
         return self.packed and not deferred
+
+    @property
+    def as_wide_as_its_samples(self) -> bool:
+        """Whether a row is the samples of a micro-batch joined by a collator, without a width of its own.
+
+        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` and never the row, and reads no
+        ``pad_to_max_length``. The collator of Nemotron Omni has a packer of its own, which does both.
+        """
+        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
+            return False
+        return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
+
+    @property
+    def width_fixed_by_bridge(self) -> bool:
+        """Whether ``validate()`` turns ``pad_to_max_length`` on, for the sake of pipelines and experts."""
+        return self.dataset_kind in COLLATED and (self.pipeline_parallel > 1 or self.expert_parallel > 1)
+
+    @property
+    def rows_of_one_width(self) -> bool:
+        """Whether every row that reaches the forward step is ``dataset_seq_length`` tokens wide."""
+        return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
 
     @property
     def bridge_packs_natively(self) -> bool:

@@ -147,6 +147,19 @@ OWN = [
         dict.fromkeys(("dataset_seq_length", "model_seq_length", "packed_sequence_size"), 4096 + 128),
         "error",
     ),
+    (
+        "ours-31-fp8-multiple",
+        IN_BATCH | {"fp8_recipe": "delayed", "pad_to_max_length": True},
+        {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
+        | {"micro_batch_size": 1},
+        "error",
+    ),
+    (
+        "ours-31-fp8-multiple",
+        IN_BATCH | {"fp8_recipe": "delayed", "pad_to_max_length": True, "dataset_kind": "energon"},
+        {"defer_in_batch_packing_to_step": True},
+        "error",
+    ),
     ("ours-32-head-dimension", {"head_dim": 288}, {"head_dim": 256}, "error"),
     ("ours-32-head-dimension", {"head_dim": 100}, {"head_dim": 96}, "error"),
     ("ours-32-attention-kernel", {"attention_backend": "local"}, {"attention_backend": "flash"}, "error"),
@@ -293,6 +306,25 @@ def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:
     assert outcome("ours-24-experts-see-padding", spread) == "ok"
     aligned = dataclasses.replace(spread, context_parallel=2, world_size=2)
     assert outcome("ours-24-experts-see-padding", aligned) == "warning"
+
+
+def test_only_rows_that_have_a_width_are_said_to_get_one() -> None:
+    """Bridge turns ``pad_to_max_length`` on for a pipeline; its in-batch packer does not read it."""
+    view = packed(**IN_BATCH, pipeline_parallel=2)
+    assert outcome("bridge-16-fixed-width", view) == "not applicable"
+    assert outcome("bridge-16-variable-lengths", view) == "note"
+    deferred = dataclasses.replace(view, defer_in_batch_packing_to_step=True)
+    assert outcome("bridge-16-fixed-width", deferred) == "note"
+    omni = dataclasses.replace(view, dataset_kind="hf_sft", model="NemotronOmni")
+    assert outcome("bridge-16-fixed-width", omni) == "note"
+    assert outcome("ours-41-in-batch-row-length", omni) == "not applicable"
+    assert outcome("ours-19-family-takes-packs", omni) == "ok"
+
+
+def test_rows_whose_width_bridge_fixes_are_judged_by_it() -> None:
+    assert outcome("ours-31-fp8-multiple", packed(fp8_recipe="delayed", pipeline_parallel=2)) == "ok"
+    odd = dict.fromkeys(("dataset_seq_length", "model_seq_length", "packed_sequence_size"), 4100)
+    assert outcome("ours-31-fp8-multiple", packed(fp8_recipe="delayed", pipeline_parallel=2, **odd)) == "error"
 
 
 def test_every_rule_has_its_own_id_and_stands_in_the_documentation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,21 @@ def test_single_samples_without_packs_are_under_the_limits_of_their_data_set_too
     cut, _ = single_samples(blend({"max_tokens": 200, "when_over": ["truncate"]}))
     assert max(cut[True].values()) <= 200
     assert set(cut[True]) - set(found[True])
+
+
+def test_the_metadataset_of_the_documentation_works(run_config, dataset, second, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "limits.md").read_text(encoding="utf-8")
+    section = page.partition("## Limits of one data set of a blend")[2].partition("\n## ")[0]
+    meta = yaml.safe_load(section.split("```yaml\n")[1].split("```")[0])
+    entries = meta["splits"]["train"]["blend"]
+    for entry, path in zip(entries, (second, dataset), strict=True):
+        entry["path"] = dataset_entry(str(path))
+    file = tmp_path / "page.yaml"
+    file.write_text(yaml.safe_dump(meta))
+    config = run_config(data={"path": str(file), "repeat": True}, drop_budget=1.0, seq_length=4096)
+    found, _ = some(config)
+    assert found[True]
+    assert found[False]
 
 
 BAD_LIMITS = [

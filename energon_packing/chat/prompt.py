@@ -14,15 +14,17 @@ Only the names in braces that a field knows are replaced, all other braces are t
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from energon_packing.errors import ConfigError
 
-NAMES = ("content", "system", "bos", "eos", "image", "video", "image_token", "video_token")
+MEDIA_NAMES = ("image", "video", "image_token", "video_token")
+_NAMES = ("content", "system", "bos", "eos")
 _TOOL_NAMES = ("tools", "definitions", "json", "fields", "calls", "name", "arguments", "id")
-BRACED = re.compile(r"\{(" + "|".join((*NAMES, *_TOOL_NAMES)) + r")\}")
+BRACED = re.compile(r"\{(" + "|".join((*_NAMES, *MEDIA_NAMES, *_TOOL_NAMES)) + r")\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,30 @@ class ToolText:
     tokens: tuple[str, ...] = ()
     """Texts that must be one token each; for a tokenizer without one of them, tools are refused."""
 
+    def __post_init__(self) -> None:
+        _hold_once(
+            self,
+            "tools.",
+            ("definitions", "definitions"),
+            ("call", "name"),
+            ("call", "arguments"),
+            ("calls", "calls"),
+        )
+        if self.definition.count("{json}") + self.definition.count("{fields}") != 1:
+            raise ConfigError(
+                f"The prompt's tools.definition {self.definition!r} must hold {{json}} or {{fields}} once."
+            )
+        if self.definitions is None:
+            _unread(self, "tools.", ("placement", "definition", "between_definitions"), "tools.definitions")
+        if self.call is None:
+            _unread(self, "tools.", ("calls", "before_calls", "between_calls", "alone"), "tools.call")
+        if self.alone and self.before_calls:
+            raise ConfigError(
+                "The prompt's tools.alone refuses a text beside calls, so that nothing reads before_calls."
+            )
+        if self.id_length is not None and self.id_length < 1:
+            raise ConfigError(f"The prompt's tools.id_length is {self.id_length}; it must be at least 1.")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptFormat:
@@ -99,7 +125,9 @@ class PromptFormat:
     """Texts that must be one token each, or the format is not what the model was trained on."""
 
     def __post_init__(self) -> None:
-        for name, wanted in (
+        _hold_once(
+            self,
+            "",
             ("user", "content"),
             ("assistant", "content"),
             ("system", "content"),
@@ -109,34 +137,47 @@ class PromptFormat:
             ("tool_group", "tools"),
             ("system_in_user", "content"),
             ("system_in_user", "system"),
-        ):
-            text = getattr(self, name)
-            if text is not None and text.count(f"{{{wanted}}}") != 1:
-                raise ConfigError(f"The prompt's {name} {text!r} must hold {{{wanted}}} exactly once.")
+        )
         if self.system is not None and self.system_in_user is not None:
             raise ConfigError("A prompt has either system or system_in_user, not both.")
         if self.default_system is not None and self.system is None and self.system_in_user is None:
             raise ConfigError("The prompt has a default_system, but neither system nor system_in_user to put it into.")
-        for name, wanted in (
-            ("definitions", "definitions"),
-            ("call", "name"),
-            ("call", "arguments"),
-            ("calls", "calls"),
-        ):
-            text = getattr(self.tools, name)
-            if text is not None and text.count(f"{{{wanted}}}") != 1:
-                raise ConfigError(f"The prompt's tools.{name} {text!r} must hold {{{wanted}}} exactly once.")
-        if self.tools.definitions is not None and self.system is None and self.tools.placement == "system":
+        tools = self.tools
+        if tools.definitions is not None and self.system is None and tools.placement == "system":
             raise ConfigError("The prompt's tools.definitions follow the system turn, so it needs a system.")
-        if self.tools.id_length is not None and self.tools.id_length < 1:
-            raise ConfigError(f"The prompt's tools.id_length is {self.tools.id_length}; it must be at least 1.")
+        if self.tool is None:
+            _unread(self, "", ("tool_group", "between_tools", "assistant_after_tool"), "tool")
+        if tools.call is None:
+            _unread(self, "", ("assistant_with_calls",), "tools.call")
+        if tools.call is None and self.tool is None:
+            _unread(tools, "tools.", ("id_length",), "tool or tools.call")
+            if tools.definitions is None:
+                _unread(tools, "tools.", ("tokens",), "tool, tools.call or tools.definitions")
 
     @property
     def needs_eos(self) -> bool:
         """Whether an end-of-sequence token is part of the format."""
-        return any(
-            "{eos}" in (text or "")
-            for text in (
-                *(self.user, self.assistant, self.assistant_after_tool, self.assistant_with_calls, self.separator),
-            )
+        # A default system turn is written as it stands, as one of a conversation is.
+        texts = (
+            getattr(part, entry.name)
+            for part in (self, self.media, self.tools)
+            for entry in dataclasses.fields(part)
+            if entry.name != "default_system"
         )
+        return any(isinstance(text, str) and "{eos}" in text for text in texts)
+
+
+def _hold_once(part: Any, prefix: str, *wanted: tuple[str, str]) -> None:
+    """Refuses a field without, or with several of, the name in braces that its text is split at."""
+    for name, braced in wanted:
+        text = getattr(part, name)
+        if text is not None and text.count(f"{{{braced}}}") != 1:
+            raise ConfigError(f"The prompt's {prefix}{name} {text!r} must hold {{{braced}}} exactly once.")
+
+
+def _unread(part: Any, prefix: str, names: tuple[str, ...], needed: str) -> None:
+    """Refuses fields that differ from their defaults although what reads them is not set."""
+    for entry in dataclasses.fields(part):
+        value = getattr(part, entry.name)
+        if entry.name in names and value != entry.default:
+            raise ConfigError(f"The prompt's {prefix}{entry.name} is {value!r}, which nothing reads without {needed}.")

@@ -85,18 +85,15 @@ def _read(path: Path) -> str:
 
 def _compile(name: str, prompt: PromptFormat, tokenizer: Any, media: Mapping[str, str]) -> str:
     if prompt.needs_eos and tokenizer.eos_token is None:
-        raise ConfigError(
-            f"The prompt {name} ends answers with {{eos}}, but the tokenizer has no end-of-sequence token."
-        )
-    added = tokenizer.get_added_vocab()
-    vocabulary: Mapping[str, int] = added if all(token in added for token in prompt.tokens) else tokenizer.get_vocab()
+        raise ConfigError(f"The prompt {name} writes {{eos}}, but the tokenizer has no end-of-sequence token.")
+    vocabulary: Mapping[str, int] = tokenizer.get_added_vocab()
+    if any(token not in vocabulary for token in (*prompt.tokens, *prompt.tools.tokens)):
+        vocabulary = tokenizer.get_vocab()  # made anew for every call, of all tokens
     for token in prompt.tokens:
         if token not in vocabulary:
             raise ConfigError(
                 f"The prompt {name} needs {token!r} as one token, which the tokenizer does not have; choose another "
                 "encoder.chat_template, or add the token to the tokenizer and train its embedding."
             )
-    if any(token not in added for token in prompt.tools.tokens):
-        vocabulary = tokenizer.get_vocab()
     lacking = [token for token in prompt.tools.tokens if token not in vocabulary]
     return compile_prompt(name, prompt, media, lacking=lacking)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from energon_packing.chat.prompt import BRACED, NAMES, PromptFormat, ToolText
+from energon_packing.chat.prompt import BRACED, MEDIA_NAMES, PromptFormat, ToolText
 
 
 def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str], *, lacking: Sequence[str] = ()) -> str:
@@ -36,7 +36,7 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str], *,
 
     def medium(kind: str) -> str:
         source = getattr(prompt.media, kind)
-        wanted = [found for found in BRACED.findall(source) if found in NAMES]
+        wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]
         if any(found not in media for found in wanted):
             return _refuse(f"the prompt {name} has no text for a {kind}")
         return text(source, **{found: json.dumps(media[found], ensure_ascii=False) for found in wanted})

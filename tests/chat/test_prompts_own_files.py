@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
-from energon_packing.chat.prompt import MediaText, PromptFormat
+from energon_packing.chat.prompt import MediaText, PromptFormat, ToolText
 from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.prompt_jinja import compile_prompt
 from energon_packing.chat.template import ChatTemplate
@@ -110,17 +112,156 @@ def test_a_file_without_user_and_assistant_is_refused(own, text):
         own(text)
 
 
+TOOLS = {
+    "definitions": "D{definitions}",
+    "definition": "{json}",
+    "between_definitions": ",",
+    "calls": "C{calls}",
+    "call": "{name}{arguments}",
+    "before_calls": "b",
+    "between_calls": ",",
+}
+FULL = {
+    "user": "U{content}",
+    "assistant": "A{content}",
+    "begin": "^",
+    "default_system": "d",
+    "system": "S{content}",
+    "assistant_after_tool": "B{content}",
+    "assistant_with_calls": "C{content}",
+    "tool": "T{content}",
+    "tool_group": "G{tools}",
+    "between_tools": ",",
+    "separator": "|",
+    "generation_prompt": "A",
+}
+"""Every text of a format but one, which excludes ``system``."""
+
+
+def prompt_of(section=None, name=None, text=""):
+    """A format with all its texts, one of them ending with ``text``."""
+    sections = {"prompt": dict(FULL), "media": {"image": "{image}", "video": "{video}"}, "tools": dict(TOOLS)}
+    if name == "system_in_user":
+        del sections["prompt"]["system"]
+        sections["tools"]["placement"] = "last_user"
+        sections["prompt"]["system_in_user"] = "{system}{content}"
+    if section is not None:
+        sections[section][name] += text
+    return PromptFormat(**sections["prompt"], media=MediaText(**sections["media"]), tools=ToolText(**sections["tools"]))
+
+
+TEXTS = [
+    (section, entry.name)
+    for section, kind in (("prompt", PromptFormat), ("media", MediaText), ("tools", ToolText))
+    for entry in dataclasses.fields(kind)
+    if entry.type in ("str", "str | None")
+]
+
+
+@pytest.mark.parametrize(("section", "name"), TEXTS)
+def test_a_format_needs_an_end_of_sequence_exactly_where_its_template_writes_one(section, name):
+    media = {"image": "<i>", "video": "<v>"}
+    assert not prompt_of().needs_eos
+    prompt = prompt_of(section, name, "{eos}")
+    assert prompt.needs_eos == ("eos_token" in compile_prompt("own", prompt, media))
+    assert prompt.needs_eos == (name != "default_system")
+
+
+class Tokenizer:
+    """Counts how often all its tokens are asked for."""
+
+    eos_token = None
+
+    def __init__(self, added=(), others=()):
+        self.added, self.others, self.asked = added, others, 0
+
+    def get_added_vocab(self):
+        return dict.fromkeys(self.added, 1)
+
+    def get_vocab(self):
+        self.asked += 1
+        return dict.fromkeys((*self.added, *self.others), 1)
+
+
 def test_an_end_of_sequence_that_the_tokenizer_lacks_is_refused():
-    class Tokenizer:
-        eos_token = None
-
-        def get_added_vocab(self):
-            return {}
-
-        get_vocab = get_added_vocab
-
     with pytest.raises(ConfigError, match="no end-of-sequence token"):
         template_source("vicuna", Tokenizer(), {})
+
+
+@pytest.mark.parametrize(
+    ("added", "others", "asked"),
+    [
+        (("<a>", "<b>", "<t>"), (), 0),
+        (("<a>", "<b>"), ("<t>",), 1),
+        ((), ("<a>", "<b>", "<t>"), 1),
+        ((), ("<a>", "<b>"), 1),
+    ],
+)
+def test_all_tokens_of_a_tokenizer_are_asked_for_once_at_most(tmp_path, added, others, asked):
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        '{user: "{content}", assistant: "{content}", tokens: [<a>, <b>], tool: "{content}", tools: {tokens: [<t>]}}'
+    )
+    tokenizer = Tokenizer(added, others)
+    source = template_source(str(path), tokenizer, {})
+    assert tokenizer.asked == asked
+    assert ("has no token <t>" in source) == ("<t>" not in (*added, *others))
+
+
+def test_a_name_that_a_mediums_text_does_not_know_is_text():
+    source = compile_prompt(
+        "own", PromptFormat(user="{content}", assistant="{content}", media=MediaText(image="{content}")), {}
+    )
+    assert "no text for a image" not in source
+    assert "no text for a video" in source
+
+
+DEFINED = {"definitions": "{definitions}"}
+CALLED = {"call": "{name}{arguments}"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        (DEFINED | {"definition": "nothing"}, "definition 'nothing' must hold {json} or {fields} once"),
+        (DEFINED | {"definition": "{json}{json}"}, "must hold {json} or {fields} once"),
+        (DEFINED | {"definition": "{json}{fields}"}, "must hold {json} or {fields} once"),
+        (
+            CALLED | {"placement": "last_user"},
+            "placement is 'last_user', which nothing reads without tools.definitions",
+        ),
+        (CALLED | {"between_definitions": ","}, "between_definitions is ',', which nothing reads without"),
+        (CALLED | {"definition": "{fields}"}, "definition is '{fields}', which nothing reads without"),
+        (DEFINED | {"calls": "[{calls}]"}, "calls is '[{calls}]', which nothing reads without tools.call"),
+        (DEFINED | {"before_calls": " "}, "before_calls is ' ', which nothing reads without tools.call"),
+        (DEFINED | {"between_calls": ","}, "between_calls is ',', which nothing reads without tools.call"),
+        (DEFINED | {"alone": True}, "alone is True, which nothing reads without tools.call"),
+        (CALLED | {"alone": True, "before_calls": " "}, "nothing reads before_calls"),
+        (CALLED | {"id_length": 0}, "id_length is 0"),
+        (DEFINED | {"id_length": 9}, "id_length is 9, which nothing reads without tool or tools.call"),
+        ({"tokens": ("<t>",)}, "tokens is ('<t>',), which nothing reads without tool, tools.call or tools.definitions"),
+    ],
+)
+def test_a_setting_of_tools_that_nothing_reads_is_refused(tools, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        PromptFormat(user="{content}", assistant="{content}", system="{content}", tools=ToolText(**tools))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tool_group": "[{tools}]"}, "tool_group is '[{tools}]', which nothing reads without tool."),
+        ({"between_tools": ","}, "between_tools is ',', which nothing reads without tool."),
+        (
+            {"assistant_after_tool": "{content}"},
+            "assistant_after_tool is '{content}', which nothing reads without tool.",
+        ),
+        ({"assistant_with_calls": "{content}"}, "which nothing reads without tools.call."),
+    ],
+)
+def test_a_setting_of_tool_turns_without_any_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        PromptFormat(user="{content}", assistant="{content}", **settings)
 
 
 def test_a_jinja_file_is_taken_as_it_is(tmp_path, encoders):

@@ -101,11 +101,13 @@ def _longest_sample(view: RunView) -> Finding | None:
     severity="warning",
 )
 def _steps_an_epoch(view: RunView) -> Finding | None:
-    if view.data is None or view.data.packs_per_epoch >= view.global_batch_size:
+    rows = view.rows_per_epoch
+    if rows is None or rows >= view.global_batch_size:
         return None
+    what = "packs" if view.enable_offline_packing else "samples that can be trained on"
     return Finding(
-        why=f"the data set makes about {view.data.packs_per_epoch} packs, fewer than the {view.global_batch_size} of "
-        "one step: each step would see samples more than once",
+        why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step would "
+        "see samples more than once",
         mend="set a smaller global_batch_size, or a smaller seq_length",
     )
 

@@ -49,8 +49,8 @@ class DataFacts:
         too_long: samples of the part that are longer than a row.
         longest: length of the longest sample of the part, without padding.
         mean: mean length of the samples that are kept.
-        fill: real tokens over the tokens of the rows when the part is packed with the run's settings.
-        packs: rows that the part makes.
+        fill: real tokens over the tokens of the rows if the part is packed with the run's settings.
+        packs: rows that the part makes if it is packed.
     """
 
     samples: int
@@ -69,8 +69,13 @@ class DataFacts:
 
     @property
     def packs_per_epoch(self) -> int:
-        """Rows of all replicas together in one epoch."""
+        """Packs of all replicas together in one epoch."""
         return round(self.packs * self.samples / self.measured) if self.measured else 0
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that are kept in one epoch: the rows of a run that packs in the batch, or not at all."""
+        return round((self.measured - self.dropped) * self.samples / self.measured) if self.measured else 0
 
 
 def processor_facts(processor: str | None) -> TokenFacts | None:
@@ -115,13 +120,14 @@ def model_facts(config_file: Path) -> dict[str, Any]:
     }
 
 
-def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int) -> DataFacts:
+def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, one_a_row: bool = False) -> DataFacts:
     """Measures the first samples of the training split as the loader would, and packs them.
 
     Args:
         config: data set, processor and packing.
         parallel: what the alignment multiple follows from.
         samples: how many are measured; the whole split where it has fewer.
+        one_a_row: the run reads single samples, so it drops chosen/rejected pairs, which are two rows.
 
     Raises:
         UserError: the data set or the processor cannot be used.
@@ -152,7 +158,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int) -
         measured += 1
         if sample.problem is not None and sample.problem.fatal is not None:
             raise sample.problem.fatal
-        if sample.measured is not None:
+        if sample.measured is not None and not (one_a_row and len(sample.measured.segments) > 1):
             lengths.append(sample.measured.length)
             aligned.append(encoder.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":

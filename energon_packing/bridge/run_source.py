@@ -138,7 +138,7 @@ class YamlRun:
 
     def measure(self, samples: int) -> None:
         config = load_config(self.name, self.overrides)
-        self.data = _measured(config, config.parallel, samples)
+        self.data = _measured(config, config.parallel, samples, self.view())
 
     def verdict(self) -> BridgeVerdict:
         return bridge_verdict(self.view())
@@ -197,7 +197,7 @@ class ContainerRun:
             sequence_parallel=bool(model.sequence_parallel),
             eval_context_parallel=self.container.dist.eval_context_parallel_size,
         )
-        self.data = _measured(dataset.run_config(parallel), parallel, samples)
+        self.data = _measured(dataset.run_config(parallel), parallel, samples, self.view())
 
     def verdict(self) -> BridgeVerdict:
         view = self.view()
@@ -297,10 +297,10 @@ def run_source(
     return YamlRun(name=name, overrides=overrides, world_size=world_size, model_configs=model_configs)
 
 
-def _measured(config: RunConfig, parallel: ParallelConfig, samples: int) -> DataFacts:
+def _measured(config: RunConfig, parallel: ParallelConfig, samples: int, view: RunView) -> DataFacts:
     try:
         with quiet():
-            return measure_data(config, parallel, samples=samples)
+            return measure_data(config, parallel, samples=samples, one_a_row=not view.enable_offline_packing)
     except ImportError as error:
         raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
 

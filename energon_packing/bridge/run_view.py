@@ -159,6 +159,13 @@ class RunView:
         return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
 
     @property
+    def rows_per_epoch(self) -> int | None:
+        """What `global_batch_size` counts, in an epoch of the measured data: packs, or else the samples themselves."""
+        if self.data is None:
+            return None
+        return self.data.packs_per_epoch if self.enable_offline_packing else self.data.samples_per_epoch
+
+    @property
     def bridge_packs_natively(self) -> bool:
         """Whether the installed Bridge has online packing of its own, which came with 0.7."""
         numbers = re.findall(r"\d+", self.bridge_version or "")[:2]

@@ -61,14 +61,15 @@ def packing_of(view: RunView) -> tuple[str, str | None]:
 
 def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     """Samples a step of a packed run; the global batch of packs that keeps the tokens of an unpacked one."""
-    data = view.data
+    data, rows, packs = view.data, view.rows_per_epoch, view.enable_offline_packing
     found: dict[str, Any] = {
         "tokens_per_sample": tokens_per_sample or (round(data.mean) if data else None),
-        "expected_fill": round(data.fill, 4) if data else None,
+        "expected_fill": round(data.fill, 4) if data and packs else None,
         "samples_per_step": None,
         "global_batch_size_in_packs": None,
-        "packs_per_epoch": data.packs_per_epoch if data else None,
-        "steps_per_epoch": round(data.packs_per_epoch / view.global_batch_size, 1) if data else None,
+        "packs_per_epoch": rows if packs else None,
+        "samples_per_epoch": data.samples_per_epoch if data else None,
+        "steps_per_epoch": None if rows is None else round(rows / view.global_batch_size, 1),
         "measured_samples": data.measured if data else None,
         "dropped_samples": data.dropped if data else None,
         "longest_sample": data.longest if data else None,
@@ -77,11 +78,11 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     if mean is None:
         return found
     a_row = max(1.0, (data.fill if data else FILL) * view.dataset_seq_length / mean)
-    if view.enable_offline_packing:
+    if packs:
         return found | {"samples_per_step": round(view.global_batch_size * a_row)}
     replicas = max(1, view.data_parallel)
-    packs = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
-    return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": packs}
+    batch = max(1, round(view.global_batch_size / a_row / replicas)) * replicas
+    return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": batch}
 
 
 def picture_lines(picture: dict[str, Any]) -> list[tuple[str, str]]:
@@ -115,15 +116,17 @@ def picture_lines(picture: dict[str, Any]) -> list[tuple[str, str]]:
     elif row == "sample":
         lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
     if picture["measured_samples"]:
-        lines += [
+        lines.append(
             (
                 "data",
                 f"{picture['measured_samples']} samples measured: mean {picture['tokens_per_sample']} tokens, longest "
                 f"{picture['longest_sample']}, {picture['dropped_samples']} dropped",
-            ),
-            ("fill", f"{picture['expected_fill']:.1%} expected"),
-            ("epoch", f"about {picture['packs_per_epoch']} packs, {picture['steps_per_epoch']} steps"),
-        ]
+            )
+        )
+        if picture["expected_fill"] is not None:
+            lines.append(("fill", f"{picture['expected_fill']:.1%} expected"))
+        rows = picture[f"{row}s_per_epoch"]
+        lines.append(("epoch", f"about {rows} {row}s, {picture['steps_per_epoch']} steps"))
     if picture["loader_memory_mb"]:
         lines.append(("loader", f"about {picture['loader_memory_mb']} MB on each rank that reads"))
     return lines

@@ -66,8 +66,8 @@ Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violate
     "--measure",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Measure the first N samples of the data set, without decoding media: adds expected fill, samples a step, "
-    "steps an epoch and the longest sample.",
+    help="Measure the first N samples of the data set, without decoding media: adds samples a step, steps an "
+    "epoch, the longest sample, and for packs the expected fill.",
 )
 @click.option(
     "--model-configs",

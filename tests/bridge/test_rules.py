@@ -216,6 +216,7 @@ OWN = [
         "warning",
     ),
     ("ours-38-steps-an-epoch", {"data": facts(packs=0)}, {"data": facts(packs=10)}, "warning"),
+    ("ours-38-steps-an-epoch", IN_BATCH | {"data": facts(packs=100, samples=1)}, {"data": facts(packs=0)}, "warning"),
     ("ours-39-failures-are-limited", {"failure_tolerance": 0}, {"failure_tolerance": 1}, "error"),
     (
         "ours-40-step-packs-in-batch",

@@ -39,6 +39,10 @@ def validate(*arguments):
     return result.exit_code, answer.get("resolved"), answer
 
 
+def warnings_of(answer):
+    return {rule["rule"]: rule["why"] for rule in answer["rules"] if rule["verdict"] == "warning"}
+
+
 @pytest.fixture(scope="module")
 def packs(run):
     """What the loader makes of one epoch."""
@@ -54,6 +58,7 @@ def test_measuring_all_samples_tells_the_epoch_that_the_loader_makes(run, packs)
     assert told["dropped_samples"] == len(dropped) > 0
     assert told["tokens_per_sample"] == round(sum(lengths) / len(lengths))
     assert told["packs_per_epoch"] == pytest.approx(len(packs), abs=1)
+    assert told["samples_per_epoch"] == len(lengths)
     assert told["steps_per_epoch"] == round(told["packs_per_epoch"] / 2, 1)
     fill = sum(lengths) / (len(packs) * SEQ_LENGTH)
     assert told["expected_fill"] == pytest.approx(fill, abs=0.05)
@@ -63,6 +68,55 @@ def test_measuring_all_samples_tells_the_epoch_that_the_loader_makes(run, packs)
     assert str(told["longest_sample"]) in warned["ours-37-longest-sample"]["why"]
     too_long = [entry for entry in dropped if entry.reason == "oversize"]
     assert f"{len(too_long)} of 60 measured samples" in warned["ours-37-longest-sample"]["why"]
+
+
+IN_BATCH = ("--set", "training.enable_in_batch_packing=true", "--set", "training.micro_batch_size=2")
+
+
+def test_an_epoch_of_single_samples_has_as_many_rows_as_samples_and_no_fill(run, packs):
+    """A batch of 2 has two samples there, not two packs of many."""
+    kept = sum(len(pack.batch.sample_lengths) for pack in packs)
+    code, told, _ = validate(run, "--measure", "1000", *IN_BATCH)
+    assert code == 0
+    assert told["samples_per_epoch"] == kept > len(packs) * 2
+    assert told["steps_per_epoch"] == kept / 2
+    assert told["samples_per_step"] == 2
+    assert told["expected_fill"] is told["packs_per_epoch"] is None
+    assert told["global_batch_size_in_packs"] >= 1
+    large = ("--set", f"training.global_batch_size={2 * (kept // 2)}")  # more than there are packs
+    assert "ours-38-steps-an-epoch" in warnings_of(validate(run, "--measure", "1000", *large)[2])
+    assert "ours-38-steps-an-epoch" not in warnings_of(validate(run, "--measure", "1000", *IN_BATCH, *large)[2])
+    larger = ("--set", f"training.global_batch_size={2 * kept}")
+    told_why = warnings_of(validate(run, "--measure", "1000", *IN_BATCH, *larger)[2])["ours-38-steps-an-epoch"]
+    assert f"{kept} samples" in told_why
+
+
+def test_the_table_of_a_run_of_single_samples_counts_samples(run, packs):
+    kept = sum(len(pack.batch.sample_lengths) for pack in packs)
+    result = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--measure", "1000", *IN_BATCH])
+    assert result.exit_code == 0
+    assert f"about {kept} samples, {kept / 2} steps" in result.stdout
+    assert "expected" not in result.stdout
+
+
+def test_a_pair_counts_as_dropped_where_samples_are_read_singly(tmp_path):
+    """Its two answers are two rows; packs hold both."""
+    pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
+    plain = [{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}] * 6
+    source = tmp_path / "some.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in [*pairs, *plain]))
+    convert(ConvertConfig(sources=(source,), out=tmp_path / "data", split={"train": 1.0}, workers=0))
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"data: {{path: {tmp_path / 'data'}, workers: 0, repeat: false}}\n"
+        f"encoder: {{processor: {processor_path('text')}}}\n"
+        f"packing: {{seq_length: {SEQ_LENGTH}, drop_budget: 1.0}}\n"
+        "training: {global_batch_size: 2}\n"
+    )
+    _, packed, _ = validate(file, "--measure", "100")
+    _, single, _ = validate(file, "--measure", "100", *IN_BATCH)
+    assert (packed["measured_samples"], packed["dropped_samples"]) == (10, 0)
+    assert (single["measured_samples"], single["dropped_samples"], single["samples_per_epoch"]) == (10, 4, 6)
 
 
 def test_measuring_a_part_measures_so_many_and_tells_of_the_whole(run, packs):

@@ -11,7 +11,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.tile_bound import check_tiles
+from energon_packing.families.tile_bound import check_pinpoints, check_tiles
 
 PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
 """Height and width of blank images that the processor is asked about before it is trusted."""
@@ -40,10 +40,11 @@ class HuggingFace(VisionFamily):
         super().__init__(processor, config)
         if not getattr(processor, "image_token", None) or not hasattr(processor, "_get_num_multimodal_tokens"):
             raise self._refusal("it has no image_token or no _get_num_multimodal_tokens")
+        images = getattr(processor, "image_processor", None)
         for name in TILE_LIMITS:
-            check_tiles(
-                getattr(getattr(processor, "image_processor", None), name, None), f"{name} of the image processor"
-            )
+            check_tiles(getattr(images, name, None), f"{name} of the image processor")
+        if getattr(images, "image_grid_pinpoints", None) is not None:
+            check_pinpoints(images.image_grid_pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
         self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
         self.image_id = self.check_token(self.image_token)

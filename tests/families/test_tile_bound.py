@@ -13,9 +13,10 @@ from energon_packing.config import EncoderConfig
 from energon_packing.encoders.resizing import Resizer, tokens_of
 from energon_packing.errors import ConfigError
 from energon_packing.families import tile_bound
+from energon_packing.families.hugging_face import TILE_LIMITS, HuggingFace
 from energon_packing.families.registry import build_family
 from energon_packing.families.tile_bound import MOST_TILES
-from energon_packing.report.offline_processors import internvl, llava_next, llava_onevision, qianfan
+from energon_packing.report.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
 
 
 @pytest.mark.parametrize("make", [internvl, qianfan])
@@ -37,9 +38,30 @@ def test_a_processor_file_with_more_tiles_than_can_be_listed_is_refused_under_th
     assert build_family(processor, EncoderConfig(max_pixels=448 * 448 * 12)).plan(image(900, 900)).tiles == 5
 
 
-def test_the_generic_family_refuses_such_a_processor_before_it_asks_it():
-    with pytest.raises(ConfigError, match="max_patches of the image processor"):
-        encoder(internvl(28, 4, max_patches=10**12), family="huggingface")
+@pytest.fixture
+def unasked(monkeypatch):
+    """Fails where the generic family asks a processor anything: with such limits it might never get an answer."""
+
+    def ask(*_):
+        pytest.fail("the processor was asked")
+
+    monkeypatch.setattr(HuggingFace, "_learn", ask)
+
+
+@pytest.mark.parametrize("name", TILE_LIMITS)
+def test_the_generic_family_refuses_such_a_processor_before_it_asks_it(unasked, name):
+    processor = llava()
+    setattr(processor.image_processor, name, 10**12)
+    with pytest.raises(ConfigError, match=f"^{name} of the image processor allows 10+ tiles"):
+        encoder(processor, family="huggingface")
+
+
+def test_a_processor_within_its_limits_is_asked_by_the_generic_family():
+    processor = llava()
+    for name in TILE_LIMITS:
+        setattr(processor.image_processor, name, MOST_TILES)
+    processor.image_processor.image_grid_pinpoints = [[336, 672]]
+    assert encoder(processor, family="huggingface").family.plan(image(300, 200)).tokens > 1
 
 
 def test_the_most_tiles_that_are_taken_are_planned_as_the_processor_says(monkeypatch):
@@ -90,6 +112,15 @@ def test_resolutions_that_cannot_be_meant_are_refused_when_the_encoder_is_made(m
     processor.image_processor.image_grid_pinpoints = pinpoints
     with pytest.raises(ConfigError, match=why):
         encoder(processor)
+
+
+@pytest.mark.parametrize("what", sorted(BAD))
+def test_the_generic_family_refuses_such_resolutions_before_it_asks_the_processor(unasked, what):
+    pinpoints, why = BAD[what]
+    processor = llava_next()
+    processor.image_processor.image_grid_pinpoints = pinpoints
+    with pytest.raises(ConfigError, match=why):
+        encoder(processor, family="huggingface")
 
 
 def test_resolutions_read_from_a_file_are_taken(tmp_path):

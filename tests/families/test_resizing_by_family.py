@@ -90,3 +90,26 @@ def test_a_limit_that_such_a_family_does_not_read_is_refused_when_it_is_set():
 
     with pytest.raises(ConfigError, match="max_pixels"):
         encoder(llava_next(), max_pixels=10_000)
+
+
+@pytest.mark.parametrize("name", ["internvl", "qianfan_vl", "qwen2_5_vl"])
+def test_no_limit_far_above_the_one_that_is_found_is_tried_because_high_ones_are_dear(name, monkeypatch):
+    tried = []
+    plans = Resizer._plans
+
+    def recorded(resizer, media, settings):
+        tried.extend(value for field, value in settings if field == "max_pixels")
+        return plans(resizer, media, settings)
+
+    monkeypatch.setattr(Resizer, "_plans", recorded)
+    family = of_family(name).family
+    picture = (image(1600, 1200),)
+    before = tokens_of(family.plans(picture))
+    settings = Resizer(family).fewer_tokens(picture, (), before - 1)
+    assert settings is not None
+    powers = (2**exponent for exponent in range(18, 32))
+    enough = next(
+        pixels for pixels in powers if tokens_of(of_family(name, max_pixels=pixels).family.plans(picture)) >= before
+    )
+    assert max(tried) <= 2 * enough
+    assert Resizer(family)._ladder("max_pixels")[-1] > 100 * enough  # so high it could have gone

@@ -106,7 +106,7 @@ MACROS = [
     "{% macro say(a) %}{{ a }}{% endmacro %}{{ say(b=2) }}",
     "{% macro say(a) %}{{ caller() }}{{ a }}{% endmacro %}{% call say(1) %}inside{% endcall %}",
     "{% macro say(a) %}{{ caller() }}{% endmacro %}{{ say(1) }}",
-    "{% macro say(n) %}{{ n }}{% if n %}{{ say(n - 1) }}{% endif %}{% endmacro %}{% for n in [2] %}{{ say(n) }}{% endfor %}",
+    "{% macro say(n) %}{% if n %}{{ say(n - 1) }}{% endif %}.{% endmacro %}{% for n in [2] %}{{ say(n) }}{% endfor %}",
     "{% macro say(n) %}{{ raise_exception('no ' ~ n) }}{% endmacro %}{{ say(1) }}",
     "{% macro say(n) %}{{ n.__class__.__mro__ }}{% endmacro %}{{ say('') }}",
     "{% macro say(n) %}{{ missing.role }}{% endmacro %}{{ say(1) }}",

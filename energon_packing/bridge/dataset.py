@@ -20,7 +20,7 @@ from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
 from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
-from energon_packing.bridge.in_batch import check_mode, form_of
+from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks
 from energon_packing.bridge.rules import violations
 from energon_packing.bridge.run_view import view_of
@@ -56,7 +56,7 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     has 2 or more. ``padded``: one sample a row."""
     defer_in_batch_packing_to_step: bool = False
     """With ``in_batch``: the forward step packs, as Bridge's ``qwen3_vl_step`` does; it gets one sample a row."""
-    pad_to_multiple_of: int = 128
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF
     """Width of rows of one sample, as on Bridge's data sets."""
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""

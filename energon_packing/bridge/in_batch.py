@@ -22,6 +22,8 @@ from energon_packing.energon.micro_batches import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
 
+PAD_TO_MULTIPLE_OF = 128
+"""Bridge's default for the width of rows of one sample."""
 PAD_TOKEN = 0
 """Bridge's in-batch packer and its padding use it whatever the tokenizer's pad token is; every vocabulary has it."""
 
@@ -44,7 +46,7 @@ class MicroBatchForm:
     samples: int
     seq_length: int
     multiple: int = 1
-    pad_to_multiple_of: int = 128
+    pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF
     pad_to_max_length: bool = False
 
     def __call__(self, batch: PackedBatch) -> dict[str, Any]:
@@ -56,10 +58,12 @@ class MicroBatchForm:
         Raises:
             PackingError: no sample, or positions that are not ``[1, T]``; Bridge's packer takes no others.
         """
-        if batch.position_ids.dim() != 2 or not batch.sample_lengths:
+        if not batch.sample_lengths:
+            raise PackingError("a batch of no sample, such as `padding_pack` makes, has no form in Bridge's collators")
+        if batch.position_ids.dim() != 2:
             raise PackingError(
-                f"a micro-batch of {batch.num_samples} samples with positions {list(batch.position_ids.shape)} has no "
-                "form in Bridge; set encoder.position_ids to 1d"
+                f"positions {list(batch.position_ids.shape)} have no form in Bridge's collators; set "
+                "encoder.position_ids to 1d"
             )
         rows = thd.unpack(batch)
         made = self._packed(rows, tuple(batch.extra)) if self.packed else self._padded(rows, tuple(batch.extra))
@@ -128,7 +132,11 @@ def check_mode(dataset: Any) -> None:
             f"dataset.defer_in_batch_packing_to_step is on, which mode {mode!r} does not read; set dataset.mode to "
             "'in_batch'."
         )
-    if dataset.pad_to_multiple_of != 128 and mode != "padded" and not dataset.defer_in_batch_packing_to_step:
+    if (
+        dataset.pad_to_multiple_of != PAD_TO_MULTIPLE_OF
+        and mode != "padded"
+        and not dataset.defer_in_batch_packing_to_step
+    ):
         raise ConfigError(
             f"dataset.pad_to_multiple_of is {dataset.pad_to_multiple_of}, which is read for rows of one sample only; "
             "what is packed is aligned as the run's layout asks."

@@ -7,13 +7,10 @@ with such a run, nobody checks before GPUs are taken.
 from __future__ import annotations
 
 from energon_packing.bridge.rule import Finding, Rule, collector
-from energon_packing.bridge.run_view import RunView
+from energon_packing.bridge.run_view import PACKING_STEPS, RunView
 
 IN_BATCH_RULES: list[Rule] = []
 _rule = collector(IN_BATCH_RULES)
-
-PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
-"""Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
 
 
 def _left_to_a_known_step(view: RunView) -> bool:
@@ -31,11 +28,10 @@ def _as_wide_as_its_samples(view: RunView) -> bool:
     applies=_left_to_a_known_step,
 )
 def _step_packs_in_batch(view: RunView) -> Finding | None:
-    step = view.step or ""
-    if any(name in step for name in PACKING_STEPS):
+    if view.step_packs:
         return None
     return Finding(
-        why=f"defer_in_batch_packing_to_step leaves the packing to {step}, which refuses such rows or trains them "
+        why=f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
         "padded",
         mend=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
         changes={"defer_in_batch_packing_to_step": False},

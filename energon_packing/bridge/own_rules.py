@@ -205,17 +205,17 @@ def _family_takes_packs(view: RunView) -> Finding | None:
 @_rule(
     id="ours-19-step-reads-packs",
     checks="the forward step reads packed rows",
-    place="megatron.bridge.models.qwen_vl.qwen3_vl_step",
+    place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
     applies=_packed_known_step,
 )
 def _step_reads_packs(view: RunView) -> Finding | None:
-    if "qwen3_vl_step" not in (view.step or ""):
+    if not view.step_packs:
         return None
-    return Finding(
-        why="qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones",
-        mend="set training.step to vlm_step",
-        changes={"step": "vlm_step"},
-    )
+    if "qwen3_vl_step" in (view.step or ""):
+        why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
+    else:
+        why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
+    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
 
 
 @_rule(

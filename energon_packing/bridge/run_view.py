@@ -24,6 +24,9 @@ DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sf
 COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "mock_vlm")
 """Data sets with Bridge's settings of a collator, ``pad_to_max_length`` among them; ours has them as well."""
 
+PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
+"""Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
+
 # By class name, most derived first: a view must not import Bridge.
 _KIND_OF_CLASS: tuple[tuple[str, DatasetKind], ...] = (
     ("PackedEnergonDatasetConfig", "packed_energon"),
@@ -157,6 +160,11 @@ class RunView:
     def rows_of_one_width(self) -> bool:
         """Whether every row that reaches the forward step is ``dataset_seq_length`` tokens wide."""
         return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
+
+    @property
+    def step_packs(self) -> bool:
+        """Whether the forward step joins the samples of a micro-batch itself."""
+        return any(name in (self.step or "") for name in PACKING_STEPS)
 
     @property
     def rows_per_epoch(self) -> int | None:

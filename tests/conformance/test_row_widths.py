@@ -162,6 +162,7 @@ def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_se
     from megatron.bridge.training import config as bridge
 
     from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+    from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF
 
     classes: dict[str, Any] = {
         "packed_energon": PackedEnergonDatasetConfig,
@@ -172,3 +173,4 @@ def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_se
         "gpt_pretraining": bridge.GPTDatasetConfig,
     }
     assert {kind for kind, found in classes.items() if hasattr(found, "pad_to_max_length")} == set(COLLATED)
+    assert {classes[kind].pad_to_multiple_of for kind in COLLATED} == {PAD_TO_MULTIPLE_OF}

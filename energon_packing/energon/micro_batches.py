@@ -12,11 +12,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.energon import stateless
+from megatron.energon import WorkerConfig, stateless
 
 from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected
@@ -82,7 +83,20 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return self.packing.seq_length * self.micro_batch_size
 
     def fingerprint(self) -> dict[str, Any]:
+        """Names and values that a saved loader state must agree with."""
         return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
+
+    def packed(
+        self, dataset: SavableDataset[Any], packing_buffer_size: int | None, worker_config: WorkerConfig
+    ) -> SavableDataset[Any]:
+        """Micro-batches of the measured samples.
+
+        Raises:
+            ConfigError: a buffer, from which Energon would choose what shares a micro-batch.
+        """
+        if packing_buffer_size is not None:
+            raise ConfigError("Micro-batches of single samples are not chosen; leave packing_buffer_size out.")
+        return super().packed(dataset, None, worker_config)
 
     def _check_size(self, measured: AnyMeasured) -> None:
         if len(measured.segments) > 1:

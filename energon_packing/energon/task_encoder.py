@@ -28,13 +28,7 @@ from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
-from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
-from energon_packing.energon.internals import (
-    MapDataset,
-    SavableDataset,
-    get_failure_tolerance,
-    get_stateless,
-)
+from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.lowered_limits import lower_limits
 from energon_packing.energon.samples import (
     ConversationSample,
@@ -56,8 +50,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
 
     Args:
-        encoder: processor, prompt and limits; or encoders of your own making (`SampleEncoder`), of which the first that
-            accepts a conversation measures and renders it. Limits of such an encoder are not lowered to the pack's.
+        encoder: processor, prompt and limits, which are lowered to those of a pack; or encoders of your own making
+            (`SampleEncoder`), of which the first that accepts a conversation measures and renders it. Their limits stay
+            as they are, but for data sets of a blend with limits of their own: those need a `ConversationEncoder`, and
+            are lowered to a pack's together with what they leave standing.
         packing: row length, window and what to do with samples that do not fit.
         parallel: sizes that the alignment multiple follows from.
         processor: an already loaded processor; None loads ``encoder.processor``.
@@ -281,53 +277,26 @@ class PackingTaskEncoder(WindowTaskEncoder):
         )
         return mask_fillers(batch, len(fillers))
 
-    def build_batch(
-        self,
-        dataset: SavableDataset[MeasuredSample],
-        *,
-        batch_size: int | None,
-        batch_drop_last: bool = False,
-        packing_buffer_size: int | None = None,
-        worker_config: WorkerConfig,
+    def packed(
+        self, dataset: SavableDataset[Any], packing_buffer_size: int | None, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Energon's hook in which the packing window takes the place of the batcher.
-
-        Raises:
-            ConfigError: a batch size above 1; THD rows reach context-parallel slicing one at a time. Or a function of
-                a subclass that may fail without limit.
-        """
-        refuse_unlimited_failures(self)
-        self.check_batch_size(batch_size)
-        packed: SavableDataset[Any]
+        """Packs of the measured samples, from the window or from disjoint buffers; long samples split where wanted."""
         if self.packing.oversize == "split":
             dataset = SplitPieces(dataset, worker_config=worker_config)
         if packing_buffer_size is None:
-            packed = self.windowed(dataset, worker_config)
-        else:
-            packed = disjoint_buffers(
-                dataset,
-                buffer_size=packing_buffer_size,
-                accounts=HookAccounts(
-                    select=self.select_samples_to_pack,
-                    render=self.postencode_sample,
-                    assemble=self.pack_selected_samples,
-                    ledger=functools.partial(self._ledger, worker_config),
-                ),
-                fingerprint=self.loader_fingerprint(worker_config),
-                worker_config=worker_config,
-            )
-        if batch_size is None:
-            return packed
-        packed = self.one_a_batch(packed, worker_config, drop_last=batch_drop_last)
-        if self._is_overridden(self.encode_batch):
-            packed = MapDataset(
-                packed,
-                self.encode_batch,
-                worker_config=worker_config,
-                stateless_map_fn=get_stateless(self.encode_batch),
-                failure_tolerance=get_failure_tolerance(self.encode_batch, self.__default_failure_tolerance__),
-            )
-        return packed
+            return self.windowed(dataset, worker_config)
+        return disjoint_buffers(
+            dataset,
+            buffer_size=packing_buffer_size,
+            accounts=HookAccounts(
+                select=self.select_samples_to_pack,
+                render=self.postencode_sample,
+                assemble=self.pack_selected_samples,
+                ledger=functools.partial(self._ledger, worker_config),
+            ),
+            fingerprint=self.loader_fingerprint(worker_config),
+            worker_config=worker_config,
+        )
 
     def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
         """See `pack_cost`."""

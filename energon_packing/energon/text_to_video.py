@@ -17,7 +17,6 @@ from megatron.energon import (
     Cooker,
     CrudeSample,
     Sample,
-    WorkerConfig,
     basic_sample_keys,
     cooker,
     edataclass,
@@ -31,11 +30,9 @@ from energon_packing.encoders.latent_encoder import LatentEncoder
 from energon_packing.encoders.text_to_video import MeasuredClip, TextToVideoEncoder
 from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
-from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
-from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
-from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.packing.clip_limits import ClipLimits, clip_cost
 from energon_packing.text_to_video import TextToVideo
 from energon_packing.wan_packing import WanPack, WanSample, pack_wan
@@ -237,28 +234,6 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             capacity=self.packing.seq_length,
             compat=config.compat,
         )
-
-    def build_batch(
-        self,
-        dataset: SavableDataset[MeasuredClipSample],
-        *,
-        batch_size: int | None,
-        batch_drop_last: bool = False,
-        packing_buffer_size: int | None = None,
-        worker_config: WorkerConfig,
-    ) -> SavableDataset[Any]:
-        """Energon's hook in which the packing window takes the place of the batcher.
-
-        Raises:
-            ConfigError: a batch size above 1, a buffer of Energon's own packing, or a function of a subclass that may
-                fail without limit.
-        """
-        refuse_unlimited_failures(self)
-        self.check_batch_size(batch_size)
-        if packing_buffer_size is not None:
-            raise ConfigError("Clips are packed from packing.window samples; leave packing_buffer_size out.")
-        packed = self.windowed(dataset, worker_config)
-        return packed if batch_size is None else self.one_a_batch(packed, worker_config, drop_last=batch_drop_last)
 
     def plan_cost(self, plan: Sequence[MeasuredClip]) -> float:
         """See `clip_cost`."""

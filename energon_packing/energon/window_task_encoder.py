@@ -10,7 +10,14 @@ from megatron.energon import TaskEncoder, WorkerConfig, stateless
 
 from energon_packing.config import PackingConfig
 from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig
-from energon_packing.energon.internals import BatchDataset, SavableDataset, get_failure_tolerance, get_stateless
+from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
+from energon_packing.energon.internals import (
+    BatchDataset,
+    MapDataset,
+    SavableDataset,
+    get_failure_tolerance,
+    get_stateless,
+)
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, SampleRejected
@@ -54,14 +61,67 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """A packed row is a whole micro-batch; there is nothing to stack."""
         return samples[0]
 
-    def check_batch_size(self, batch_size: int | None) -> None:
-        """Refuses to stack packs; THD rows reach context-parallel slicing one at a time.
+    def packed(
+        self, dataset: SavableDataset[Any], packing_buffer_size: int | None, worker_config: WorkerConfig
+    ) -> SavableDataset[Any]:
+        """Packs of the measured samples; a subclass may know other ways than the window.
+
+        Args:
+            packing_buffer_size: samples of a buffer of Energon's own packing; None packs from the window.
 
         Raises:
-            ConfigError: a batch size above 1.
+            ConfigError: a buffer, which only a subclass can serve.
         """
+        if packing_buffer_size is not None:
+            raise ConfigError(
+                f"{type(self).__name__} packs from packing.window samples; leave packing_buffer_size out."
+            )
+        return self.windowed(dataset, worker_config)
+
+    def build_batch(
+        self,
+        dataset: SavableDataset[Any],
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset[Any]:
+        """Energon's hook in which the packing window takes the place of the batcher.
+
+        Args:
+            dataset: measured samples.
+            batch_size: None for packs, 1 for batches of one pack each.
+            batch_drop_last, packing_buffer_size, worker_config: as Energon's.
+
+        Raises:
+            ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
+                subclass that may fail without limit, or as `packed`.
+        """
+        refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+        packed = self.packed(dataset, packing_buffer_size, worker_config)
+        if batch_size is None:
+            return packed
+        packed = BatchDataset(
+            packed,
+            batch_size=1,
+            batcher=self.batch,
+            batcher_stateless=get_stateless(self.batch),
+            drop_last=batch_drop_last,
+            worker_config=worker_config,
+            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+        )
+        if self._is_overridden(self.encode_batch):
+            packed = MapDataset(
+                packed,
+                self.encode_batch,
+                worker_config=worker_config,
+                stateless_map_fn=get_stateless(self.encode_batch),
+                failure_tolerance=get_failure_tolerance(self.encode_batch, self.__default_failure_tolerance__),
+            )
+        return packed
 
     def loader_fingerprint(self, worker_config: WorkerConfig) -> dict[str, Any]:
         """`fingerprint`, and how many readers share the data."""
@@ -82,20 +142,6 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             ledger=functools.partial(self._ledger, worker_config),
             fingerprint=self.loader_fingerprint(worker_config),
             worker_config=worker_config,
-        )
-
-    def one_a_batch(
-        self, packed: SavableDataset[Any], worker_config: WorkerConfig, *, drop_last: bool
-    ) -> SavableDataset[Any]:
-        """Batches of one pack each, for callers that want batches."""
-        return BatchDataset(
-            packed,
-            batch_size=1,
-            batcher=self.batch,
-            batcher_stateless=get_stateless(self.batch),
-            drop_last=drop_last,
-            worker_config=worker_config,
-            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
         )
 
     def refuse_size(self, key: str, reason: str, detail: str) -> NoReturn:

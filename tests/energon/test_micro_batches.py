@@ -127,6 +127,13 @@ def test_a_micro_batch_of_no_sample_is_refused(plain):
         micro_batches(plain(), 0)
 
 
+def test_a_buffer_to_choose_from_is_refused(plain):
+    config = plain()
+    task_encoder = MicroBatchTaskEncoder(config.encoder, config.packing, micro_batch_size=2)
+    with pytest.raises(ConfigError, match="leave packing_buffer_size out"):
+        build_loader(config, task_encoder=task_encoder, packing_buffer_size=16)
+
+
 def test_a_state_of_another_micro_batch_size_is_refused_by_name(plain):
     loader = micro_batches(plain(), 2)
     next(iter(loader))

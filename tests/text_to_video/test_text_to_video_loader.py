@@ -9,8 +9,9 @@ import pytest
 import torch
 import yaml
 from bridge_wan import bridge_batch, bridge_wan
+from megatron.energon import get_loader
 
-from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.config import DataConfig, ParallelConfig, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.encoders.caption_encoder import T5CaptionEncoder
 from energon_packing.encoders.latent_encoder import WanLatentEncoder
@@ -19,6 +20,7 @@ from energon_packing.encoders.text_to_video_config import (
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
+from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
 from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
 from energon_packing.errors import ConfigError, UserError
@@ -307,6 +309,28 @@ def test_limits_of_a_data_set_stop_the_run_because_clips_have_none(run, load, da
     config = run(data={"path": str(file), "workers": workers}, drop_budget=1.0)
     with pytest.raises(ConfigError, match=r"subflavors\.limits of the data set .*: clips take no limits"):
         list(load(config))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"batch_size": 2}, "is 1, not 2"), ({"packing_buffer_size": 8}, "leave packing_buffer")]
+)
+def test_ways_of_batching_that_clips_do_not_have_are_refused(run, load, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        load(run(), **arguments)
+
+
+def test_batches_of_one_pack_hold_what_packs_hold_and_pass_through_encode_batch(run, models):
+    class Marked(TextToVideoTaskEncoder):
+        def encode_batch(self, batch):
+            return batch, "encoded"
+
+    config = run(data={"shuffle_buffer": 1})
+    packs = list(build_text_to_video_loader(config, **models))
+    batches = list(
+        get_loader(build_dataset(RunConfig(data=config.data), task_encoder=Marked(config, **models), batch_size=1))
+    )
+    assert [pack.keys for pack in packs] == [pack.keys for pack, _ in batches]
+    assert {word for _, word in batches} == {"encoded"}
 
 
 def test_a_function_that_may_fail_without_limit_is_refused(run, models):

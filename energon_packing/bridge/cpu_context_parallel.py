@@ -20,6 +20,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
+        """``own``: ``[tokens of this rank, ...]``, the same on every rank; returns ``[tokens of all ranks, ...]``."""
         ctx.group, ctx.tokens = group, own.size(0)
         parts = [torch.empty_like(own) for _ in range(group.size())]
         torch.distributed.all_gather(parts, own.contiguous(), group=group)
@@ -27,6 +28,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Every rank used all tokens, so the gradient of a token is the sum over the ranks."""
         gradient = gradients[0].contiguous()
         torch.distributed.all_reduce(gradient, group=ctx.group)
         return gradient.split(ctx.tokens)[ctx.group.rank()], None

@@ -226,6 +226,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         self._eps = config.layernorm_epsilon
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The norm over the last axis of ``input_``, then what `ColumnParallelLinear` returns: output and bias."""
         width = (input_.size(-1),)
         if self.config.normalization == "RMSNorm":
             normed = functional.rms_norm(input_, width, self.layer_norm_weight, self._eps)
@@ -238,15 +239,19 @@ class CpuSpecProvider(LocalSpecProvider):
     """Which modules a "Transformer Engine" layer specification gets: the same slots, filled from this file."""
 
     def column_parallel_layer_norm_linear(self) -> type:
+        """Instead of ``TELayerNormColumnParallelLinear``."""
         return NormColumnParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
+        """As Transformer Engine: layers then have no norm of their own before a linear."""
         return True
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """Instead of ``TENorm``, whichever norm it is for."""
         return TorchNorm
 
     def core_attention(self) -> type:
+        """Instead of ``TEDotProductAttention``."""
         return SegmentAttention
 
 
@@ -267,6 +272,7 @@ def _placeholder(name: str) -> types.ModuleType:
     module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # what Megatron-Core reports where TE is absent
 
     def absent(attribute: str) -> type:
+        """An empty class for any public name."""
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         return _Absent(attribute, (torch.nn.Module,), {})
@@ -282,6 +288,7 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         self.module = module
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The usual place of the one module, with a loader that lends it the placeholders; None for others."""
         if fullname != self.module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -290,6 +297,7 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
+            """Runs the module while the placeholders can be imported, and takes them away again."""
             names = ("transformer_engine", "transformer_engine.pytorch")
             placeholders = [_placeholder(name) for name in names]
             placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
@@ -364,6 +372,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """The factory's tensor; see `_on_cpu`."""
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)

@@ -168,6 +168,7 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         """Sizes of the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
 
         def size(name: str) -> int:
+            """Ranks of the group of that name."""
             group = getattr(groups, name, None)
             return 1 if group is None else group.size()
 

@@ -43,6 +43,7 @@ def models_from(folder: Path | None = None) -> Iterator[None]:
     original = vars(AutoBridge)["from_hf_pretrained"]
 
     def from_folder(cls: Any, path: Any, **keywords: Any) -> Any:
+        """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration where there is one."""
         file = config_file(str(path), folder)
         if file is None:
             return original.__get__(None, cls)(path, **keywords)

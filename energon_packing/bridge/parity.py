@@ -278,6 +278,7 @@ def _logits_and_positions(model: torch.nn.Module, batch: Mapping[str, Any]) -> t
     seen: list[torch.Tensor] = []
 
     def note(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Keeps the positions ``[3, 1, T]`` of a call of the rotary embedding."""
         value = arguments[0] if arguments else keywords.get("position_ids")
         if isinstance(value, torch.Tensor) and value.dim() == 3:
             seen.append(value)

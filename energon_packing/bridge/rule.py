@@ -76,7 +76,10 @@ def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Calla
         severity: Severity = "error",
         bridge_says: tuple[str, ...] = (),
     ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+        """Takes what `Rule` holds besides its check, and returns the decorator of the check."""
+
         def make(check: Callable[[RunView], Finding | None]) -> Rule:
+            """Makes the rule of its check, and appends it."""
             made = Rule(
                 id=id,
                 checks=checks,

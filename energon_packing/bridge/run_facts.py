@@ -145,6 +145,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
         """Hands measured samples out instead of packing them."""
 
         def build_batch(self, dataset: Any, **_unused: Any) -> Any:
+            """The data set of samples itself; called by Energon in place of batching."""
             return dataset
 
     packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)

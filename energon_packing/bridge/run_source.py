@@ -125,6 +125,11 @@ class YamlRun:
         self.world_size_assumed = self.world_size is None
 
     def view(self) -> RunView:
+        """What the rules read.
+
+        Raises:
+            ConfigError: the file cannot be used, or the folder of models does not hold its model.
+        """
         config = load_config(self.name, self.overrides)
         model = config.training.model
         known = config_file(model, self.model_configs) if model else None
@@ -137,13 +142,16 @@ class YamlRun:
         return view_of_config(config, world_size=self.world_size, model_config=known, data=self.data)
 
     def measure(self, samples: int) -> None:
+        """Measures so many samples of the file's data set; see `RunSource.measure`."""
         config = load_config(self.name, self.overrides)
         self.data = _measured(config, config.parallel, samples, self.view())
 
     def verdict(self) -> BridgeVerdict:
+        """What the installed Bridge says of an equivalent run."""
         return bridge_verdict(self.view())
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes as ``section.key`` of the file; what it cannot hold is left out."""
         return {_IN_YAML[name]: value for name, value in changes.items() if name in _IN_YAML}
 
 
@@ -171,6 +179,7 @@ class ContainerRun:
                 raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
 
     def view(self) -> RunView:
+        """What the rules read, with the smallest world size that works where none was given."""
         model, dist = self.container.model, self.container.dist
         size = self.world_size or smallest_world_size(
             model.tensor_model_parallel_size,
@@ -185,6 +194,7 @@ class ContainerRun:
         return view_of(self.container, world_size=size, step=self.step, data=self.data)
 
     def measure(self, samples: int) -> None:
+        """Measures so many samples of our data set in the container; see `RunSource.measure`."""
         dataset, model = self.container.dataset, self.container.model
         if not hasattr(dataset, "run_config"):
             raise ConfigError(
@@ -200,6 +210,7 @@ class ContainerRun:
         self.data = _measured(dataset.run_config(parallel), parallel, samples, self.view())
 
     def verdict(self) -> BridgeVerdict:
+        """What the installed Bridge says of the container, and of an equivalent run where its data set is ours."""
         view = self.view()
         own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
         if own.accepted and view.dataset_kind == "packed_energon":
@@ -208,6 +219,7 @@ class ContainerRun:
         return own
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The changes as Hydra paths; what follows from other settings is left out."""
         settable = {entry.name for entry in dataclasses.fields(self.container.dataset)}
         found = {_IN_CONTAINER[name]: value for name, value in changes.items() if name in _IN_CONTAINER}
         if "enable_in_batch_packing" in changes:
@@ -234,15 +246,23 @@ class ArgumentsRun:
         self.world_size_assumed = self.world_size is None
 
     def view(self) -> RunView:
+        """What the rules read."""
         return view_of_arguments(self.words, world_size=self.world_size, step=self.step)
 
     def measure(self, samples: int) -> None:
+        """Refused: arguments name no data set of ours.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
 
     def verdict(self) -> BridgeVerdict:
+        """That Bridge was not asked: it does not read these arguments."""
         return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """No place: arguments are not rewritten."""
         return {}
 
 

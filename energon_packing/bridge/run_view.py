@@ -186,6 +186,7 @@ class RunView:
 
     @property
     def eval_data_parallel(self) -> int:
+        """Replicas in evaluation, rounded down where the world size does not divide."""
         cp = self.eval_context_parallel or self.context_parallel
         return self.world_size // (self.tensor_parallel * self.pipeline_parallel * cp)
 
@@ -196,6 +197,7 @@ class RunView:
 
     @property
     def eval_global(self) -> int:
+        """Bridge's default: the training global batch size."""
         return self.global_batch_size if self.eval_global_batch_size is None else self.eval_global_batch_size
 
     @property

@@ -163,6 +163,7 @@ def _travelling(mask: torch.Tensor, inner: Any, model: Any) -> Iterator[None]:
     groups, config = get_pg_collection(model), get_model_config(model)
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
+        """Puts this rank's part of the mask, ``[1, tokens of the rank]``, on the boundaries of the call."""
         params = keywords["packed_seq_params"]
         device = params.cu_seqlens_q.device
         local = local_padding_mask(

@@ -204,6 +204,7 @@ def run(
     terminal = sys.stdout
 
     def report_on_terminal(report: StepReport) -> None:
+        """Hands the report on with the caller's standard output."""
         if on_step is not None:
             with contextlib.redirect_stdout(terminal):
                 on_step(report)
@@ -251,6 +252,7 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
     reports: list[StepReport] = []
 
     def record(context: Any) -> None:
+        """Bridge's callback at the end of an optimiser step."""
         norm = context.grad_norm
         report = StepReport(
             step=len(reports) + 1,
@@ -271,6 +273,7 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
         held_out = [next(ready.valid_data_iterator) for _ in range(rows)]
 
     def held_out_loss() -> float | None:
+        """Mean loss over the held-out rows; None where there are none."""
         if not held_out:
             return None
         losses, _, _ = evaluate(state, step_function, RerunDataIterator(iter(held_out)), ready.model, None, config)

@@ -101,6 +101,7 @@ def validate(
     """
 
     def source_of(names: tuple[str, ...], sets: tuple[str, ...]) -> RunSource:
+        """What was named, with the options that every source takes."""
         return run_source(names, overrides=sets, world_size=world_size, step=step, model_configs=model_configs)
 
     source = source_of(given, overrides)

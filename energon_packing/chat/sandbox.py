@@ -38,32 +38,17 @@ def render_template(
 
     tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)
     if tracked is None or not hasattr(chat_template_utils, "_compile_jinja_template"):
-        return render_through_wrapper(source, messages, tools, special=special, track=track, prompt=prompt)
+        rendered, marked = chat_template_utils.render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=source,
+            return_assistant_tokens_mask=track,
+            add_generation_prompt=prompt,
+            **special,
+        )
+        return rendered[0], marked[0] if track else ()
     if track:
         text, spans = tracked(compiled(source), messages, tools, None, prompt, **special)
         return text, spans
     values = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
     return compiled(source).render(**values, **special), ()
-
-
-def render_through_wrapper(
-    source: str,
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    *,
-    special: Mapping[str, Any],
-    track: bool,
-    prompt: bool,
-) -> tuple[str, Sequence[tuple[int, int]]]:
-    """`render_template` by the public function alone."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    rendered, spans = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=source,
-        return_assistant_tokens_mask=track,
-        add_generation_prompt=prompt,
-        **special,
-    )
-    return rendered[0], spans[0] if track else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jinja2
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from templates_in_use import STABLE, THINKING, marked, plain
 from transformers.utils import chat_template_utils
 
-from energon_packing.chat.sandbox import render_template, render_through_wrapper
+from energon_packing.chat.sandbox import render_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -17,41 +19,71 @@ SOURCES = [make(source) for source in (*STABLE.values(), THINKING) for make in (
 texts = st.text(st.sampled_from("ab <>{}\n🙂é"), min_size=1, max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    source=st.sampled_from(SOURCES),
-    talk=st.lists(texts, min_size=1, max_size=5),
-    tools=st.sampled_from([None, TOOLS]),
-    prompt=st.booleans(),
-    track=st.booleans(),
+def public(source, messages, tools, *, special, track, prompt):
+    """What ``apply_chat_template`` gets from the public function of transformers."""
+    rendered, spans = chat_template_utils.render_jinja_template(
+        conversations=[messages],
+        tools=tools,
+        chat_template=source,
+        return_assistant_tokens_mask=track,
+        add_generation_prompt=prompt,
+        **special,
+    )
+    return rendered[0], list(spans[0]) if track else []
+
+
+talks = st.lists(texts, min_size=1, max_size=5).map(
+    lambda talk: [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(talk)]
 )
-def test_text_and_spans_are_those_of_the_public_function(source, talk, tools, prompt, track):
-    messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(talk)]
+conversations = {
+    "source": st.sampled_from(SOURCES),
+    "messages": talks,
+    "tools": st.sampled_from([None, TOOLS]),
+    "prompt": st.booleans(),
+    "track": st.booleans(),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(**conversations)
+def test_text_and_spans_are_those_of_the_public_function(source, messages, tools, prompt, track):
     options = {"special": SPECIAL, "track": track, "prompt": prompt}
     text, spans = render_template(source, messages, tools, **options)
-    expected, expected_spans = render_through_wrapper(source, messages, tools, **options)
-    assert text == expected
-    assert list(spans) == list(expected_spans)
+    assert (text, list(spans)) == public(source, messages, tools, **options)
 
 
-def test_a_transformers_without_those_functions_is_asked_through_the_public_one(monkeypatch):
-    source, messages = (
-        marked(STABLE["chatml"]),
-        [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}],
-    )
-    options = {"special": SPECIAL, "track": True, "prompt": False}
-    short = render_template(source, messages, None, **options)
+def test_the_answer_that_a_template_marks_is_among_the_spans():
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    source = marked(STABLE["chatml"])
+    text, spans = render_template(source, messages, None, special=SPECIAL, track=True, prompt=False)
+    assert ["Yes" in text[start:end] for start, end in spans] == [True]
+
+
+@pytest.mark.parametrize("lacking", ["_compile_jinja_template", "_render_with_assistant_indices"])
+def test_a_transformers_without_one_of_those_functions_gives_the_same_through_the_public_one(lacking):
     asked = []
-    public = chat_template_utils.render_jinja_template
-    monkeypatch.setattr(
-        chat_template_utils, "render_jinja_template", lambda **given: asked.append(given) or public(**given)
-    )
-    assert render_template(source, messages, None, **options) == short
-    assert asked == []
-    monkeypatch.setattr(chat_template_utils, "_render_with_assistant_indices", None)
-    with pytest.raises(TypeError):  # the public function needs it, and it is the public one that is asked
-        render_template(source, messages, None, **options)
-    assert len(asked) == 1
+
+    def counted(**given):
+        asked.append(given)
+        return chat_template_utils.render_jinja_template(**given)
+
+    (kept,) = {"_compile_jinja_template", "_render_with_assistant_indices"} - {lacking}
+    other = SimpleNamespace(render_jinja_template=counted, **{kept: getattr(chat_template_utils, kept)})
+
+    @settings(max_examples=50, deadline=None)
+    @given(**conversations)
+    def compare(source, messages, tools, prompt, track):
+        options = {"special": SPECIAL, "track": track, "prompt": prompt}
+        short, spans = render_template(source, messages, tools, **options)
+        assert asked == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transformers.utils.chat_template_utils", other)
+            text, found = render_template(source, messages, tools, **options)
+        assert len(asked) == 1
+        asked.clear()
+        assert (text, list(found)) == (short, list(spans))
+
+    compare()
 
 
 @pytest.mark.parametrize("track", [True, False])

@@ -21,9 +21,12 @@ class CaptionEncoder(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Goes into the fingerprint of saved loader states."""
+
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        """Of an embedding."""
 
     def tokenize(self, caption: str, limit: int) -> tuple[list[int], int]:
         """Token ids of a caption, at most ``limit`` of them, and how many there are without the limit."""

@@ -22,13 +22,20 @@ class LatentEncoder(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Goes into the fingerprint of saved loader states."""
+
     @property
-    def temporal_stride(self) -> int: ...
+    def temporal_stride(self) -> int:
+        """Frames that each latent frame behind the first stands for."""
+
     @property
-    def spatial_stride(self) -> int: ...
+    def spatial_stride(self) -> int:
+        """Pixels of a side of one latent."""
+
     @property
-    def channels(self) -> int: ...
+    def channels(self) -> int:
+        """Of the latents."""
 
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """Latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).

@@ -130,6 +130,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         """Nothing to reset."""
 
     def len_worker(self, worker_idx: int | None = None) -> int:
+        """The source's; refused samples are counted, too."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -141,6 +142,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
                 yield sample
 
     def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
 
     def __str__(self) -> str:
@@ -166,9 +168,11 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
+        """Counts packs from 0 again."""
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
     def len_worker(self, worker_idx: int | None = None) -> int:
+        """Energon's bound: a number of samples, since that of packs is unknown."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
@@ -191,6 +195,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         return add_sample_restore_key(pack, index, src=self)
 
     def save_state(self) -> FlexState:
+        """The state with the fingerprint that `restore_state` compares."""
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint))
 
     def restore_state(self, state: FlexState) -> None:
@@ -203,6 +208,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         super().restore_state(state)
 
     def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
         return {
             "type": type(self).__qualname__,
             "fingerprint": self.fingerprint,

@@ -35,10 +35,12 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
+        """Begins with no sample whose pieces wait."""
         self._whole_key: Any = None  # of the sample whose pieces are being handed out
         self._next = 0  # number of its next piece
 
     def len_worker(self, worker_idx: int | None = None) -> int:
+        """The source's: how many pieces come of it is unknown before they are measured."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -68,6 +70,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
 
     def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
         return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ class WindowBuffer(SavableSampleBuffer):
     _savable_fields = ("_restore_keys", "_arrivals")
 
     def reset_state_own(self) -> None:
+        """Empties the buffer."""
         super().reset_state_own()
         self._arrivals: list[int] = []
 
@@ -59,6 +60,7 @@ class WindowBuffer(SavableSampleBuffer):
         return held
 
     def save_state(self) -> FlexState:
+        """Restore keys and arrivals; the samples are read again from the keys."""
         return FlexState(
             __class__=type(self).__name__, _restore_keys=list(self._restore_keys), _arrivals=list(self._arrivals)
         )

@@ -87,6 +87,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
+        """Begins with an empty window, no plans, and indices from 0."""
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._plan_lengths: list[int] = []  # samples of each plan, in the order of _planned
@@ -105,6 +106,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:
+        """Energon's bound: a number of samples, since that of packs is unknown."""
         # Unknown before packing; the number of samples is the bound that Energon's own wrapper reports.
         return self.dataset.len_worker(worker_idx)
 
@@ -249,6 +251,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
 
     def save_state(self) -> FlexState:
+        """The state with the fingerprint that `restore_state` compares."""
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint))
 
     def restore_state(self, state: FlexState) -> None:
@@ -261,6 +264,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         super().restore_state(state)
 
     def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
         return {
             "type": type(self).__qualname__,
             "window": self.window,

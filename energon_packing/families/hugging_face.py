@@ -43,8 +43,9 @@ class HuggingFace(VisionFamily):
         images = getattr(processor, "image_processor", None)
         for name in TILE_LIMITS:
             check_tiles(getattr(images, name, None), f"{name} of the image processor")
-        if getattr(images, "image_grid_pinpoints", None) is not None:
-            check_pinpoints(images.image_grid_pinpoints, config.max_source_pixels)
+        pinpoints = getattr(images, "image_grid_pinpoints", None)
+        if pinpoints is not None:
+            check_pinpoints(pinpoints, config.max_source_pixels)
         self.image_token: str = processor.image_token
         self.placeholders: dict[MediaKind, str] = {"image": self.image_token}
         self.image_id = self.check_token(self.image_token)
@@ -117,6 +118,11 @@ class HuggingFace(VisionFamily):
         return list(self.tokenizer(text)["input_ids"])
 
     def plan(self, media: Media) -> MediaPlan:
+        """One run of as many tokens as the processor counts for the size; images only.
+
+        Raises:
+            SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` where the processor refuses the size.
+        """
         if media.kind != "image":
             raise SampleRejected(
                 "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
@@ -134,6 +140,7 @@ class HuggingFace(VisionFamily):
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
     def replacement(self, plan: MediaPlan) -> str:
+        """What the processor writes around an image, with one placeholder between."""
         return self._text
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -87,6 +87,11 @@ class InternVL(VisionFamily):
             )
 
     def plan(self, media: Media) -> MediaPlan:
+        """Tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
+
+        Raises:
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as `listed_frames` and `uniform_frames`.
+        """
         if media.kind not in self.placeholders:
             raise SampleRejected(
                 "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
@@ -112,6 +117,7 @@ class InternVL(VisionFamily):
         return MediaPlan(kind=kind, grid=(tiles, side, side), runs=runs, frame_indices=indices, tiles=tiles)
 
     def replacement(self, plan: MediaPlan) -> str:
+        """The tokens for start and end around the placeholder; of a video once a frame, behind its number."""
         tile = f"{self._start}{self.image_token}{self._end}"
         if plan.kind == "image":
             return tile

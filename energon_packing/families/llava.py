@@ -69,6 +69,7 @@ class Llava(VisionFamily):
         return int(self.processor.vision_feature_select_strategy == "default")
 
     def plan(self, media: Media) -> MediaPlan:
+        """Tokens of a medium by the rule of its subclass, its errors told as `checked` tells them."""
         return self.checked(media, self._plan)
 
     def checked(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
@@ -102,6 +103,7 @@ class Llava(VisionFamily):
             )
 
     def replacement(self, plan: MediaPlan) -> str:
+        """The placeholder alone."""
         return self.image_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

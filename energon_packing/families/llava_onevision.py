@@ -54,6 +54,7 @@ class LlavaOneVision(LlavaNext):
         return side, side
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
+        """As `plan`, but images that are not alone in their sample are padded to one square each."""
         several = sum(medium.kind == "image" for medium in media) > 1
         return tuple(
             self.checked(medium, self._squared) if several and medium.kind == "image" else self.plan(medium)
@@ -84,6 +85,7 @@ class LlavaOneVision(LlavaNext):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
+        """The placeholder of the kind alone."""
         return self.image_token if plan.kind == "image" else self.video_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

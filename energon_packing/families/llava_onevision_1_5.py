@@ -22,4 +22,5 @@ class LlavaOneVision15(Qwen25VL):
     mrope = False
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
+        """Counted on all axes alike, as its text model counts them."""
         return VisionFamily.positions(self, input_ids, plans)

@@ -45,6 +45,7 @@ class Qwen3VL(Qwen25VL):
         return int((made["input_ids"] == start).sum()) == int(made["video_grid_thw"][0, 0])
 
     def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+        """Frames that the video processor takes of a clip of so many frames and frames a second."""
         from transformers.video_utils import VideoMetadata
 
         indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
@@ -75,6 +76,7 @@ class Qwen3VL(Qwen25VL):
         return tuple((filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step))
 
     def replacement(self, plan: MediaPlan) -> str:
+        """The image's placeholder; of a video each time step in its frame, after the seconds at which it is shown."""
         if plan.kind == "image":
             return self.image_token
         return "".join(

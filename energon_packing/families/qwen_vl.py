@@ -53,6 +53,11 @@ class Qwen25VL(VisionFamily):
         self._image_patches = QwenImagePatches(self.images, self._image_grid)
 
     def plan(self, media: Media) -> MediaPlan:
+        """Patches after the processor's own resizing, merged two by two into tokens.
+
+        Raises:
+            SampleRejected: ``media_geometry`` where the processor refuses the size, ``unmeasured_media``.
+        """
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
             if media.kind == "image":
@@ -113,9 +118,15 @@ class Qwen25VL(VisionFamily):
         return ()
 
     def replacement(self, plan: MediaPlan) -> str:
+        """The placeholder of the kind alone; the frame around it is in the chat template."""
         return self.image_token if plan.kind == "image" else self.video_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` and ``image_grid_thw`` ``[images, 3]``, ``pixel_values_videos`` and ``video_grid_thw``.
+
+        Patches ``[patches, patch size]`` of all images, or videos, one after the other. Qwen2.5-VL has
+        ``second_per_grid_ts`` ``[videos]`` besides.
+        """
         result: dict[str, torch.Tensor] = {}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]

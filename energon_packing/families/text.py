@@ -27,13 +27,20 @@ class Text(VisionFamily):
         self.reserved = ()
 
     def plan(self, media: Media) -> MediaPlan:
+        """Refuses any medium.
+
+        Raises:
+            SampleRejected: ``unsupported_media``.
+        """
         raise SampleRejected(
             "unsupported_media",
             f"{media.kind} {media.name!r}: the family {self.name} takes text only; set encoder.family",
         )
 
     def replacement(self, plan: MediaPlan) -> str:
+        """Refuses any medium, as `plan` does before."""
         raise SampleRejected("unsupported_media", f"the family {self.name} takes text only")
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """None: there are no media."""
         return {}

@@ -17,13 +17,20 @@ class SizedClip(Protocol):
     """A clip that has been measured: its patches and its text tokens."""
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """Latent patches."""
+
     @property
-    def images(self) -> int: ...
+    def images(self) -> int:
+        """Images that a vision encoder sees: none."""
+
     @property
-    def patches(self) -> int: ...
+    def patches(self) -> int:
+        """Rows of vision input besides those of the row itself: none."""
+
     @property
-    def text_tokens(self) -> int: ...
+    def text_tokens(self) -> int:
+        """Tokens of the caption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

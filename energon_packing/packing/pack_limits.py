@@ -18,11 +18,16 @@ class Sized(Protocol):
     """A sample that has been measured; `energon_packing.encoders.measured.Measured` is one."""
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """Tokens."""
+
     @property
-    def images(self) -> int: ...
+    def images(self) -> int:
+        """Images, tiles counted one by one."""
+
     @property
-    def patches(self) -> int: ...
+    def patches(self) -> int:
+        """Rows of vision input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

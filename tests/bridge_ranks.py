@@ -88,19 +88,19 @@ def record_packs(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
 
 def record_attention(seen: list[list[int]]) -> None:
     """Notes the boundaries that causal attention of this rank's first layer gets."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge import cpu_attention
 
-    original = cpu_stand_ins.SegmentAttention.forward
+    original = cpu_attention.SegmentAttention.forward
     first: list[Any] = []
 
     def forward(self: Any, *arguments: Any, packed_seq_params: Any = None, **keywords: Any) -> Any:
-        if self.attn_mask_type in cpu_stand_ins._CAUSAL:
+        if self.attn_mask_type in cpu_attention.CAUSAL:
             first[:] = first or [self]
             if first[0] is self:
                 seen.append(None if packed_seq_params is None else packed_seq_params.cu_seqlens_q.tolist())
         return original(self, *arguments, packed_seq_params=packed_seq_params, **keywords)
 
-    cpu_stand_ins.SegmentAttention.forward = forward  # type: ignore[method-assign]
+    cpu_attention.SegmentAttention.forward = forward  # type: ignore[method-assign]
 
 
 def break_decoder() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from energon_packing.bridge import cpu_stand_ins
+from energon_packing.bridge.cpu_attention import ignore_boundaries
 
 LOGIT_LIMIT = 1e-5
 """Largest difference of a logit, fp32."""
@@ -230,7 +231,7 @@ def compare(
             )
         ignored = None
         if control:
-            with cpu_stand_ins.ignore_boundaries():
+            with ignore_boundaries():
                 leaky = forward(model, packed, with_labels=False)
             ignored = max(
                 _largest(leaky[:, start:stop] - logits)

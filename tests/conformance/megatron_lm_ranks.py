@@ -106,6 +106,7 @@ def prepare() -> None:
         from megatron.training import get_args
 
         import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
+        from energon_packing.bridge.cpu_attention import SegmentAttention
         from energon_packing.bridge.cpu_context_parallel import PartitionedIndices
 
     start = initialize._initialize_distributed
@@ -129,7 +130,7 @@ def prepare() -> None:
     training.initialize_megatron = lambda **keywords: initialize_megatron(allow_no_cuda=True, **keywords)
     training.set_jit_fusion_options = lambda *_arguments, **_keywords: None
     llava_model.HAVE_TEX, llava_model.tex = True, PartitionedIndices
-    llava_model.HAVE_TE, llava_model.TEDotProductAttention = True, cpu_stand_ins.SegmentAttention
+    llava_model.HAVE_TE, llava_model.TEDotProductAttention = True, SegmentAttention
     llava_model.is_te_min_version = lambda *_arguments: True
     llava_model.CLIPViTModel = functools.partial(llava_model.CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
     # Weights are the same in every layout, or no loss could be compared.

@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, training_run
+from energon_packing.bridge import cpu_attention, cpu_stand_ins, training_run
 from energon_packing.errors import UserError
 
 if not cpu_stand_ins.needed():
@@ -94,11 +94,11 @@ class Config:
     apply_query_key_layer_scaling = False
 
 
-def attention(causal: bool) -> cpu_stand_ins.SegmentAttention:
+def attention(causal: bool) -> cpu_attention.SegmentAttention:
     from megatron.core.transformer.enums import AttnMaskType
 
     kind = AttnMaskType.causal if causal else AttnMaskType.no_mask
-    return cpu_stand_ins.SegmentAttention(Config(), 1, kind, "self")
+    return cpu_attention.SegmentAttention(Config(), 1, kind, "self")
 
 
 def by_hand(query, key, value, spans, causal):
@@ -162,7 +162,7 @@ def test_the_control_ignores_borders_of_causal_attention_only_and_only_while_ope
     query, key, value = (torch.randn(8, 2, 4) for _ in range(3))
     for causal in (True, False):
         apart = attention(causal)(query, key, value, None, packed_seq_params=packed)
-        with cpu_stand_ins.ignore_boundaries():
+        with cpu_attention.ignore_boundaries():
             across = attention(causal)(query, key, value, None, packed_seq_params=packed)
         assert torch.equal(apart, across) != causal
         assert torch.equal(attention(causal)(query, key, value, None, packed_seq_params=packed), apart)
@@ -173,7 +173,7 @@ def test_context_parallelism_without_process_groups_is_refused_with_a_sentence()
         context_parallel_size = 2
 
     with pytest.raises(UserError, match="process groups for context parallelism"):
-        cpu_stand_ins.SegmentAttention(Two(), 1, None, "self")
+        cpu_attention.SegmentAttention(Two(), 1, None, "self")
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "text"])

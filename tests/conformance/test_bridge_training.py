@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, parity, training_run
+from energon_packing.bridge import cpu_attention, parity, training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -88,7 +88,7 @@ def test_the_first_ten_losses_equal_those_of_the_same_samples_one_a_row(family, 
 def test_ignoring_the_boundaries_changes_the_first_loss(train, make_samples):
     packs = [thd.assemble(rows).to_bridge() for rows in packs_of(make_samples, "qwen3_vl", 1)]
     kept = train("qwen3_vl", packs, steps=1)
-    with cpu_stand_ins.ignore_boundaries():
+    with cpu_attention.ignore_boundaries():
         ignored = train("qwen3_vl", packs, steps=1)
     assert abs(kept.losses[0] - ignored.losses[0]) > 1e-3
 

@@ -23,7 +23,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+from energon_packing.bridge import cpu_attention, tiny_models, training_run
 from energon_packing.cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -242,7 +242,7 @@ def test_a_step_on_bridges_rows_has_the_loss_and_gradient_of_a_step_on_our_pack(
         print(f"\n{family}: losses and gradient norms differ by at most {found:.1e}")
         assert found < 1e-5
     assert max(expected.losses) - min(expected.losses) > 0.01  # equal numbers would prove nothing
-    with cpu_stand_ins.ignore_boundaries():
+    with cpu_attention.ignore_boundaries():
         leaking = difference(losses(run(family, mode="in_batch"), step), expected)
     print(f"{family}: by {leaking:.1e} where samples see each other")
     assert leaking > 1e-4

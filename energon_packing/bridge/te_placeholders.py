@@ -1,0 +1,86 @@
+"""Importing Megatron-Bridge where Transformer Engine is absent: placeholders for its one import without a guard."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+import torch
+
+
+class _Absent(type):
+    """The type of placeholder classes: each of their attributes is a placeholder class again (``te.ops.Linear``)."""
+
+    def __getattr__(cls, attribute: str) -> type:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return _Absent(attribute, (torch.nn.Module,), {})
+
+
+def _placeholder(name: str) -> types.ModuleType:
+    """A module whose attributes are empty classes: enough for ``import transformer_engine.pytorch as te``."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    module.__path__ = []
+    module.__version__ = "0.0.0"  # type: ignore[attr-defined]  # what Megatron-Core reports where TE is absent
+
+    def absent(attribute: str) -> type:
+        """An empty class for any public name."""
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Absent(attribute, (torch.nn.Module,), {})
+
+    module.__getattr__ = absent  # type: ignore[method-assign]
+    return module
+
+
+class _PlaceholdersFor(importlib.abc.MetaPathFinder):
+    """Lets one module import Transformer Engine placeholders; every other module goes on seeing that TE is absent."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """The usual place of the one module, with a loader that lends it the placeholders; None for others."""
+        if fullname != self.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            """Runs the module while the placeholders can be imported, and takes them away again."""
+            names = ("transformer_engine", "transformer_engine.pytorch")
+            placeholders = [_placeholder(name) for name in names]
+            placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
+            sys.modules.update(zip(names, placeholders, strict=True))
+            try:
+                execute(module)
+            finally:
+                for name in names:
+                    del sys.modules[name]
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def import_bridge(*, placeholders: bool) -> None:
+    """Imports Bridge's training modules; one of them, which all others reach, imports TE without a guard.
+
+    Args:
+        placeholders: whether Transformer Engine is absent, so that this one module needs something to import.
+    """
+    finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers")
+    if placeholders:
+        sys.meta_path.insert(0, finder)
+    try:
+        for name in ("models.qwen_vl", "training.setup", "training.train", "training.eval", "training.vlm_step"):
+            importlib.import_module(f"megatron.bridge.{name}")
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)

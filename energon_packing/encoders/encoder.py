@@ -72,8 +72,6 @@ class ConversationEncoder(SampleEncoder):
             self.tokenizer, source=self._template_source(), train_on=config.train_on, thinking=config.thinking
         )
         self._backend = self.tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
         self._tokens = TextTokenizer(self._backend)
         self._resizer = Resizer(self.family)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))

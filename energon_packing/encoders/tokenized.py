@@ -18,7 +18,8 @@ class TextTokenizer:
     """Makes `TokenizedText`.
 
     Args:
-        backend: a ``tokenizers.Tokenizer`` that neither truncates nor pads.
+        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are found switched on:
+            they may have been saved with it, and a processor that others use too switches them on at each of its calls.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -38,6 +39,10 @@ class TextTokenizer:
         Raises:
             SampleRejected: ``bad_text`` where the text is not valid Unicode.
         """
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
         try:
             if self._lengths is not None and (
                 text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
@@ -118,10 +123,12 @@ class ByteText(TokenizedText):
 
     @cached_property
     def offsets(self) -> np.ndarray:
+        """Characters ``(start, end)`` of each token, int64 ``[n, 2]``, asked of the tokenizer on first use."""
         encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
         return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
+        """Tokens ``[first, last)`` that hold a character of ``[start, end)``, found by the byte at which each ends."""
         if not self._text.isascii():
             start, end = (len(self._text[:place].encode()) for place in (start, end))
         # The first token that ends behind the start, and the first one that reaches the end.

@@ -196,6 +196,21 @@ def test_a_sample_with_nothing_to_learn_is_rejected(encoders: Any, turns: Any) -
     assert caught.value.reason == "nothing_to_learn"
 
 
+def test_an_answer_of_media_alone_is_no_target(tmp_path: Path) -> None:
+    """The template marks a span, and every token of it stands for media."""
+    path = tmp_path / "marked.jinja"
+    path.write_text(
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% generation %}"
+        "{% for part in m.content %}{{ '<|image_pad|>' if part.type == 'image' else '' }}{% endfor %}"
+        "{% endgeneration %}{% endif %}{% endfor %}",
+        encoding="utf-8",
+    )
+    turns = (Turn(role="user", parts=("Draw it.",)), Turn(role="assistant", parts=(MediaPart(index=0),)))
+    with pytest.raises(SampleRejected) as caught:
+        encoder_with("qwen3_vl", chat_template=str(path)).measure(Conversation(key="k", turns=turns, media=(IMAGE,)))
+    assert caught.value.reason == "nothing_to_learn"
+
+
 def test_a_template_that_loses_or_invents_media_is_a_mismatch(tmp_path: Path) -> None:
     path = tmp_path / "lossy.jinja"
     header = "{% for m in messages %}{{ m.role }}: "

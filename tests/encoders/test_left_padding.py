@@ -30,3 +30,17 @@ def test_a_processor_that_pads_on_the_left_gives_the_tokens_of_one_that_does_not
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.trained.tolist() == expected.trained.tolist()
     assert found.length == expected.length
+
+
+@pytest.mark.parametrize("family", ["text", "qwen2_5_vl"])
+def test_a_processor_that_others_use_between_two_samples_changes_no_token(encoders, family):
+    """A call of transformers that pads or cuts leaves the tokenizer so."""
+    processor = AutoProcessor.from_pretrained(processor_path(family))
+    encoder = ConversationEncoder(EncoderConfig(), processor=processor)
+    turns = (Turn(role="user", parts=("How many birds are on the wire?",)), Turn(role="assistant", parts=("Nine.",)))
+    conversation = Conversation(key="k", turns=turns, media=())
+    expected = encoders[family].measure(conversation).token_ids.tolist()
+    tokenizer = getattr(processor, "tokenizer", processor)
+    for options in ({"padding": "max_length", "max_length": 512}, {"truncation": True, "max_length": 3}):
+        tokenizer(["a question of somebody else"], **options)
+        assert encoder.measure(conversation).token_ids.tolist() == expected

@@ -1,4 +1,4 @@
-"""Puts each bug of `mutation_table.MUTATIONS` back, one at a time, and runs the test that must notice it.
+"""Puts each bug of `mutation_table` and `media_mutations` back, one at a time, and runs the test that must notice it.
 
     python tests/mutations/mutation_run.py [--only 7 --only 12] [--jobs 2] [--json]
 
@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     options = parser.parse_args(arguments)
-    chosen = [mutation for mutation in MUTATIONS if not options.only or mutation.trap in options.only]
+    known = (*MUTATIONS, *MEDIA_MUTATIONS)
+    chosen = [mutation for mutation in known if not options.only or mutation.trap in options.only]
     if not chosen or options.jobs < 1:
         parser.error("no mutation chosen" if not chosen else "--jobs must be at least 1")
     began = time.monotonic()

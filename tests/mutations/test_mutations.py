@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from media_mutations import MEDIA_MUTATIONS, MEDIA_TRAPS
 from mutation_run import ROOT
 from mutation_table import MUTATIONS, TRAPS, Mutation
 
+ALL_TRAPS = TRAPS | MEDIA_TRAPS
+ALL = (*MUTATIONS, *MEDIA_MUTATIONS)
 TABLE = ROOT / "docs" / "correctness.md"
 
 
@@ -22,16 +25,16 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    assert {mutation.trap for mutation in MUTATIONS} == set(TRAPS) == set(range(1, 19))
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+    assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == {*range(1, 29), 38}
+    assert len({mutation.name for mutation in ALL}) == len(ALL)
 
 
 def test_the_documented_table_is_the_one_that_runs():
     if not TABLE.exists():
         pytest.skip("the documentation is not installed")
     written = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    traps = [f"| {number} | {text} |" for number, text in TRAPS.items()]
-    expected = traps + [table_row(mutation) for mutation in MUTATIONS]
+    traps = [f"| {number} | {text} |" for number, text in ALL_TRAPS.items()]
+    expected = traps + [table_row(mutation) for mutation in ALL]
     assert [line for line in written if line.split("|")[1].strip().isdigit()] == expected
 
 
@@ -49,7 +52,7 @@ def verdicts():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: f"{mutation.trap} {mutation.name}")
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: f"{mutation.trap} {mutation.name}")
 def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
     verdict, detail = verdicts[mutation.trap, mutation.name]
     if verdict == "skipped":

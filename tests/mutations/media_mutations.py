@@ -1,0 +1,197 @@
+"""The traps of text and media, one bug or more for each; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+MEDIA_TRAPS = {
+    19: "a sample without a target is trained all over",
+    20: "the token that ends an answer is not trained",
+    21: "only some of several answers are trained",
+    22: "placeholders of a segment are not the patches of its media over the merge",
+    23: "images of two samples can be swapped without changing either",
+    24: "a processor that pads on the left, or cuts, moves everything",
+    25: "a row is longer than what was packed",
+    26: "a cap on frames keeps the first ones of the clip",
+    27: "timestamps do not follow the clip's frame rate",
+    28: "of two media with one file, one is lost",
+    38: "a hostile record passes, or reads outside of its root",
+}
+
+LABELS = "tests/encoders/test_encoder_labels.py::"
+SPANS = "tests/chat/test_template_spans.py::"
+MEDIA = "tests/encoders/test_encoder_media.py::"
+HOSTILE = "tests/convert/test_convert_hostile_records.py::"
+
+MEDIA_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=19,
+        name="without a target every token is one",
+        test=LABELS + "test_an_answer_of_media_alone_is_no_target",
+        oracle="the definition",
+        edits=(
+            (
+                "encoders/encoder.py",
+                "        targets = int(np.count_nonzero(trained[1:]))\n",
+                "        trained[1:] |= not trained[1:].any()\n        targets = int(np.count_nonzero(trained[1:]))\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=19,
+        name="a template that shows no trained turn trains the text",
+        test=SPANS + "test_a_conversation_without_a_trained_turn_is_reported",
+        oracle="the definition",
+        edits=(
+            (
+                "chat/template.py",
+                "        if not trained:\n",
+                "        trained = trained or (TrainedSpan(start=0, end=len(text)),)\n        if not trained:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=20,
+        name="marks that leave the end of turn out are taken as they are",
+        test=SPANS + "test_an_end_of_turn_that_the_marks_leave_out_joins_its_span",
+        oracle="the definition",
+        edits=(
+            (
+                "chat/template.py",
+                "return TrainedSpan(start=span.start, end=span.end + len(token))",
+                "return span",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=21,
+        name="the last answer alone is trained",
+        test=LABELS + "test_every_assistant_turn_is_a_target_or_only_the_last",
+        oracle="the definition",
+        edits=(("chat/template.py", 'elif self.train_on == "last_assistant":', "else:"),),
+    ),
+    Mutation(
+        trap=22,
+        name="an image under a lower limit keeps the placeholders of its full size",
+        test="tests/energon/test_placeholders_of_segments.py::"
+        "test_placeholders_of_every_segment_are_the_patches_of_its_media_over_the_merge[resize-qwen2_5_vl]",
+        oracle="the grids of the pack's own pixels",
+        edits=(
+            (
+                "encoders/encoder.py",
+                "        family = self._resizer.family(settings)\n        plans = family.plans(conversation.media)\n",
+                "        plans = self.family.plans(conversation.media)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=23,
+        name="every sample gets the first one's pixels",
+        test="tests/test_thd_assemble.py::test_swapping_the_images_of_two_samples_changes_those_segments_alone",
+        oracle="the pack before the swap",
+        edits=(
+            ("packed_rows.py", "            first.append(tensor)\n", "            first.append([*first, tensor][0])\n"),
+        ),
+    ),
+    Mutation(
+        trap=24,
+        name="padding that somebody else's call left on stays on",
+        test="tests/encoders/test_left_padding.py::"
+        "test_a_processor_that_others_use_between_two_samples_changes_no_token[qwen2_5_vl]",
+        oracle="a processor that nobody else uses",
+        edits=(
+            (
+                "encoders/tokenized.py",
+                "        if self._backend.padding is not None:\n            self._backend.no_padding()\n",
+                "",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=25,
+        name="segments are packed by their real lengths",
+        test="tests/energon/test_loader.py::"
+        "test_no_pack_exceeds_the_row_and_every_prediction_holds_after_alignment[parallel1-4-qwen3_vl]",
+        oracle="the assembled rows",
+        edits=(
+            (
+                "packing/pack_limits.py",
+                "return sum(-(-length // self.multiple) for length in _segments(sample))",
+                "return sum(max(1, length // self.multiple) for length in _segments(sample))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=26,
+        name="a capped clip is its first frames",
+        test=MEDIA + "test_a_frame_cap_samples_the_whole_clip[qwen2_5_vl]",
+        oracle="the video processor of Hugging Face",
+        edits=(
+            (
+                "families/qwen_vl.py",
+                "result = tuple(int(index) for index in indices)",
+                "result = tuple(range(len(indices)))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=27,
+        name="timestamps count at 24 frames a second",
+        test=MEDIA + "test_timestamps_are_seconds_of_the_real_clip",
+        oracle="the processor of Hugging Face on the clip with its metadata",
+        edits=(
+            (
+                "families/qwen_vl.py",
+                "self._timestamps(tuple(index / fps for index in indices))",
+                "self._timestamps(tuple(index / 24.0 for index in indices))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=28,
+        name="a file named twice is one medium",
+        test="tests/convert/test_convert_records.py::test_one_image_named_twice_stands_twice",
+        oracle="the record",
+        edits=(
+            (
+                "convert/record_media.py",
+                "        self.references.append(reference)\n",
+                "        self.references[:] = [*dict.fromkeys([*self.references, reference])]\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=38,
+        name="placeholders without a medium pass",
+        test=HOSTILE + "test_more_placeholders_than_media_are_rejected",
+        oracle="the record",
+        edits=(("convert/record_media.py", "if count == len(column):", "if count >= len(column):"),),
+    ),
+    Mutation(
+        trap=38,
+        name="media without a placeholder are left out",
+        test=HOSTILE + "test_more_media_than_placeholders_are_rejected",
+        oracle="the record",
+        edits=(("convert/record_media.py", "if count == len(column):", "if count <= len(column):"),),
+    ),
+    Mutation(
+        trap=38,
+        name="paths are not held to their root",
+        test=HOSTILE + "test_a_media_path_that_climbs_out_of_the_root_is_rejected",
+        oracle="the file system",
+        edits=(("convert/media_files.py", "if not path.is_relative_to(root):", "if path == root:"),),
+    ),
+    Mutation(
+        trap=38,
+        name="links are not followed before a path is judged",
+        test=HOSTILE + "test_a_symlink_out_of_the_root_is_rejected",
+        oracle="the file system",
+        edits=(
+            (
+                "convert/media_files.py",
+                "path = Path(os.path.realpath(root / reference))",
+                "path = Path(os.path.abspath(root / reference))",
+            ),
+        ),
+    ),
+)

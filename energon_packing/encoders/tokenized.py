@@ -18,7 +18,7 @@ class TextTokenizer:
     """Makes `TokenizedText`.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are found switched on:
+        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are found on:
             they may have been saved with it, and a processor that others use too switches them on at each of its calls.
     """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from energon_packing.chat.prompt import BRACED, MEDIA_NAMES, PromptFormat, ToolText
 
@@ -22,194 +23,231 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str], *,
             conversation has such a medium.
         lacking: tokens of ``prompt.tools.tokens`` that the tokenizer does not have; tools are refused with them.
     """
-
-    def text(source: str, **known: str) -> str:
-        """Jinja that writes ``source``; ``known`` gives the expressions of names in braces."""
-        values = {"bos": "(bos_token | default('') or '')", "eos": "eos_token", **known}
-        pieces = []
-        for at, piece in enumerate(BRACED.split(source)):
-            if at % 2 and piece in values:
-                pieces.append("{{ " + values[piece] + " }}")
-            else:
-                pieces.append(_literal(f"{{{piece}}}" if at % 2 else piece))
-        return "".join(pieces)
-
-    def medium(kind: str) -> str:
-        source = getattr(prompt.media, kind)
-        wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]
-        if any(found not in media for found in wanted):
-            return _refuse(f"the prompt {name} has no text for a {kind}")
-        return text(source, **{found: json.dumps(media[found], ensure_ascii=False) for found in wanted})
-
-    def content(trim: bool) -> str:
-        return "show(message.content)" + (" | trim" if trim else "")
-
-    def turn(source: str) -> str:
-        return text(source, content=content(prompt.trim))
-
-    def answer(source: str) -> str:
-        before, after = source.split("{content}")
-        trained = "{{ " + content(prompt.trim or prompt.trim_assistant) + " }}" + calls + text(after)
-        return text(before) + "{% generation %}" + trained + "{% endgeneration %}"
-
-    tools, no_tools = prompt.tools, f"the prompt {name} defines no"
+    undefined = f"the prompt {name} defines no"
     if lacking:
-        tools, no_tools = ToolText(), f"the tokenizer has no token {lacking[0]}, so that the prompt {name} defines no"
-    calls = _refuse(f"{no_tools} tool calls")
-    if tools.call is not None:
+        undefined = f"the tokenizer has no token {lacking[0]}, so that {undefined}"
+    return _Compiler(
+        name=name,
+        prompt=prompt,
+        media=media,
+        tools=ToolText() if lacking else prompt.tools,
+        tool=None if lacking else prompt.tool,
+        undefined=undefined,
+    ).template()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Compiler:
+    """Writes the template piece by piece; each method gives the Jinja of what its name says.
+
+    In the template ``state.system`` is the system turn's content or the default, ``state.first`` the number of the
+    first message behind it, and where tools are defined before the last question, ``state.asked`` and ``state.users``
+    count the user turns.
+
+    Attributes:
+        name, prompt, media: as `compile_prompt` gets them.
+        tools, tool: of the prompt, as far as the tokenizer has their tokens.
+        undefined: begins the message with which tools are refused.
+    """
+
+    name: str
+    prompt: PromptFormat
+    media: Mapping[str, str]
+    tools: ToolText
+    tool: str | None
+    undefined: str
+
+    def template(self) -> str:
+        prompt = self.prompt
+        separator = _text(prompt.separator)
+        ask = prompt.assistant.split("{content}")[0] if prompt.generation_prompt is None else prompt.generation_prompt
+        turn = _cases(
+            {
+                "message.role == 'assistant'": self.assistant_turn() + separator,
+                "message.role == 'user'": self.user_turn() + separator,
+                "message.role == 'tool'": self.tool_turn(),  # those that follow each other share one separator
+                "message.role == 'system'": self.later_system_turn() + separator,
+            },
+            _refuse(f"the prompt {self.name} knows no such role"),
+        )
+        return (
+            self.show_macro()
+            + (FIELDS if "{fields}" in self.tools.definition else "")
+            + self.beginning()
+            + _for("message in messages[state.first:]", turn)
+            + _if("add_generation_prompt", _text(ask))
+        )
+
+    def show_macro(self) -> str:
+        """``show(content)``: a content that is a text, or a list of texts and media."""
+        part = _cases(
+            {
+                "part is string": "{{ part }}",
+                "part.type == 'image'": self.medium("image"),
+                "part.type == 'video'": self.medium("video"),
+                "part.type == 'text'": "{{ part.text }}",
+            },
+            _refuse("a part of the content is neither text, image nor video"),
+        )
+        parts = _for("part in content", part)
+        if self.prompt.media.placement == "first":
+            visual = "['image', 'video']"
+            parts = "".join(
+                _for("part in content", _if(condition, part))
+                for condition in (
+                    f"part is not string and part.type in {visual}",
+                    f"part is string or part.type not in {visual}",
+                )
+            )
+        return (
+            "{% macro show(content) %}{% if content is string %}{{ content }}{% elif content %}"
+            + parts
+            + "{% endif %}{% endmacro %}"
+        )
+
+    def medium(self, kind: str) -> str:
+        source = getattr(self.prompt.media, kind)
+        wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]
+        if any(found not in self.media for found in wanted):
+            return _refuse(f"the prompt {self.name} has no text for a {kind}")
+        return _text(source, **{found: _quoted(self.media[found]) for found in wanted})
+
+    def beginning(self) -> str:
+        """What stands before the turns: the state, the beginning, the system turn and definitions of tools."""
+        prompt, default = self.prompt, self.prompt.default_system
+        trimmed = " | trim" if prompt.trim else ""
+        return (
+            "{% set state = namespace(system=" + ("none" if default is None else _quoted(default)) + ", first=0) %}"
+            "{% if messages and messages[0].role == 'system' %}"
+            "{% set state.system = show(messages[0].content)" + trimmed + " %}"
+            "{% set state.first = 1 %}{% endif %}"
+            + _text(prompt.begin)
+            + self.system_turn()
+            + (self.count_of_questions() if self.defined_before_question else "")
+        )
+
+    def system_turn(self) -> str:
+        prompt, spoken = self.prompt, "state.system is not none"
+        definitions = "" if self.defined_before_question else _if("tools", self.definitions())
+        if prompt.system is not None:
+            before, after = prompt.system.split("{content}")
+            turn = _text(before) + "{{ state.system or '' }}" + definitions + _text(after) + _text(prompt.separator)
+            return _if(spoken if self.defined_before_question else f"{spoken} or tools", turn)
+        if prompt.system_in_user is None:
+            return definitions + _if(spoken, _refuse(f"the prompt {self.name} has no system turn"))
+        unread = "(messages | length == state.first or messages[state.first].role != 'user')"
+        refusal = _refuse(f"the prompt {self.name} writes a system turn into a user turn, and none follows")
+        return definitions + _if(f"{spoken} and {unread}", refusal)
+
+    def later_system_turn(self) -> str:
+        if self.prompt.system is None:
+            return _refuse(f"the prompt {self.name} knows a system turn at the beginning only")
+        return self.plain_turn(self.prompt.system)
+
+    @property
+    def defined_before_question(self) -> bool:
+        """Whether definitions of tools stand before the last question."""
+        return self.tools.definitions is not None and self.tools.placement == "last_user"
+
+    def count_of_questions(self) -> str:
+        return (
+            "{% set state.asked = -1 %}{% for message in messages[state.first:] if message.role == 'user' %}"
+            "{% set state.asked = state.asked + 1 %}{% endfor %}{% set state.users = -1 %}"
+        ) + _if(
+            "tools and state.asked < 0",
+            _refuse(f"the prompt {self.name} defines tools before the last question, and there is none"),
+        )
+
+    def definitions(self) -> str:
+        tools = self.tools
+        if tools.definitions is None:
+            return _refuse(f"{self.undefined} tools")
+        before, after = tools.definitions.split("{definitions}")
+        each = _text(tools.definition, json="tool | tojson", fields="fields(tool.function or tool)")
+        between = _if("not loop.first", _text(tools.between_definitions))
+        return _text(before) + _for("tool in tools", between + each) + _text(after)
+
+    def user_turn(self) -> str:
+        prompt = self.prompt
+        turn = self.plain_turn(prompt.user)
+        if prompt.system_in_user is not None:
+            before, after = prompt.user.split("{content}")
+            joined = _text(prompt.system_in_user, system="state.system", content=_content(prompt.trim))
+            first = _text(before) + joined + _text(after)
+            turn = _if("loop.first and state.system is not none", first, turn)
+        if self.defined_before_question:
+            defined = _if("tools and state.users == state.asked", self.definitions())
+            turn = "{% set state.users = state.users + 1 %}" + defined + turn
+        return turn
+
+    def plain_turn(self, source: str) -> str:
+        return _text(source, content=_content(self.prompt.trim))
+
+    def assistant_turn(self) -> str:
+        prompt = self.prompt
+        turn = self.answer(prompt.assistant)
+        if prompt.assistant_after_tool is not None:
+            after_tool = "loop.previtem is defined and loop.previtem.role == 'tool'"
+            turn = _if(after_tool, self.answer(prompt.assistant_after_tool), turn)
+        if prompt.assistant_with_calls is not None:
+            turn = _if("message.tool_calls", self.answer(prompt.assistant_with_calls), turn)
+        return turn
+
+    def answer(self, source: str) -> str:
+        """An assistant turn; from its content to its end it is marked as trained."""
+        before, after = source.split("{content}")
+        content = _content(self.prompt.trim or self.prompt.trim_assistant)
+        trained = "{{ " + content + " }}" + _if("message.tool_calls", self.calls()) + _text(after)
+        return _text(before) + "{% generation %}" + trained + "{% endgeneration %}"
+
+    def calls(self) -> str:
+        tools = self.tools
+        if tools.call is None:
+            return _refuse(f"{self.undefined} tool calls")
         opening, closing = tools.calls.split("{calls}")
-        one = text(
+        beside = _text(tools.before_calls)
+        if tools.alone:
+            beside = _refuse(f"the prompt {self.name} has no place for a text beside tool calls")
+        call = _text(
             tools.call,
             name="call.name",
             arguments="call.arguments if call.arguments is string else call.arguments | tojson",
             id="call_id",
         )
-        beside = text(tools.before_calls)
-        if tools.alone:
-            beside = _refuse(f"the prompt {name} has no place for a text beside tool calls")
-        calls = (
-            ("{% if message.content %}" + beside + "{% endif %}" if beside else "")
-            + text(opening)
-            + "{% for entry in message.tool_calls %}"
-            + "{% set call = entry.function if entry.function else entry %}"
-            + "{% set call_id = entry.id %}"
-            + _check_id(name, "call_id", tools.id_length)
-            + ("{% if not loop.first %}" + text(tools.between_calls) + "{% endif %}")
-            + one
-            + "{% endfor %}"
-            + text(closing)
+        each = (
+            "{% set call = entry.function if entry.function else entry %}{% set call_id = entry.id %}"
+            + self.check_id("call_id")
+            + _if("not loop.first", _text(tools.between_calls))
+            + call
         )
-    calls = "{% if message.tool_calls %}" + calls + "{% endif %}"
-
-    definitions = _refuse(f"{no_tools} tools")
-    if tools.definitions is not None:
-        before, after = tools.definitions.split("{definitions}")
-        each = text(tools.definition, json="tool | tojson", fields="fields(tool.function or tool)")
-        between = "{% if not loop.first %}" + text(tools.between_definitions) + "{% endif %}"
-        definitions = text(before) + "{% for tool in tools %}" + between + each + "{% endfor %}" + text(after)
-    asked = tools.definitions is not None and tools.placement == "last_user"
-
-    part = (
-        "{% if part is string %}{{ part }}"
-        "{% elif part.type == 'image' %}"
-        + medium("image")
-        + "{% elif part.type == 'video' %}"
-        + medium("video")
-        + "{% elif part.type == 'text' %}{{ part.text }}"
-        "{% else %}" + _refuse("a part of the content is neither text, image nor video") + "{% endif %}"
-    )
-    parts = "{% for part in content %}" + part + "{% endfor %}"
-    if prompt.media.placement == "first":
-        visual = "['image', 'video']"
-        parts = "".join(
-            "{% for part in content %}{% if " + condition + " %}" + part + "{% endif %}{% endfor %}"
-            for condition in (
-                f"part is not string and part.type in {visual}",
-                f"part is string or part.type not in {visual}",
-            )
-        )
-    show = (
-        "{% macro show(content) %}{% if content is string %}{{ content }}{% elif content %}"
-        + parts
-        + "{% endif %}{% endmacro %}"
-    )
-
-    default = "none" if prompt.default_system is None else json.dumps(prompt.default_system, ensure_ascii=False)
-    start = (
-        "{% set state = namespace(system=" + default + ", first=0) %}"
-        "{% if messages and messages[0].role == 'system' %}"
-        "{% set state.system = show(messages[0].content)" + (" | trim" if prompt.trim else "") + " %}"
-        "{% set state.first = 1 %}{% endif %}"
-    ) + text(prompt.begin)
-    if prompt.system is not None:
-        before, after = prompt.system.split("{content}")
-        here = "" if asked else "{% if tools %}" + definitions + "{% endif %}"
-        start += ("{% if state.system is not none %}" if asked else "{% if state.system is not none or tools %}") + (
-            text(before) + "{{ state.system or '' }}" + here + text(after) + text(prompt.separator) + "{% endif %}"
-        )
-        later_system = turn(prompt.system)
-    else:
-        start += "" if asked else "{% if tools %}" + definitions + "{% endif %}"
-        later_system = _refuse(f"the prompt {name} knows a system turn at the beginning only")
-    user = turn(prompt.user)
-    if prompt.system_in_user is not None:
-        joined = text(prompt.system_in_user, system="state.system", content=content(prompt.trim))
-        before, after = prompt.user.split("{content}")
-        first = text(before) + joined + text(after)
-        user = "{% if loop.first and state.system is not none %}" + first + "{% else %}" + user + "{% endif %}"
-        start += (
-            "{% if state.system is not none and (messages | length == state.first"
-            " or messages[state.first].role != 'user') %}"
-            + _refuse(f"the prompt {name} writes a system turn into a user turn, and none follows")
-            + "{% endif %}"
-        )
-    elif prompt.system is None:
-        start += "{% if state.system is not none %}" + _refuse(f"the prompt {name} has no system turn") + "{% endif %}"
-
-    if asked:
-        start += (
-            "{% set state.asked = -1 %}{% for message in messages[state.first:] if message.role == 'user' %}"
-            "{% set state.asked = state.asked + 1 %}{% endfor %}{% set state.users = -1 %}"
-            "{% if tools and state.asked < 0 %}"
-            + _refuse(f"the prompt {name} defines tools before the last question, and there is none")
-            + "{% endif %}"
-        )
-        user = (
-            "{% set state.users = state.users + 1 %}"
-            "{% if tools and state.users == state.asked %}" + definitions + "{% endif %}" + user
+        return (
+            (_if("message.content", beside) if beside else "")
+            + _text(opening)
+            + _for("entry in message.tool_calls", each)
+            + _text(closing)
         )
 
-    assistant = answer(prompt.assistant)
-    if prompt.assistant_after_tool is not None:
-        assistant = (
-            "{% if loop.previtem is defined and loop.previtem.role == 'tool' %}"
-            + answer(prompt.assistant_after_tool)
-            + "{% else %}"
-            + assistant
-            + "{% endif %}"
-        )
-    if prompt.assistant_with_calls is not None:
-        called = answer(prompt.assistant_with_calls)
-        assistant = "{% if message.tool_calls %}" + called + "{% else %}" + assistant + "{% endif %}"
-    tool = _refuse(f"{no_tools} tool turn")
-    if prompt.tool is not None and not lacking:
+    def tool_turn(self) -> str:
+        prompt = self.prompt
+        if self.tool is None:
+            return _refuse(f"{self.undefined} tool turn")
         opening, closing = prompt.tool_group.split("{tools}")
-        tool = (
-            "{% if loop.previtem is not defined or loop.previtem.role != 'tool' %}"
-            + text(opening)
-            + "{% else %}"
-            + text(prompt.between_tools)
-            + "{% endif %}"
-            + _check_id(name, "message.tool_call_id", tools.id_length)
-            + text(prompt.tool, content=content(prompt.trim), id="message.tool_call_id")
-            + "{% if loop.nextitem is not defined or loop.nextitem.role != 'tool' %}"
-            + text(closing)
-            + text(prompt.separator)
-            + "{% endif %}"
+        first = "loop.previtem is not defined or loop.previtem.role != 'tool'"
+        last = "loop.nextitem is not defined or loop.nextitem.role != 'tool'"
+        return (
+            _if(first, _text(opening), _text(prompt.between_tools))
+            + self.check_id("message.tool_call_id")
+            + _text(self.tool, content=_content(prompt.trim), id="message.tool_call_id")
+            + _if(last, _text(closing) + _text(prompt.separator))
         )
-    separator = text(prompt.separator)
-    ask = prompt.assistant.split("{content}")[0] if prompt.generation_prompt is None else prompt.generation_prompt
-    return (
-        show
-        + (FIELDS if "{fields}" in tools.definition else "")
-        + start
-        + "{% for message in messages[state.first:] %}"
-        "{% if message.role == 'assistant' %}"
-        + assistant
-        + separator
-        + "{% elif message.role == 'user' %}"
-        + user
-        + separator
-        + "{% elif message.role == 'tool' %}"
-        + tool
-        + "{% elif message.role == 'system' %}"
-        + later_system
-        + separator
-        + "{% else %}"
-        + _refuse(f"the prompt {name} knows no such role")
-        + "{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}" + text(ask) + "{% endif %}"
-    )
+
+    def check_id(self, value: str) -> str:
+        """Refuses an id that is missing or of another length than the format has."""
+        length = self.tools.id_length
+        if length is None:
+            return ""
+        why = f"the prompt {self.name} writes ids of tool calls, of {length} characters each"
+        return _if(f"{value} is not string or {value} | length != {length}", _refuse(why))
 
 
 FIELDS = (
@@ -220,18 +258,45 @@ FIELDS = (
 )
 
 
-def _check_id(name: str, value: str, length: int | None) -> str:
-    """Jinja that refuses an id that is missing or of another length."""
-    if length is None:
-        return ""
-    why = f"the prompt {name} writes ids of tool calls, of {length} characters each"
-    return "{% if " + value + " is not string or " + value + f" | length != {length} %}}" + _refuse(why) + "{% endif %}"
+def _text(source: str, **known: str) -> str:
+    """Jinja that writes ``source``; ``known`` gives the expressions of names in braces."""
+    values = {"bos": "(bos_token | default('') or '')", "eos": "eos_token", **known}
+    pieces = []
+    for at, piece in enumerate(BRACED.split(source)):
+        if at % 2 and piece in values:
+            pieces.append("{{ " + values[piece] + " }}")
+        else:
+            pieces.append(_literal(f"{{{piece}}}" if at % 2 else piece))
+    return "".join(pieces)
 
 
 def _literal(source: str) -> str:
     """Jinja that writes a text unchanged, whatever tags or line breaks it holds."""
-    return "{{ " + json.dumps(source, ensure_ascii=False) + " }}" if source else ""
+    return "{{ " + _quoted(source) + " }}" if source else ""
+
+
+def _quoted(source: str) -> str:
+    """A text as a string of Jinja."""
+    return json.dumps(source, ensure_ascii=False)
+
+
+def _content(trim: bool) -> str:
+    return "show(message.content)" + (" | trim" if trim else "")
 
 
 def _refuse(why: str) -> str:
-    return "{{ raise_exception(" + json.dumps(why, ensure_ascii=False) + ") }}"
+    return "{{ raise_exception(" + _quoted(why) + ") }}"
+
+
+def _for(header: str, body: str) -> str:
+    return "{% for " + header + " %}" + body + "{% endfor %}"
+
+
+def _if(condition: str, then: str, otherwise: str | None = None) -> str:
+    return "{% if " + condition + " %}" + then + ("" if otherwise is None else "{% else %}" + otherwise) + "{% endif %}"
+
+
+def _cases(cases: Mapping[str, str], otherwise: str) -> str:
+    """The first text whose condition holds, or ``otherwise``."""
+    written = "{% elif ".join(condition + " %}" + then for condition, then in cases.items())
+    return "{% if " + written + "{% else %}" + otherwise + "{% endif %}"

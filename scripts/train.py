@@ -104,8 +104,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 def broken_rules(config: Any, step: str) -> list[str]:
     """What our rules say about the run on the ranks that there are, one sentence a rule."""
+    from energon_packing.bridge.container_view import view_of
     from energon_packing.bridge.rules import violations
-    from energon_packing.bridge.run_view import view_of
 
     found = violations(view_of(config, world_size=_world_size(), step=step.partition(":")[0]))
     return [f"{one.rule.id}: {one.finding.why}; {one.finding.mend}" for one in found if one.finding is not None]

@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from energon_packing.bridge.config_view import view_of_config
+from energon_packing.bridge.container_view import view_of
 from energon_packing.bridge.megatron_arguments import read_arguments, view_of_arguments
 from energon_packing.bridge.model_configs import config_file
 from energon_packing.bridge.run_facts import DataFacts, measure_data
-from energon_packing.bridge.run_view import RunView, smallest_world_size, view_of, view_of_config
+from energon_packing.bridge.run_view import RunView, smallest_world_size
 from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, container_verdict, prepare_bridge, quiet
 from energon_packing.config import ParallelConfig, RunConfig, load_config
 from energon_packing.errors import ConfigError, UserError

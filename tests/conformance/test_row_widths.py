@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from energon_packing import thd
-from energon_packing.bridge.run_view import COLLATED, RunView, view_of
+from energon_packing.bridge.container_view import view_of
+from energon_packing.bridge.run_view import COLLATED, RunView
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.bridge import verdict
+from energon_packing.bridge.container_view import view_of
 from energon_packing.bridge.rules import violations
-from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size, view_of
+from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, equivalent_container
 
 if installed_version("megatron-bridge") is None:

@@ -8,8 +8,8 @@ import pytest
 from megatron.energon import stateless
 from megatron.energon.errors import ErrorContext, FatalSampleError
 
+from energon_packing.bridge.container_view import view_of
 from energon_packing.bridge.rules import violations
-from energon_packing.bridge.run_view import view_of
 from energon_packing.energon.failure_tolerance import FUNCTIONS
 from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder

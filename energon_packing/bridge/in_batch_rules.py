@@ -1,7 +1,7 @@
 """Rules about runs that stay on Megatron-Bridge's in-batch packing. Imports neither torch nor Bridge.
 
-Rules 1, 12 and 16 of Bridge are in `packing_mode_rules` and `layout_rules`; what the forward steps and the loader do
-with such a run, nobody checks before GPUs are taken.
+Rules 1, 12 and 16 of Bridge are in `packing_mode_rules`, `batch_rules` and `length_rules`; what the forward steps and
+the loader do with such a run, nobody checks before GPUs are taken.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from energon_packing.bridge.rule import Finding, Rule, collector
+from energon_packing.bridge.rule import Finding, Rule, collector, one_length
 from energon_packing.bridge.run_view import RunView
 
 MODEL_RULES: list[Rule] = []
@@ -89,11 +88,10 @@ def _fp8_multiple(view: RunView) -> Finding | None:
         f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread over "
         f"{shards} ranks"
     )
-    changes: dict[str, Any] = {"pad_to_max_length": True, "dataset_seq_length": length, "model_seq_length": length}
+    changes = {"pad_to_max_length": True, **one_length(view, length)}
     mend = f"pad_to_max_length to true and seq_length to {length}"
     if not view.as_wide_as_its_samples:
-        packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": length}
-        return Finding(why=why, mend=f"set {mend}", changes=changes | packs)
+        return Finding(why=why, mend=f"set {mend}", changes=changes)
     why += "; pad_to_max_length widens no row that is packed in the batch"
     if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's would be unpacked: a decision
         return Finding(why=why, mend=f"turn enable_in_batch_packing off and set {mend}, or compute without fp8")

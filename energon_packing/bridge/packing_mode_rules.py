@@ -1,4 +1,4 @@
-"""Rules 1 to 5 of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2: packing modes and CUDA graphs, in its order.
+"""Rules 1 to 5 of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2: packing modes and CUDA graphs.
 
 Bridge reads these settings by name from any data set object, so they concern every run. Imports neither torch nor
 Bridge.
@@ -15,6 +15,10 @@ _rule = collector(PACKING_MODE_RULES, "megatron.bridge.training.config.ConfigCon
 
 def _with_specs(view: RunView) -> bool:
     return view.has_offline_packing_specs
+
+
+def _graphs(view: RunView) -> bool:
+    return view.cuda_graph_impl != "none"
 
 
 @_rule(
@@ -100,4 +104,37 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
         mend="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
         changes={"pad_cu_seqlens": True},
+    )
+
+
+@_rule(
+    id="bridge-05-local-graphs-of-iterations",
+    checks="local CUDA graphs hold a whole iteration",
+    applies=_graphs,
+    bridge_says=('cuda_graph_impl="local" only for',),
+)
+def _local_graphs(view: RunView) -> Finding | None:
+    if not view.local_layer_graph:
+        return None
+    return Finding(
+        why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
+        "Transformer Engine only",
+        mend="set cuda_graph_impl to 'transformer_engine'",
+        changes={"cuda_graph_impl": "transformer_engine"},
+    )
+
+
+@_rule(
+    id="bridge-05-no-nan-check-in-graph",
+    checks="a graph of the whole iteration looks for no NaN",
+    applies=_graphs,
+    bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
+)
+def _no_nan_check(view: RunView) -> Finding | None:
+    if not (view.full_iteration_graph and view.check_for_nan_in_loss):
+        return None
+    return Finding(
+        why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
+        mend="set rerun_state_machine.check_for_nan_in_loss to false",
+        changes={"check_for_nan_in_loss": False},
     )

@@ -59,6 +59,22 @@ def packed(view: RunView) -> bool:
     return view.packed
 
 
+def packed_offline(view: RunView) -> bool:
+    """For rules about rows that arrive packed; with both modes on, rule 1 speaks: either of them may stay."""
+    return view.enable_offline_packing and not view.enable_in_batch_packing
+
+
+def context_parallel(view: RunView) -> bool:
+    """For rules about rows that several ranks share."""
+    return view.context_parallel > 1
+
+
+def one_length(view: RunView, tokens: int) -> dict[str, Any]:
+    """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
+    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}
+    return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
+
+
 def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Callable[..., Rule]]:
     """A decorator that makes a rule of a check function and appends it to `rules`.
 

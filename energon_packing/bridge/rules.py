@@ -6,19 +6,66 @@ A conformance test compares the verdicts with the installed Bridge, rule by rule
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from energon_packing.bridge.batch_rules import BATCH_RULES
 from energon_packing.bridge.data_rules import DATA_RULES
 from energon_packing.bridge.in_batch_rules import IN_BATCH_RULES
 from energon_packing.bridge.layout_rules import LAYOUT_RULES
+from energon_packing.bridge.length_rules import LENGTH_RULES
 from energon_packing.bridge.model_rules import MODEL_RULES
 from energon_packing.bridge.own_rules import OWN_RULES
 from energon_packing.bridge.packing_mode_rules import PACKING_MODE_RULES
 from energon_packing.bridge.rule import Finding, Rule
 from energon_packing.bridge.run_view import RunView
+from energon_packing.errors import PackingError
 
-RULES: tuple[Rule, ...] = (*PACKING_MODE_RULES, *LAYOUT_RULES, *OWN_RULES, *MODEL_RULES, *DATA_RULES, *IN_BATCH_RULES)
+BRIDGES_ORDER = (
+    "bridge-01-one-packing-mode",
+    "bridge-02-specs-with-offline-packing",
+    "bridge-03-fixed-boundaries-need-fixed-width",
+    "bridge-04-graphs-need-fixed-width",
+    "bridge-05-graphs-need-fixed-boundaries",
+    "bridge-06-micro-batch-size",
+    "bridge-07-seq-length-multiple",
+    "bridge-05-local-graphs-of-iterations",
+    "bridge-14-comm-type-of-each-layer",
+    "bridge-15-world-size",
+    "bridge-06-eval-micro-batch-size",
+    "bridge-15-eval-world-size",
+    "bridge-15-eval-global-batch-size",
+    "bridge-05-no-nan-check-in-graph",
+    "bridge-08-model-seq-length",
+    "bridge-09-per-token-loss",
+    "bridge-10-no-average-in-collective",
+    "bridge-14-hierarchical-sizes-present",
+    "bridge-14-hierarchical-sizes-product",
+    "bridge-11-pack-size",
+    "bridge-11-one-pack-a-micro-batch",
+    "bridge-12-in-batch-needs-several",
+    "bridge-13-same-seq-length",
+    "bridge-16-fixed-width",
+    "bridge-16-variable-lengths",
+)
+"""Bridge's rules in the order in which ``ConfigContainer.validate()`` tests them; the notes come last."""
+
+
+def _in_bridges_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    by_id = {rule.id: rule for rule in rules}
+    if sorted(by_id) != sorted(BRIDGES_ORDER):
+        raise PackingError(f"rules without a place in Bridge's order: {sorted(set(by_id) ^ set(BRIDGES_ORDER))}")
+    return tuple(by_id[rule] for rule in BRIDGES_ORDER)
+
+
+RULES: tuple[Rule, ...] = (
+    *_in_bridges_order((*PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
+    *OWN_RULES,
+    *MODEL_RULES,
+    *DATA_RULES,
+    *IN_BATCH_RULES,
+)
 """Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]

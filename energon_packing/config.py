@@ -71,6 +71,10 @@ class DataConfig:
     missing hangs: ``drop`` stops all ranks with the first, ``pad`` gives a rank that has run out fully masked packs
     until the last one has; ``uneven`` leaves it to the trainer."""
     seed: int = 0
+    keep_memory: bool = True
+    """Loader processes keep the memory of pixels that they are done with for the next ones, instead of giving it back
+    to the kernel after each image: a third less CPU time for photographs, and a process stays as large as its largest
+    pack made it. Takes effect with glibc."""
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":

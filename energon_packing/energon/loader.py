@@ -18,6 +18,7 @@ from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, eve
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.packing.statistics import PackStatistics
 
@@ -38,6 +39,7 @@ class PackLoader:
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for that; None is the default group.
         capacity: tokens of a full pack, for `statistics`; `PackingTaskEncoder.capacity`.
+        keep_memory: workers keep freed memory, see ``data.keep_memory``.
 
     Attributes:
         epoch_report: of the current or last epoch, where ``epoch_end`` is in effect; else None.
@@ -53,6 +55,7 @@ class PackLoader:
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
+        keep_memory: bool = True,
     ) -> None:
         # A checkpoint after every pack costs a quarter of a millisecond with our shallow saves, and a restored loader
         # then renders no pack twice (Energon's default of 60 s replays up to a minute of decoding).
@@ -65,6 +68,8 @@ class PackLoader:
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
             )
+        if keep_memory:
+            in_workers(self._loader)
         self._started = False
         self._together = epoch_end != "uneven" and dataset.worker_config.world_size > 1
         if self._together and padding is None:
@@ -220,6 +225,7 @@ def build_loader(
         agree=agree,
         group=data_parallel_group,
         capacity=task_encoder.capacity,
+        keep_memory=config.data.keep_memory,
     )
 
 

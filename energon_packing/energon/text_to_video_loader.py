@@ -57,4 +57,5 @@ def build_text_to_video_loader(
         agree=agree,
         group=data_parallel_group,
         capacity=task_encoder.capacity,
+        keep_memory=config.data.keep_memory,
     )

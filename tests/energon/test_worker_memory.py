@@ -1,0 +1,88 @@
+"""Workers keep freed memory: counted in page faults, which say what the kernel had to give."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from energon_packing.energon import worker_memory
+from energon_packing.energon.loader import build_loader
+
+FAULTS = """
+import json, resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from energon_packing.energon.worker_memory import keep_freed_memory
+import numpy
+if sys.argv[2] == "keep":
+    assert keep_freed_memory()
+seen = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    images = [numpy.ones(12 << 20, dtype=numpy.uint8) for _ in range(3)]
+    del images
+    seen.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(json.dumps(seen))
+"""
+
+needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+
+
+def faults(how: str) -> list[int]:
+    """Page faults of each of six rounds of three images."""
+    root = str(Path(worker_memory.__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, root, how], capture_output=True, text=True, timeout=60, check=True
+    )
+    return list(json.loads(done.stdout))
+
+
+@needs_glibc
+def test_images_after_the_first_ones_take_no_new_memory():
+    """Three images of 12 MiB are 9,216 pages of 4 KiB; larger pages would be fewer faults, with and without."""
+    kept, given_back = faults("keep"), faults("give back")
+    assert sum(kept[1:]) * 4 < sum(given_back[1:])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_processes_keep_memory_where_so_configured_and_the_training_process_never_does(
+    run_config, monkeypatch, tmp_path, workers, keep
+):
+    called = tmp_path / "called"
+    monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: called.open("a").write("once\n"))
+    config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
+    assert list(build_loader(config))
+    assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
+
+
+def test_a_workers_own_start_is_kept():
+    started = []
+    loader = SimpleNamespace(worker_init_fn=functools.partial(started.append))
+    worker_memory.in_workers(loader)
+    loader.worker_init_fn(3)
+    assert started == [3]
+
+
+def test_a_c_library_without_the_call_is_left_alone(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    assert worker_memory.keep_freed_memory() is False
+
+
+def test_an_older_glibc_gets_the_largest_block_that_it_takes(monkeypatch):
+    asked = []
+
+    def mallopt(parameter, value):
+        asked.append((parameter, value))
+        return int(parameter != -3 or value <= 32 << 20)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
+    assert worker_memory.keep_freed_memory() is True
+    assert (-3, 32 << 20) in asked

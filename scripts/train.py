@@ -90,7 +90,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
     Raises:
         UserError: it cannot be read, or an override names nothing.
     """
-    from energon_packing.bridge.run_source import ContainerRun, run_source
+    from energon_packing.bridge.container_run import ContainerRun
+    from energon_packing.bridge.run_source import run_source
     from energon_packing.errors import ConfigError
 
     sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION

@@ -1,23 +1,15 @@
-"""Rules that ``ConfigContainer.validate()`` of Megatron-Bridge 0.6.2 does not have.
+"""Rules of ours about model families, losses, loaders and files under packed rows.
 
-Those that begin with ``core-`` are raised by Megatron-Core, but only when GPUs are taken. Those that begin with
-``ours-`` are raised by nobody: the run starts, and computes something else than it says. Imports neither torch nor
-Bridge.
+Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
 
-import math
-import re
-
-from energon_packing.bridge.rule import Finding, Rule, always, collector, packed
+from energon_packing.bridge.rule import Finding, Rule, bridge_is_silent_on_loss, collector, packed
 from energon_packing.bridge.run_view import RunView
 
 OWN_RULES: list[Rule] = []
 _rule = collector(OWN_RULES)
-
-OUR_STEP = "energon_packing.bridge.step"
-"""The module of our forward step, as a run's ``step`` names it."""
 
 # Families by the start of their normalised name, with what their recipes or models say about packing.
 _WITHOUT_PACKING = {
@@ -29,57 +21,24 @@ _WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl")
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 
 
-def _experts_are_spread(view: RunView) -> bool:
-    return view.expert_parallel > 1
-
-
-def _bridge_is_silent_on_loss(view: RunView) -> bool:
-    # At CP > 1 rules 9 and 10 speak; a pretraining data set and a foreign provider escape them.
-    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
-
-
 def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
-    return view.packed and _bridge_is_silent_on_loss(view)
+    return view.packed and bridge_is_silent_on_loss(view)
 
 
 def _packed_known_family(view: RunView) -> bool:
     return view.reaches_the_step_packed and view.model is not None
 
 
-def _packed_known_step(view: RunView) -> bool:
-    return view.reaches_the_step_packed and view.step is not None
-
-
-def _packed_with_cp_and_core(view: RunView) -> bool:
-    return view.packed and view.context_parallel > 1 and view.megatron_core_version is not None
-
-
 def _qwen25_vl_with_cp(view: RunView) -> bool:
     return view.family.startswith("qwen25vl") and max(view.context_parallel, view.eval_context_parallel or 1) > 1
-
-
-def _packed_mixture(view: RunView) -> bool:
-    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
-    return view.packed and mixture and (view.step is None or view.step.endswith(("vlm_step", "gpt_step")))
 
 
 def _packed_vision_ddp(view: RunView) -> bool:
     return view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION)
 
 
-def _packed_rows_over_cp(view: RunView) -> bool:
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
-    return view.enable_offline_packing and wide and follows_the_trainer
-
-
 def _prepared_with_fixed_boundaries(view: RunView) -> bool:
     return view.pad_cu_seqlens and view.dataset_kind == "gpt_sft"
-
-
-def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
-    undeclared = view.dataset_kind == "provider" and not view.packed
-    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
 
 
 def _packed_qwen3_vl(view: RunView) -> bool:
@@ -88,61 +47,6 @@ def _packed_qwen3_vl(view: RunView) -> bool:
 
 def _energon_virtual_pipeline(view: RunView) -> bool:
     return view.dataset_kind in ("packed_energon", "energon") and view.virtual_pipeline_parallel is not None
-
-
-@_rule(
-    id="core-15-global-batch-size",
-    checks="the global batch divides over the replicas",
-    place="megatron.core.num_microbatches_calculator",
-    applies=always,
-)
-def _global_batch(view: RunView) -> Finding | None:
-    rows = view.micro_batch_size * view.data_parallel
-    if rows == 0 or view.global_batch_size % rows == 0:
-        return None
-    return Finding(
-        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
-        f"data parallel {view.data_parallel} = {rows}",
-        mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
-        changes={"global_batch_size": math.ceil(view.global_batch_size / rows) * rows},
-    )
-
-
-@_rule(
-    id="core-15-expert-world-size",
-    checks="the world size is a multiple of expert TP x EP x PP",
-    place="megatron.core.parallel_state.initialize_model_parallel",
-    applies=_experts_are_spread,
-)
-def _expert_world_size(view: RunView) -> Finding | None:
-    inside = view.expert_tensor_parallel or view.tensor_parallel
-    group = inside * view.expert_parallel * view.pipeline_parallel
-    if view.world_size % group == 0:
-        return None
-    return Finding(
-        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP {view.expert_parallel} x "
-        f"PP {view.pipeline_parallel} = {group}"
-        + ("" if view.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
-        mend=f"use a multiple of {group} GPUs"
-        + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
-    )
-
-
-@_rule(
-    id="core-17-no-average-with-token-loss",
-    checks="per-token loss is not averaged in the collective",
-    place="megatron.core.distributed.DistributedDataParallel",
-    applies=_bridge_is_silent_on_loss,
-)
-def _no_average_with_token_loss(view: RunView) -> Finding | None:
-    if not (view.calculate_per_token_loss and view.average_in_collective):
-        return None
-    return Finding(
-        why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
-        "refuses that",
-        mend="set training.average_in_collective to false",
-        changes={"average_in_collective": False},
-    )
 
 
 @_rule(
@@ -203,42 +107,6 @@ def _family_takes_packs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-19-step-reads-packs",
-    checks="the forward step reads packed rows",
-    place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
-    applies=_packed_known_step,
-)
-def _step_reads_packs(view: RunView) -> Finding | None:
-    if not view.step_packs:
-        return None
-    if "qwen3_vl_step" in (view.step or ""):
-        why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
-    else:
-        why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
-    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
-
-
-@_rule(
-    id="core-21-context-parallel-packs",
-    checks="Megatron-Core slices packed rows over CP",
-    place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
-    applies=_packed_with_cp_and_core,
-)
-def _core_slices_packs(view: RunView) -> Finding | None:
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
-    if found is None:
-        return None
-    release = tuple(int(number or 0) for number in found.groups()[:3])
-    # As versions are ordered, a pre-release of 0.18.0 comes before it.
-    if release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None):
-        return None
-    return Finding(
-        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
-        mend="install megatron-core 0.18 or later",
-    )
-
-
-@_rule(
     id="ours-23-family-context-parallel",
     checks="the model family has context-parallel code",
     place="megatron.bridge.models.qwen_vl.modeling_qwen25_vl",
@@ -250,25 +118,6 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
         f"{view.context_parallel}: every rank would compute on the whole row",
         mend="set parallel.context_parallel to 1, or train Qwen3-VL",
         changes={"context_parallel": 1, **({} if view.eval_context_parallel is None else {"eval_context_parallel": 1})},
-    )
-
-
-@_rule(
-    id="ours-24-experts-see-padding",
-    checks="experts do not count padding",
-    place="megatron.bridge.training.vlm_step and gpt_step",
-    applies=_packed_mixture,
-    severity="warning",
-)
-def _experts_see_padding(view: RunView) -> Finding | None:
-    # In-batch packing pads samples to the alignment and never the row.
-    if view.multiple == 1 and (view.enable_in_batch_packing or not view.pad_to_max_length):
-        return None
-    return Finding(
-        why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "
-        "counts in their load balance",
-        mend=f"train with the forward step {OUR_STEP}.forward_step",
-        changes={"step": OUR_STEP},
     )
 
 
@@ -307,23 +156,6 @@ def _no_virtual_pipeline(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-20-one-packed-row-over-context-parallelism",
-    checks="context parallelism slices one packed row at a time",
-    place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
-    applies=_packed_rows_over_cp,
-)
-def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
-        return None
-    return Finding(
-        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
-        "first evaluation stops the run",
-        mend="set training.eval_micro_batch_size to 1",
-        changes={"eval_micro_batch_size": 1},
-    )
-
-
-@_rule(
     id="ours-22-metadata-beside-packed-file",
     checks="fixed boundaries come with the packed file's metadata",
     place="megatron.bridge.data.packing.gpt_sft",
@@ -337,40 +169,6 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
         "the number of boundaries from",
         mend="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
         "pad_cu_seqlens to false",
-    )
-
-
-@_rule(
-    id="ours-26-middle-stages-see-boundaries",
-    checks="middle pipeline stages get the boundaries of packed rows",
-    place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
-    applies=_undeclared_provider_in_a_long_pipeline,
-    severity="warning",
-)
-def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
-    return Finding(
-        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
-        "stages, so packed rows would attend across samples there",
-        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
-        f"step {OUR_STEP}.forward_step",
-        changes={"step": OUR_STEP},
-    )
-
-
-@_rule(
-    id="ours-28-no-schedule-plan",
-    checks="boundaries survive overlapped expert communication",
-    place="megatron.bridge.training.vlm_step and gpt_step",
-    applies=packed,
-)
-def _no_schedule_plan(view: RunView) -> Finding | None:
-    if not view.overlap_moe_expert_parallel_comm:
-        return None
-    return Finding(
-        why="overlap_moe_expert_parallel_comm is on: the steps build a schedule plan without the boundaries of packed "
-        "rows, so every token attends to the samples before its own",
-        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
-        changes={"overlap_moe_expert_parallel_comm": False},
     )
 
 

@@ -69,6 +69,11 @@ def context_parallel(view: RunView) -> bool:
     return view.context_parallel > 1
 
 
+def bridge_is_silent_on_loss(view: RunView) -> bool:
+    """For rules about the loss where rules 9 and 10 say nothing: at CP 1, and on data sets that escape them."""
+    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
+
+
 def one_length(view: RunView, tokens: int) -> dict[str, Any]:
     """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
     packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}

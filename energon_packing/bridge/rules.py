@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from energon_packing.bridge.batch_rules import BATCH_RULES
+from energon_packing.bridge.core_rules import CORE_RULES
 from energon_packing.bridge.data_rules import DATA_RULES
 from energon_packing.bridge.in_batch_rules import IN_BATCH_RULES
 from energon_packing.bridge.layout_rules import LAYOUT_RULES
@@ -20,6 +21,7 @@ from energon_packing.bridge.own_rules import OWN_RULES
 from energon_packing.bridge.packing_mode_rules import PACKING_MODE_RULES
 from energon_packing.bridge.rule import Finding, Rule
 from energon_packing.bridge.run_view import RunView
+from energon_packing.bridge.step_rules import STEP_RULES
 from energon_packing.errors import PackingError
 
 BRIDGES_ORDER = (
@@ -61,6 +63,8 @@ def _in_bridges_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 RULES: tuple[Rule, ...] = (
     *_in_bridges_order((*PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
+    *CORE_RULES,
+    *STEP_RULES,
     *OWN_RULES,
     *MODEL_RULES,
     *DATA_RULES,

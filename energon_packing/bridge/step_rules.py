@@ -1,0 +1,121 @@
+"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
+
+Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+from energon_packing.bridge.rule import Finding, Rule, collector, packed
+from energon_packing.bridge.run_view import RunView
+
+STEP_RULES: list[Rule] = []
+_rule = collector(STEP_RULES)
+
+OUR_STEP = "energon_packing.bridge.step"
+"""The module of our forward step, as a run's ``step`` names it."""
+
+
+def _packed_known_step(view: RunView) -> bool:
+    return view.reaches_the_step_packed and view.step is not None
+
+
+def _packed_mixture(view: RunView) -> bool:
+    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+    return view.packed and mixture and (view.step is None or view.step.endswith(("vlm_step", "gpt_step")))
+
+
+def _packed_rows_over_cp(view: RunView) -> bool:
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
+    return view.enable_offline_packing and wide and follows_the_trainer
+
+
+def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
+    undeclared = view.dataset_kind == "provider" and not view.packed
+    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+
+
+@_rule(
+    id="ours-19-step-reads-packs",
+    checks="the forward step reads packed rows",
+    place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
+    applies=_packed_known_step,
+)
+def _step_reads_packs(view: RunView) -> Finding | None:
+    if not view.step_packs:
+        return None
+    if "qwen3_vl_step" in (view.step or ""):
+        why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
+    else:
+        why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
+    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
+
+
+@_rule(
+    id="ours-24-experts-see-padding",
+    checks="experts do not count padding",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=_packed_mixture,
+    severity="warning",
+)
+def _experts_see_padding(view: RunView) -> Finding | None:
+    # In-batch packing pads samples to the alignment and never the row.
+    if view.multiple == 1 and (view.enable_in_batch_packing or not view.pad_to_max_length):
+        return None
+    return Finding(
+        why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "
+        "counts in their load balance",
+        mend=f"train with the forward step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
+    )
+
+
+@_rule(
+    id="ours-20-one-packed-row-over-context-parallelism",
+    checks="context parallelism slices one packed row at a time",
+    place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
+    applies=_packed_rows_over_cp,
+)
+def _one_packed_row_over_cp(view: RunView) -> Finding | None:
+    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
+        return None
+    return Finding(
+        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
+        "first evaluation stops the run",
+        mend="set training.eval_micro_batch_size to 1",
+        changes={"eval_micro_batch_size": 1},
+    )
+
+
+@_rule(
+    id="ours-26-middle-stages-see-boundaries",
+    checks="middle pipeline stages get the boundaries of packed rows",
+    place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
+    applies=_undeclared_provider_in_a_long_pipeline,
+    severity="warning",
+)
+def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
+        "stages, so packed rows would attend across samples there",
+        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        f"step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
+    )
+
+
+@_rule(
+    id="ours-28-no-schedule-plan",
+    checks="boundaries survive overlapped expert communication",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=packed,
+)
+def _no_schedule_plan(view: RunView) -> Finding | None:
+    if not view.overlap_moe_expert_parallel_comm:
+        return None
+    return Finding(
+        why="overlap_moe_expert_parallel_comm is on: the steps build a schedule plan without the boundaries of packed "
+        "rows, so every token attends to the samples before its own",
+        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+        changes={"overlap_moe_expert_parallel_comm": False},
+    )

@@ -21,7 +21,8 @@ def _packed_known_step(view: RunView) -> bool:
 
 def _packed_mixture(view: RunView) -> bool:
     mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
-    return view.packed and mixture and (view.step is None or view.step.endswith(("vlm_step", "gpt_step")))
+    known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
+    return view.reaches_the_step_packed and mixture and known
 
 
 def _packed_rows_over_cp(view: RunView) -> bool:
@@ -59,8 +60,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     severity="warning",
 )
 def _experts_see_padding(view: RunView) -> Finding | None:
-    # In-batch packing pads samples to the alignment and never the row.
-    if view.multiple == 1 and (view.enable_in_batch_packing or not view.pad_to_max_length):
+    if view.multiple == 1 and not view.rows_of_one_width:
         return None
     return Finding(
         why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "

@@ -334,6 +334,12 @@ def test_rows_whose_width_bridge_fixes_are_judged_by_it() -> None:
     assert outcome("ours-31-fp8-multiple", packed(fp8_recipe="delayed", pipeline_parallel=2, **odd)) == "error"
 
 
+def test_rows_that_bridge_widens_for_experts_have_a_tail_that_they_see() -> None:
+    spread = packed(expert_parallel=2, world_size=2, global_batch_size=2, num_moe_experts=8, step="vlm_step")
+    assert outcome("ours-24-experts-see-padding", spread) == "warning"
+    assert outcome("ours-24-experts-see-padding", dataclasses.replace(spread, expert_parallel=1)) == "ok"
+
+
 def test_every_rule_has_its_own_id_and_stands_in_the_documentation() -> None:
     ids = [rule.id for rule in RULES]
     assert len(ids) == len(set(ids))

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "layers": 2,
     "steps": 20,
     "global_batch": 2,
+    "micro_batch": 1,
     "dataset": {},  # fields of PackedEnergonDatasetConfig
     "weights": None,  # directory of a checkpoint to start from
     "save": None,  # directory of checkpoints; continues from the last one there
@@ -192,14 +193,17 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     if run["broken_reader"] and run["broken_reader"][0] == rank:
         break_reader(run["broken_reader"][1])
     if run["replay"]:
-        dataset = replayed(folder, run["replay"], run["global_batch"])
+        dataset = replayed(folder, run["replay"], run["global_batch"] // run["micro_batch"])
     else:
         dataset = PackedEnergonDatasetConfig(
             path=data, processor=str(processor_path(family)), seq_length=SEQ_LENGTH, num_workers=0
         )
         dataset.encoder.min_pixels = dataset.encoder.video_min_pixels = 32 * 32
         dataset.encoder.max_pixels = dataset.encoder.video_max_pixels = 64 * 64
-        dataset.packing.window, dataset.packing.drop_budget = 16, 1.0
+        dataset.packing.drop_budget = 1.0
+        if run["micro_batch"] == 1:  # else Bridge packs what came together, and nothing is chosen
+            dataset.packing.window = 16
+        dataset.micro_batch_size = run["micro_batch"]
         for name, value in run["dataset"].items():
             setattr(dataset, name, value)
         build = type(dataset).build_datasets
@@ -215,6 +219,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     config = training_run.make_config(
         provider, dataset, steps=run["steps"], global_batch_size=run["global_batch"], learning_rate=2e-3
     )
+    config.train.micro_batch_size = run["micro_batch"]
     if run["validate_every"]:
         config.validation.eval_iters, config.validation.eval_interval = 2, run["validate_every"]
     config.checkpoint.pretrained_checkpoint = run["weights"]

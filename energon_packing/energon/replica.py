@@ -53,6 +53,7 @@ class Replica:
 
     @property
     def is_reader(self) -> bool:
+        """Whether this rank reads for its replica."""
         return self.global_rank == self.reader
 
     @property

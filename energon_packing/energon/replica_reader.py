@@ -30,11 +30,14 @@ _PREFIX = 3  # kind, number of the pack, bytes of the payload
 class PackSource(Protocol):
     """What one rank reads: batches with a state that can be saved after each of them."""
 
-    def __next__(self) -> PackedBatch: ...
+    def __next__(self) -> PackedBatch:
+        """The next batch, or `StopIteration`."""
 
-    def save_state(self) -> Any: ...
+    def save_state(self) -> Any:
+        """State after the last batch."""
 
-    def restore_state(self, state: Any) -> None: ...
+    def restore_state(self, state: Any) -> None:
+        """Continues after the batch at which ``state`` was saved."""
 
 
 class _Post:

@@ -33,6 +33,13 @@ LAYOUTS = {
     "pp2-dp2": {"world": 4, "pipeline": 2, "global_batch": 4},
     "pp4": {"world": 4, "pipeline": 4, "global_batch": 4, **TEXT},
     "pp2-vp2": {"world": 2, "pipeline": 2, "virtual": 2, "global_batch": 4, **TEXT},
+    "in-batch-dp2-cp2": {
+        "world": 4,
+        "context": 2,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "dataset": {"mode": "in_batch"},
+    },
 }
 # Sequence parallelism on text only: Bridge 0.6.2 gives a tensor rank of Qwen3-VL the gradients of its own stretch of
 # the row for the deepstack features, and never adds them up.
@@ -54,7 +61,7 @@ def planned(folder):
         runs.append({"name": name, "weights": weights, **settings, **more})
 
     for name, layout in (LAYOUTS | UNINTERRUPTED).items():
-        alone = {key: layout[key] for key in ("family", "layers", "global_batch") if key in layout}
+        alone = {key: layout[key] for key in ("family", "layers", "global_batch", "micro_batch") if key in layout}
         add(name, layout)
         add(f"{name}-alone", alone, replay=name)
         if name in UNINTERRUPTED:
@@ -118,7 +125,9 @@ def test_all_ranks_of_a_replica_train_on_the_same_packs_and_other_replicas_on_ot
     reports = run(name)
     packs = [[digests(reports[rank]) for rank in ranks] for ranks in replicas(name)]
     for replica in packs:
-        assert len(replica[0]) == 20 * LAYOUTS[name].get("global_batch", 2) // len(packs)
+        layout = LAYOUTS[name]
+        micro_batches = layout.get("global_batch", 2) // layout.get("micro_batch", 1)
+        assert len(replica[0]) == 20 * micro_batches // len(packs)
         assert all(other == replica[0] for other in replica)
     assert len(packs) == 2 if "dp2" in name else len(packs) == 1
     if len(packs) == 2:
@@ -136,7 +145,8 @@ def test_every_rank_attends_by_the_boundaries_of_its_packs(name, run):
     """Middle pipeline stages too: where a rank got none, its attention would run across samples."""
     for report in run(name):
         boundaries = [pack["boundaries"] for pack in report["packs"]]
-        assert any(len(each) > 3 for each in boundaries)
+        samples = LAYOUTS[name].get("micro_batch", 3)
+        assert any(len(each) > samples for each in boundaries)
         assert report["attention"] == boundaries
 
 

@@ -39,7 +39,7 @@ def faults(how: str) -> list[int]:
     """Page faults of each of six rounds of three images."""
     root = str(Path(worker_memory.__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, root, how], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", FAULTS, root, how], capture_output=True, text=True, timeout=240, check=True
     )
     return list(json.loads(done.stdout))
 

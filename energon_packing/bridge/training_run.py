@@ -74,6 +74,7 @@ def process_groups() -> Iterator[None]:
     """
     cpu_stand_ins.install()
     from megatron.bridge.training.initialize import destroy_global_state
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
     if torch.distributed.is_initialized():
         raise UserError("torch.distributed is initialised already; a run on the CPU makes its own gloo group.")
@@ -81,6 +82,7 @@ def process_groups() -> Iterator[None]:
         torch.distributed.init_process_group("gloo")
     else:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    destroy_rerun_state_machine()  # Bridge's loss makes one wherever it is called, and its setup then refuses to
     try:
         yield
     finally:

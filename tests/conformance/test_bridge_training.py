@@ -138,3 +138,12 @@ def test_an_unknown_forward_step_is_refused_with_a_sentence(tiny_provider, ready
     config = training_run.make_config(tiny_provider("text"), ready_batches(), steps=1)
     with pytest.raises(ConfigError, match="forward_step is 'llava'"):
         training_run.run(config, forward_step="llava")
+
+
+def test_a_run_begins_where_a_loss_of_bridge_was_computed_before():
+    """It leaves the machine that repeats steps behind, one of which a process may have."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine, initialize_rerun_state_machine
+
+    get_rerun_state_machine()
+    with training_run.process_groups():
+        initialize_rerun_state_machine()

@@ -151,6 +151,7 @@ def thd(repeats: int, as_json: bool) -> None:
 @click.option("--window", default=256, show_default=True, type=click.IntRange(min=1))
 @click.option("--repeat", default=1, show_default=True, type=click.IntRange(min=1), help="Figures are medians.")
 @click.option("--no-peer", is_flag=True, help="Leave Bridge's in-batch packing out.")
+@click.option("--give-back", is_flag=True, help="Ours gives freed memory back (data.keep_memory is false).")
 @_SEED
 @_JSON
 def loader(
@@ -161,6 +162,7 @@ def loader(
     window: int,
     repeat: int,
     no_peer: bool,
+    give_back: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -175,6 +177,7 @@ def loader(
         window=window,
         repeat=repeat,
         seed=seed,
+        keep_memory=not give_back,
         micro_batches=() if no_peer else bench_loader.LoaderBench().micro_batches,
     )
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as work:

@@ -62,6 +62,7 @@ class LoaderBench:
         repeat: runs of each path, taken in turn; figures are medians.
         seed: of the data.
         processor: directory of a Hugging Face processor of the Qwen2.5-VL family; None takes the demo's.
+        keep_memory: ``data.keep_memory`` of ours.
     """
 
     conversations: int = 500
@@ -73,6 +74,7 @@ class LoaderBench:
     repeat: int = 1
     seed: int = 0
     processor: str | None = None
+    keep_memory: bool = True
 
     def __post_init__(self) -> None:
         low = {"conversations": 1, "defects": 0, "seq_length": 1, "window": 1, "repeat": 1}
@@ -113,6 +115,7 @@ def run(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
         seq_length=bench.seq_length,
         window=bench.window,
         pixels=pixels,
+        keep_memory=bench.keep_memory,
     )
     jobs = [ours]
     if bench.micro_batches:
@@ -141,8 +144,10 @@ def _bridge_jobs(bench: LoaderBench, ours: LoaderJob, data: BenchData, out: Path
 
 
 def path_name(job: LoaderJob) -> str:
-    """``ours-window256``, ``bridge-mb4``."""
-    return f"ours-window{job.window}" if job.path == "ours" else f"bridge-mb{job.micro_batch_size}"
+    """``ours-window256``, ``ours-window256-give-back``, ``bridge-mb4``."""
+    if job.path != "ours":
+        return f"bridge-mb{job.micro_batch_size}"
+    return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
 
 
 def run_memory(bench: LoaderBench, work: Path, windows: tuple[int, int] = (16, 1024)) -> Iterator[dict[str, Any]]:
@@ -268,6 +273,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--window", type=int, default=256)
     options.add_argument("--micro-batch", type=int, action="append", help="of Bridge's path; may be repeated (4, 8)")
     options.add_argument("--no-peer", action="store_true", help="measure ours alone")
+    options.add_argument("--give-back", action="store_true", help="ours gives freed memory back: keep_memory is false")
     options.add_argument("--repeat", type=int, default=1, help="runs of each path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
@@ -291,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             repeat=given.repeat,
             seed=given.seed,
             processor=given.processor,
+            keep_memory=not given.give_back,
         )
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
             work = given.work or Path(temporary)

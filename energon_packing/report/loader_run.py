@@ -39,6 +39,7 @@ class LoaderJob:
         micro_batch_size: samples of a row (Bridge).
         shuffle_buffer: samples shuffled before encoding.
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
+        keep_memory: ``data.keep_memory`` (ours).
     """
 
     path: str
@@ -49,13 +50,20 @@ class LoaderJob:
     micro_batch_size: int = 4
     shuffle_buffer: int = 100
     pixels: tuple[int, int] | None = None
+    keep_memory: bool = True
 
 
 def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConfig:
     """Our configuration for a job."""
     low, high = job.pixels or (None, None)
     return RunConfig(
-        data=DataConfig(path=job.data, workers=workers, shuffle_buffer=job.shuffle_buffer, repeat=repeat),
+        data=DataConfig(
+            path=job.data,
+            workers=workers,
+            shuffle_buffer=job.shuffle_buffer,
+            repeat=repeat,
+            keep_memory=job.keep_memory,
+        ),
         encoder=EncoderConfig(
             processor=job.processor, min_pixels=low, max_pixels=high, video_min_pixels=low, video_max_pixels=high
         ),

@@ -161,6 +161,12 @@ def test_the_command_prints_one_json_line_a_result(tmp_path, capfd):
     assert result["path"] == "ours-window256"
 
 
+def test_memory_is_given_back_where_so_asked():
+    jobs = [LoaderJob(path="ours", data="", processor="", seq_length=8, keep_memory=keep) for keep in (True, False)]
+    assert [bench_loader.path_name(job) for job in jobs] == ["ours-window256", "ours-window256-give-back"]
+    assert [loader_run.run_config(job, workers=1).data.keep_memory for job in jobs] == [True, False]
+
+
 def test_a_larger_window_costs_little_more_for_each_image_sample(tmp_path):
     bench = bench_loader.LoaderBench(conversations=40, seq_length=4096)
     (result,) = bench_loader.run_memory(bench, tmp_path, windows=(8, 128))

@@ -73,8 +73,8 @@ class DataConfig:
     seed: int = 0
     keep_memory: bool = True
     """Loader processes keep the memory of pixels that they are done with for the next ones, instead of giving it back
-    to the kernel after each image, and stay as large as their largest pack made them. Worth the more CPU time, the busier
-    the machine's memory is (docs/bench.md). Takes effect with glibc."""
+    to the kernel after each image, and stay as large as their largest pack made them. Worth the more CPU time, the
+    busier the machine's memory is (docs/bench.md). Takes effect with glibc."""
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":

@@ -58,6 +58,7 @@ class _Compiler:
     undefined: str
 
     def template(self) -> str:
+        """The whole template."""
         prompt = self.prompt
         separator = _text(prompt.separator)
         ask = prompt.assistant.split("{content}")[0] if prompt.generation_prompt is None else prompt.generation_prompt
@@ -106,6 +107,7 @@ class _Compiler:
         )
 
     def medium(self, kind: str) -> str:
+        """The text of a medium; a refusal where the tokenizer gives none."""
         source = getattr(self.prompt.media, kind)
         wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]
         if any(found not in self.media for found in wanted):
@@ -127,6 +129,7 @@ class _Compiler:
         )
 
     def system_turn(self) -> str:
+        """The system turn with definitions of tools, as far as the format has a place for either."""
         prompt, spoken = self.prompt, "state.system is not none"
         definitions = "" if self.defined_before_question else _if("tools", self.definitions())
         if prompt.system is not None:
@@ -140,6 +143,7 @@ class _Compiler:
         return definitions + _if(f"{spoken} and {unread}", refusal)
 
     def later_system_turn(self) -> str:
+        """A system turn that does not stand first."""
         if self.prompt.system is None:
             return _refuse(f"the prompt {self.name} knows a system turn at the beginning only")
         return self.plain_turn(self.prompt.system)
@@ -150,6 +154,7 @@ class _Compiler:
         return self.tools.definitions is not None and self.tools.placement == "last_user"
 
     def count_of_questions(self) -> str:
+        """Counts user turns beforehand, so that the last one is known when it comes."""
         return (
             "{% set state.asked = -1 %}{% for message in messages[state.first:] if message.role == 'user' %}"
             "{% set state.asked = state.asked + 1 %}{% endfor %}{% set state.users = -1 %}"
@@ -159,6 +164,7 @@ class _Compiler:
         )
 
     def definitions(self) -> str:
+        """Definitions of all tools."""
         tools = self.tools
         if tools.definitions is None:
             return _refuse(f"{self.undefined} tools")
@@ -168,6 +174,7 @@ class _Compiler:
         return _text(before) + _for("tool in tools", between + each) + _text(after)
 
     def user_turn(self) -> str:
+        """A user turn, with the system text or definitions of tools where the format puts them there."""
         prompt = self.prompt
         turn = self.plain_turn(prompt.user)
         if prompt.system_in_user is not None:
@@ -181,9 +188,11 @@ class _Compiler:
         return turn
 
     def plain_turn(self, source: str) -> str:
+        """A turn of a text with ``{content}``."""
         return _text(source, content=_content(self.prompt.trim))
 
     def assistant_turn(self) -> str:
+        """An assistant turn in the form that fits what stands before it and what it calls."""
         prompt = self.prompt
         turn = self.answer(prompt.assistant)
         if prompt.assistant_after_tool is not None:
@@ -201,6 +210,7 @@ class _Compiler:
         return _text(before) + "{% generation %}" + trained + "{% endgeneration %}"
 
     def calls(self) -> str:
+        """Tool calls of an assistant turn."""
         tools = self.tools
         if tools.call is None:
             return _refuse(f"{self.undefined} tool calls")
@@ -228,6 +238,7 @@ class _Compiler:
         )
 
     def tool_turn(self) -> str:
+        """A tool's answer; those that follow each other make one group."""
         prompt = self.prompt
         if self.tool is None:
             return _refuse(f"{self.undefined} tool turn")

@@ -31,7 +31,9 @@ SplitAt = Literal["turn", "token"]
 SplitPositions = Literal["restart", "continue"]
 WhenOver = Literal["resize", "truncate", "drop", "raise"]
 LossWeighting = Literal["token", "sample", "square"]
-Thinking = Literal["keep", "strip", "mask"]
+Thinking = Literal["keep", "strip", "mask", "trim_empty"]
+TrainLineBreak = Literal["as_marked", "always", "never"]
+ToolDefinitions = Literal["required", "optional"]
 PositionIds = Literal["auto", "1d", "mrope"]
 EpochEnd = Literal["uneven", "drop", "pad"]
 Modality = Literal["mixed", "text", "text_image", "text_video"]
@@ -136,8 +138,15 @@ class EncoderConfig:
     the path of a YAML file of one or of a Jinja file; docs/prompts.md."""
     thinking: Thinking = "keep"
     """What becomes of ``<think>`` spans of the assistant: ``keep`` trains them as any text, ``strip`` leaves them out,
-    ``mask`` shows them and does not train them."""
+    ``mask`` shows them and does not train them, ``trim_empty`` leaves out those in which nothing stands, also where
+    the chat template writes them (Qwen3's)."""
     train_on: TrainOn = "assistant"
+    train_line_break: TrainLineBreak = "as_marked"
+    """Whether the line break after the token that ends an answer is trained: ``as_marked`` where a chat template marks
+    it with ``{% generation %}`` and nowhere else, ``always``, or ``never``."""
+    tool_definitions: ToolDefinitions = "required"
+    """``required`` drops a sample (``template_omits``) whose definitions of tools the chat template does not show;
+    ``optional`` trains it without them. Calls and results are always required."""
     loss_weighting: LossWeighting = "token"
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
     loss_scale: int | None = None

@@ -4,49 +4,94 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from energon_packing.conversation import Conversation, Part, Turn
 from energon_packing.errors import SampleRejected
 
-if TYPE_CHECKING:
-    from energon_packing.chat.template import TrainedSpan
-
 OPEN, CLOSE = "<think>", "</think>"
-_SPAN = re.compile(re.escape(OPEN) + ".*?" + re.escape(CLOSE) + r"\s*", re.DOTALL)
-_TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
+TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
+EMPTY = re.compile(re.escape(OPEN) + r"\s*" + re.escape(CLOSE) + r"\s*")
+
+
+class TrainedSpan(NamedTuple):
+    """Characters ``[start, end)`` of a rendered text whose tokens are trained with ``weight``.
+
+    With the weight 0 no token that touches the span is trained.
+    """
+
+    start: int
+    end: int
+    weight: float = 1.0
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without thinking spans of the assistant and the white space behind them.
+    """The conversation without thinking spans of the assistant and the white space after them.
 
     Raises:
         SampleRejected: ``unclosed_thinking`` where a tag has no partner in its text.
     """
+    return _changed(conversation, _without_thinking)
+
+
+def trim_empty_thinking(conversation: Conversation) -> Conversation:
+    """The conversation without thinking spans of the assistant in which nothing stands."""
+    return _changed(conversation, lambda text: EMPTY.sub("", text))
+
+
+def _changed(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
     if not any(CLOSE in turn.text or OPEN in turn.text for turn in conversation.turns if turn.role == "assistant"):
         return conversation
-    turns = tuple(_stripped(turn) if turn.role == "assistant" else turn for turn in conversation.turns)
+    turns = tuple(_rewritten(turn, change) if turn.role == "assistant" else turn for turn in conversation.turns)
     return dataclasses.replace(conversation, turns=turns)
 
 
-def _stripped(turn: Turn) -> Turn:
-    parts: list[Part] = []
-    for part in turn.parts:
-        if isinstance(part, str):
-            part = _SPAN.sub("", part)
-            if _TAG.search(part):
-                raise SampleRejected(
-                    "unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its partner"
-                )
-            if not part:
-                continue
-        parts.append(part)
-    return dataclasses.replace(turn, parts=tuple(parts))
+def _rewritten(turn: Turn, change: Callable[[str], str]) -> Turn:
+    parts = tuple(change(part) if isinstance(part, str) else part for part in turn.parts)
+    return dataclasses.replace(turn, parts=tuple(part for part in parts if part != ""))
+
+
+def _without_thinking(text: str) -> str:
+    pieces, cursor, depth = [], 0, 0
+    for tag in TAG.finditer(text):
+        if tag.group() == OPEN:
+            if not depth:
+                pieces.append(text[cursor : tag.start()])
+            depth += 1
+            continue
+        depth -= 1
+        if depth < 0:
+            break
+        cursor = tag.end()
+        while not depth and cursor < len(text) and text[cursor].isspace():
+            cursor += 1
+    if depth:
+        raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its partner")
+    return "".join([*pieces, text[cursor:]])
+
+
+def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
+    """The thinking at the beginning of an answer, and the answer without it.
+
+    Returns:
+        None and the parts as they are, unless the answer opens with one thinking span, and has no other tag.
+    """
+    first = parts[0] if parts else None
+    if not isinstance(first, str) or not first.lstrip().startswith(OPEN):
+        return None, parts
+    tags = [tag for part in parts if isinstance(part, str) for tag in TAG.findall(part)]
+    if tags != [OPEN, CLOSE] or CLOSE not in first:
+        return None, parts
+    thinking, _, answer = first.lstrip()[len(OPEN) :].partition(CLOSE)
+    if not thinking.strip():
+        return None, parts
+    answer = answer.lstrip()
+    return thinking.strip(), (answer, *parts[1:]) if answer else parts[1:]
 
 
 def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
-    """The trained spans without the thinking in them, its tags included.
+    """The trained spans, with the weight 0 for the thinking in them, its tags included.
 
     A template may write the opening tag itself, before what is trained: a span that closes first is thinking from its
     beginning on.
@@ -56,14 +101,18 @@ def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
     """
     result: list[TrainedSpan] = []
     for span in spans:
-        cursor, opened = span.start, None
-        for tag in _TAG.finditer(text, span.start, span.end):
+        cursor, opened, depth = span.start, span.start, 0
+        for tag in TAG.finditer(text, span.start, span.end):
             if tag.group() == OPEN:
-                opened = tag.start() if opened is None else opened
+                opened = tag.start() if not depth else opened
+                depth += 1
                 continue
-            result.append(span._replace(start=cursor, end=cursor if opened is None else opened))
-            cursor, opened = tag.end(), None
-        if opened is not None:
+            depth = max(depth - 1, 0)
+            if depth:
+                continue
+            result += [span._replace(start=cursor, end=opened), TrainedSpan(opened, tag.end(), 0.0)]
+            cursor = opened = tag.end()
+        if depth:
             raise SampleRejected("unclosed_thinking", f"an assistant turn opens {OPEN} and never closes it")
         result.append(span._replace(start=cursor))
     return result

@@ -32,7 +32,7 @@ from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.families.registry import build_family, load_processor
+from energon_packing.families.registry import build_family, generation_stops, load_processor
 
 IGNORE_INDEX = -100
 
@@ -69,7 +69,13 @@ class ConversationEncoder(SampleEncoder):
             )
         self._placeholders = Placeholders(self.family)
         self.template = ChatTemplate(
-            self.tokenizer, source=self._template_source(), train_on=config.train_on, thinking=config.thinking
+            self.tokenizer,
+            source=self._template_source(),
+            train_on=config.train_on,
+            thinking=config.thinking,
+            train_line_break=config.train_line_break,
+            tool_definitions=config.tool_definitions,
+            stops=generation_stops(config, self.tokenizer),
         )
         self._backend = self.tokenizer.backend_tokenizer
         self._tokens = TextTokenizer(self._backend)
@@ -170,7 +176,7 @@ class ConversationEncoder(SampleEncoder):
             raise PackingError(f"sample {measured.key} has other tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
-            end = self.template.turn_end(kept, chat.text, turns)
+            end = self.template.turn_end(kept, chat, turns)
             return None if end is None else moved(end)
 
         whole = SampleText(offsets=tokenized.offsets, media=spans, turns=kept.turns, turn_end=turn_end)

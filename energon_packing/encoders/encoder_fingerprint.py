@@ -34,6 +34,9 @@ def encoder_fingerprint(encoder: ConversationEncoder) -> dict[str, str]:
         "modality": encoder.takes,
         "train_on": encoder.config.train_on,
         "thinking": encoder.config.thinking,
+        "train_line_break": encoder.config.train_line_break,
+        "tool_definitions": encoder.config.tool_definitions,
+        "stop_tokens": " ".join(encoder.template.stops.stops),
         "extra_fields": ", ".join(encoder.config.extra_fields),
         "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
         # Not in the processor: the family hands it to the processor's frame sampling.

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.chat.template import RenderedChat, TrainedSpan, media_texts
+from energon_packing.chat.template import RenderedChat, media_texts
+from energon_packing.chat.thinking import TrainedSpan
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.splitting import MediaText
 from energon_packing.errors import SampleRejected

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from energon_packing.chat.template import TrainedSpan
+from energon_packing.chat.thinking import TrainedSpan
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.tokenized import TokenizedText, any_of
 from energon_packing.errors import SampleRejected
@@ -15,23 +15,35 @@ from energon_packing.errors import SampleRejected
 def trained_tokens(
     text: TokenizedText, spans: Sequence[TrainedSpan], never: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tokens that trained spans of a text touch, and their weights.
+    """The tokens that trained spans of a text hold, and their weights.
+
+    A token that stands across the beginning of a span is trained, since the answer begins in it; one that stands
+    across its end is not, since generation never makes it. No trained token touches a span of weight 0.
 
     Args:
         text: tokens of the text.
-        spans: of its characters.
+        spans: of its characters, ascending.
         never: ids of tokens that are not trained wherever they stand.
 
     Returns:
         bool ``[L]``, and float32 ``[L]``, 0 where nothing is trained, or None where all weights are 1.
     """
     trained = np.zeros(len(text.ids), dtype=bool)
-    weights = None if all(span.weight == 1.0 for span in spans) else np.zeros(len(text.ids), dtype=np.float32)
+    plain = all(span.weight in (0.0, 1.0) for span in spans)
+    weights = None if plain else np.zeros(len(text.ids), dtype=np.float32)
     for span in spans:
+        if span.weight <= 0:
+            continue
         first, last = text.tokens_of(span.start, span.end)
-        trained[first:last] = span.weight > 0
+        while last > first and text.reaches_over(last - 1, span.end):
+            last -= 1
+        trained[first:last] = True
         if weights is not None:
             weights[first:last] = span.weight
+    for span in spans:
+        if span.weight <= 0:
+            first, last = text.tokens_of(span.start, span.end)
+            trained[first:last] = False
     if never:
         trained[any_of(text.ids, never)] = False
     if weights is not None:

@@ -74,6 +74,7 @@ class TokenizedText:
     def __init__(self, text: str, encoding: Any) -> None:
         self.ids = np.array(encoding.ids, dtype=np.int32)
         self._encoding = encoding
+        self._text = text
         self._characters = len(text)
 
     @cached_property
@@ -99,6 +100,14 @@ class TokenizedText:
         while last >= first and not self._touches(last, start, end):
             last -= 1
         return first, last + 1
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on.
+
+        White space does not count: some tokenizers have an end of turn that swallows the line break after it.
+        """
+        _, stop = self._encoding.token_to_chars(token) or (0, 0)
+        return stop > end and not self._text[end:stop].isspace()
 
     def _touches(self, token: int, start: int, end: int) -> bool:
         begin, stop = self._encoding.token_to_chars(token) or (0, 0)
@@ -134,6 +143,11 @@ class ByteText(TokenizedText):
         # The first token that ends behind the start, and the first one that reaches the end.
         first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
         return (int(first), int(last)) if first < last and end > 0 else (0, 0)
+
+    def reaches_over(self, token: int, end: int) -> bool:
+        """Whether a token holds more than white space from the character ``end`` on."""
+        start, stop = len(self._text[:end].encode()), int(self._ends[token])
+        return stop > start and not self._text.encode()[start:stop].isspace()
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:

@@ -61,6 +61,28 @@ def load_processor(config: EncoderConfig) -> Any:
         ) from error
 
 
+def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
+    """Texts of the tokens at which generation stops, from the generation configuration beside a processor.
+
+    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer calls an end (``<|observation|>``, ``<|tool_response>``).
+
+    Args:
+        config: names the processor; without a name there is no generation configuration.
+        tokenizer: of the processor.
+    """
+    if not config.processor:
+        return ()
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(config.processor).eos_token_id
+    except (OSError, ValueError, TypeError):
+        return ()  # none, or one that this transformers cannot read: the tokenizer's own end remains
+    ids = found if isinstance(found, list) else [found]
+    tokens = tokenizer.convert_ids_to_tokens([number for number in ids if isinstance(number, int)])
+    return tuple(token for token in tokens if isinstance(token, str))
+
+
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
     """The family that serves a processor.
 

@@ -47,7 +47,7 @@ def own(tmp_path, encoders):
 
 def marked(rendered) -> str:
     text = rendered.text
-    for span in sorted(rendered.spans, key=lambda span: -span.start):
+    for span in sorted((span for span in rendered.spans if span.weight), key=lambda span: -span.start):
         text = text[: span.start] + "«" + text[span.start : span.end] + "»" + text[span.end :]
     return text
 

@@ -53,7 +53,7 @@ def talk(*turns: tuple[str, str] | Turn, tools: tuple[Any, ...] | None = None) -
 
 def trained_text(template: ChatTemplate, conversation: Conversation) -> list[str]:
     chat = template.render(conversation)
-    return [chat.text[span.start : span.end] for span in chat.spans]
+    return [chat.text[span.start : span.end] for span in chat.spans if span.weight]
 
 
 def measured_mask(
@@ -198,7 +198,7 @@ def weighed(*weights: float | None) -> Conversation:
 def test_a_loss_weight_weighs_its_turn_alone(marks: Any) -> None:
     chat = ChatTemplate(tokenizer_for("chatml"), source=marks(CHATML)).render(weighed(None, 0.0, 0.25))
     found = [(chat.text[span.start : span.end], span.weight) for span in chat.spans]
-    assert found == [("a0<|im_end|>", 1.0), ("a2<|im_end|>", 0.25)]
+    assert found == [("a0<|im_end|>", 1.0), ("a1<|im_end|>", 0.0), ("a2<|im_end|>", 0.25)]
 
 
 def test_a_loss_weight_counts_when_everything_is_trained_too() -> None:
@@ -265,14 +265,10 @@ THOUGHTS = talk(
 )
 
 
-def test_a_template_that_takes_back_earlier_text_is_refused_unless_it_is_marked() -> None:
-    tokenizer = tokenizer_for("chatml")
-    with pytest.raises(ConfigError, match=r"prefix-stable.*\{% generation %\}.*encoder.chat_template"):
-        ChatTemplate(tokenizer, source=plain(THINKING)).render(THOUGHTS)
-    assert trained_text(ChatTemplate(tokenizer, source=marked(THINKING)), THOUGHTS) == [
-        "First.<|im_end|>",
-        "<think>Oh.</think>Second.<|im_end|>",
-    ]
+@pytest.mark.parametrize("marks", [plain, marked])
+def test_a_template_that_takes_back_earlier_thinking_trains_every_answer_as_it_shows_it(marks: Any) -> None:
+    template = ChatTemplate(tokenizer_for("chatml"), source=marks(THINKING))
+    assert trained_text(template, THOUGHTS) == ["First.<|im_end|>", "<think>Oh.</think>Second.<|im_end|>"]
 
 
 def test_a_template_that_wants_parts_gets_parts() -> None:

@@ -214,7 +214,11 @@ def test_an_answer_of_media_alone_is_no_target(tmp_path: Path) -> None:
 def test_a_template_that_loses_or_invents_media_is_a_mismatch(tmp_path: Path) -> None:
     path = tmp_path / "lossy.jinja"
     header = "{% for m in messages %}{{ m.role }}: "
-    for body in ("{{ m.content if m.content is string else 'x' }}", "{{ m.content }}<|image_pad|><|image_pad|>"):
+    texts = "(m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join)"
+    for body in (
+        "{{ m.content if m.content is string else " + texts + " }}",
+        "{{ m.content }}<|image_pad|><|image_pad|>",
+    ):
         path.write_text(header + body + "<|im_end|>\n{% endfor %}", encoding="utf-8")
         encoder = encoder_with("qwen2_5_vl", chat_template=str(path), train_on="all")
         with pytest.raises(SampleRejected) as caught:

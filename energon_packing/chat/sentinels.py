@@ -1,0 +1,271 @@
+"""Marks in place of what a conversation says, so that a rendering shows where each piece of it went.
+
+A chat template is somebody else's program. What it does with a conversation is found by giving it the same conversation
+twice: as it is, and with every piece (a text, a name, an argument) replaced by a word that occurs nowhere else. White
+space around a text and thinking tags stay, since templates strip the one and split at the other.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from energon_packing.chat.thinking import TAG, split_answer
+from energon_packing.conversation import Conversation, MediaPart, Part, Turn
+
+PieceKind = Literal["text", "thinking", "call", "argument", "definition", "result_name"]
+DEFINITIONS = -1
+"""Turn of the pieces that no turn holds: definitions of tools."""
+_MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
+"""What a template may look for in a text: tags, and words in brackets."""
+_MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
+
+
+class Piece(NamedTuple):
+    """One thing that a conversation says.
+
+    Attributes:
+        turn: index of its turn, or `DEFINITIONS`.
+        kind: what it is.
+        value: a text without white space around it, or a number.
+    """
+
+    turn: int
+    kind: PieceKind
+    value: str | int | float
+
+    def forms(self) -> Iterator[str]:
+        """The ways in which a template may write it: as it is, and as JSON or HTML escape it."""
+        import html
+        import json
+
+        if not isinstance(self.value, str):
+            yield from dict.fromkeys((json.dumps(self.value), str(self.value)))
+            return
+        yield self.value
+        for ascii_only in (False, True):
+            escaped = json.dumps(self.value, ensure_ascii=ascii_only)[1:-1]
+            yield escaped
+            # Jinja's own tojson, where a template engine keeps it, makes its text safe for HTML besides.
+            yield re.sub("[<>&']", lambda found: f"\\u{ord(found[0]):04x}", escaped)
+        yield html.escape(self.value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passing:
+    """How a conversation is handed to a template; templates want different things.
+
+    Attributes:
+        no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
+        arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
+        name_results: a tool's result carries the name of the tool.
+        thinking_apart: thinking at the beginning of an answer is a field of the message (gpt-oss, Gemma 4, Qwen3.8).
+    """
+
+    no_text_is_none: bool = False
+    arguments_as_text: bool = False
+    name_results: bool = False
+    thinking_apart: bool = False
+
+
+class Words:
+    """Writes the pieces of a conversation as they are."""
+
+    def text(self, turn: int, text: str, *, answer: bool) -> str:
+        """A text of a turn; of an ``answer``, thinking tags count."""
+        return text
+
+    def thinking(self, turn: int, text: str) -> str:
+        """Thinking that is a field of the message."""
+        return text
+
+    def call(self, turn: int, number: int, name: str) -> str:
+        """The name of a turn's call."""
+        return name
+
+    def arguments(self, turn: int, value: Any) -> Any:
+        """Arguments of a call."""
+        return value
+
+    def result_name(self, turn: int, call: tuple[int, int], name: str) -> str:
+        """The name of the tool that a result comes from; ``call`` is its turn and number."""
+        return name
+
+    def definition(self, name: str) -> str:
+        """The name of a tool's definition."""
+        return name
+
+
+class Marks(Words):
+    """Writes a mark for every piece and remembers what it stands for.
+
+    Args:
+        markup: leave tags inside texts as they are, for templates that look for them.
+        calls: mark calls, arguments and definitions too.
+
+    Attributes:
+        pieces: what was marked, in the order of the conversation.
+    """
+
+    def __init__(self, *, markup: bool = False, calls: bool = True) -> None:
+        self.pieces: list[Piece] = []
+        self._markup, self._calls = markup, calls
+        self._named: dict[tuple[int, int], str] = {}
+
+    def _mark(self, turn: int, kind: PieceKind, value: str | int | float) -> str | int | float:
+        number = len(self.pieces)
+        self.pieces.append(Piece(turn, kind, value))
+        if isinstance(value, str):
+            return f"Zq{number:06d}Xv"
+        return int(f"7083{number:06d}4417") + (0.25 if isinstance(value, float) else 0)
+
+    def _core(self, turn: int, kind: PieceKind, text: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        start = text.index(core)
+        return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
+
+    def text(self, turn: int, text: str, *, answer: bool) -> str:
+        """A text of a turn with one mark, or one for each stretch between tags."""
+        depth, pieces = 0, []
+        split = _MARKUP if self._markup else TAG if answer and "think>" in text else None
+        for at, run in enumerate(re.split(f"({split.pattern})", text) if split else (text,)):
+            if at % 2:
+                depth += {"<think>": 1, "</think>": -1}.get(run, 0) if answer else 0
+                pieces.append(run)
+            else:
+                pieces.append(self._core(turn, "thinking" if depth > 0 else "text", run))
+        return "".join(pieces)
+
+    def thinking(self, turn: int, text: str) -> str:
+        """One mark."""
+        return self._core(turn, "thinking", text)
+
+    def call(self, turn: int, number: int, name: str) -> str:
+        """One mark, the same for the results of the call."""
+        if not self._calls:
+            return name
+        self._named[turn, number] = str(self._mark(turn, "call", name))
+        return self._named[turn, number]
+
+    def arguments(self, turn: int, value: Any) -> Any:
+        """A mark for every key, text and number; truth values and nulls stay."""
+        if not self._calls:
+            return value
+        if isinstance(value, Mapping):
+            # Marks ascend as the keys do: a template that sorts keys (Gemma 4's) sorts the marks alike.
+            ascending = sorted(value, key=lambda key: (key.lower(), key))
+            keys = {key: self._core(turn, "argument", key) for key in ascending}
+            return {keys[key]: self.arguments(turn, entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.arguments(turn, entry) for entry in value]
+        if isinstance(value, str):
+            return self._core(turn, "argument", value)
+        if isinstance(value, bool) or value is None:
+            return value
+        return self._mark(turn, "argument", value)
+
+    def result_name(self, turn: int, call: tuple[int, int], name: str) -> str:
+        """The mark of the call."""
+        return self._named.get(call, name)
+
+    def definition(self, name: str) -> str:
+        """One mark."""
+        return str(self._mark(DEFINITIONS, "definition", name)) if self._calls else name
+
+
+def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
+    """Characters ``[start, end)`` of every mark in a text, and the number of its piece."""
+    for found in _MARK.finditer(text):
+        yield found.start(), found.end(), int(found[1] or found[2])
+
+
+def to_messages(
+    conversation: Conversation, words: Words, passing: Passing, *, as_list: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and definitions of tools for a chat template.
+
+    Args:
+        words: writes each piece.
+        passing: what the template wants.
+        as_list: whether every content is a list of parts.
+
+    Returns:
+        Messages, one a turn, and the definitions, or None where there are none.
+    """
+    tools = [_definition(tool, words.definition) for tool in conversation.tools] if conversation.tools else None
+    messages: list[dict[str, Any]] = []
+    open_calls: list[tuple[tuple[int, int], str | None, str]] = []
+    for number, turn in enumerate(conversation.turns):
+        message: dict[str, Any] = {"role": turn.role, "content": None}
+        parts = turn.parts
+        if passing.thinking_apart and turn.role == "assistant":
+            thinking, parts = split_answer(parts)
+            if thinking is not None:
+                said = words.thinking(number, thinking)
+                # Each model calls the field by a name of its own; a template reads the one that it knows.
+                message |= {"reasoning_content": said, "reasoning": said, "thinking": said}
+        message["content"] = _content(conversation, number, turn, parts, words, as_list)
+        if turn.tool_calls:
+            open_calls = []
+            message["tool_calls"] = [
+                _call(number, at, call, words, passing, open_calls) for at, call in enumerate(turn.tool_calls)
+            ]
+            if passing.no_text_is_none and not parts:
+                message["content"] = None
+        if turn.tool_call_id is not None:
+            message["tool_call_id"] = turn.tool_call_id
+        if turn.role == "tool" and passing.name_results and open_calls:
+            at = next(
+                (i for i, (_, call_id, _) in enumerate(open_calls) if call_id and call_id == turn.tool_call_id), 0
+            )
+            call, _, name = open_calls.pop(at)
+            message["name"] = words.result_name(number, call, name)
+        messages.append(message)
+    return messages, tools
+
+
+def _content(
+    conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], words: Words, as_list: bool
+) -> str | list[dict[str, Any]]:
+    answer = turn.role == "assistant"
+    if any(isinstance(part, MediaPart) for part in parts):
+        return [
+            {"type": "text", "text": words.text(number, part, answer=answer)}
+            if isinstance(part, str)
+            else {"type": conversation.media[part.index].kind}
+            for part in parts
+        ]
+    text = words.text(number, "".join(part for part in parts if isinstance(part, str)), answer=answer)
+    return [{"type": "text", "text": text}] if as_list else text
+
+
+def _call(
+    turn: int,
+    number: int,
+    call: Mapping[str, Any],
+    words: Words,
+    passing: Passing,
+    made: list[tuple[tuple[int, int], str | None, str]],
+) -> dict[str, Any]:
+    import json
+
+    function = call.get("function")
+    inner: Mapping[str, Any] = function if isinstance(function, Mapping) else call
+    name, arguments = str(inner.get("name")), inner.get("arguments")
+    made.append(((turn, number), call.get("id"), name))
+    name, written = words.call(turn, number, name), words.arguments(turn, arguments)
+    if passing.arguments_as_text and not isinstance(written, str):
+        written = json.dumps(written, ensure_ascii=False)
+    changed = {**inner, "name": name, "arguments": written}
+    return {**call, "function": changed} if inner is function else changed
+
+
+def _definition(tool: Mapping[str, Any], write: Callable[[str], str]) -> dict[str, Any]:
+    function = tool.get("function")
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return {**tool, "function": {**function, "name": write(function["name"])}}
+    return {**tool, "name": write(tool["name"])} if isinstance(tool.get("name"), str) else dict(tool)

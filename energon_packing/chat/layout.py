@@ -65,7 +65,7 @@ class Layout:
                 places[turn] = (places.get(turn, (at, at))[0], at)
         return places
 
-    def walk(self, text: str, pieces: Sequence[Piece]) -> list[tuple[int, int]] | None:
+    def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
         """Characters ``[start, end)`` that stand in the place of each mark.
 
         Args:
@@ -73,12 +73,12 @@ class Layout:
             pieces: what that conversation says.
 
         Returns:
-            None where the text is anything but the frames with the pieces between them.
+            The places, and None; or those before the first piece that stands there in another form, and its number.
         """
-        if not text.startswith(self.frames[0]):
-            return None
-        at = len(self.frames[0])
         places: list[tuple[int, int]] = []
+        at = len(self.frames[0])
+        if not text.startswith(self.frames[0]):
+            return places, self.order[0] if self.order else 0
         for piece, frame in zip(self.order, self.frames[1:], strict=True):
             found = pieces[piece]
             core = found.value
@@ -88,10 +88,10 @@ class Layout:
                 ends = (at + len(form) for form in found.forms() if text.startswith(form, at))
                 end = next((end for end in ends if text.startswith(frame, end)), -1)
                 if end < 0:
-                    return None
+                    return places, piece
             places.append((at, end))
             at = end + len(frame)
-        return places if at == len(text) else None
+        return places, None if at == len(text) else self.order[-1] if self.order else 0
 
 
 def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[int]) -> str:

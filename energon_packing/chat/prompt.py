@@ -47,6 +47,8 @@ class ToolText:
 
     definitions: str | None = None
     """Follows the content of the system turn; ``{definitions}`` stands for all of them."""
+    before_definitions: str = ""
+    """Between the content of the system turn, where there is one, and the definitions."""
     placement: Literal["system", "last_user"] = "system"
     """``last_user`` puts the definitions before the last user turn instead."""
     definition: str = "{json}"
@@ -81,7 +83,10 @@ class ToolText:
                 f"The prompt's tools.definition {self.definition!r} must hold {{json}} or {{fields}} once."
             )
         if self.definitions is None:
-            _unread(self, "tools.", ("placement", "definition", "between_definitions"), "tools.definitions")
+            unread = ("placement", "definition", "between_definitions", "before_definitions")
+            _unread(self, "tools.", unread, "tools.definitions")
+        if self.placement != "system":
+            _unread(self, "tools.", ("before_definitions",), "tools.placement: system")
         if self.call is None:
             _unread(self, "tools.", ("calls", "before_calls", "between_calls", "alone"), "tools.call")
         if self.alone and self.before_calls:

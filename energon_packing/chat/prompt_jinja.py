@@ -131,7 +131,9 @@ class _Compiler:
     def system_turn(self) -> str:
         """The system turn with definitions of tools, as far as the format has a place for either."""
         prompt, spoken = self.prompt, "state.system is not none"
-        definitions = "" if self.defined_before_question else _if("tools", self.definitions())
+        between = _text(self.tools.before_definitions)
+        between = _if("state.system is not none", between) if between else ""
+        definitions = "" if self.defined_before_question else _if("tools", between + self.definitions())
         if prompt.system is not None:
             before, after = prompt.system.split("{content}")
             turn = _text(before) + "{{ state.system or '' }}" + definitions + _text(after) + _text(prompt.separator)

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     value: str | int | float
 
     def forms(self) -> Iterator[str]:
-        """The ways in which a template may write it: as it is, and as JSON or HTML escape it."""
+        """The ways in which a template may write it: as it is, and as JSON, HTML or Python escape it."""
         import html
         import json
 
@@ -51,6 +51,9 @@ class Piece(NamedTuple):
             # Jinja's own tojson, where a template engine keeps it, makes its text safe for HTML besides.
             yield re.sub("[<>&']", lambda found: f"\\u{ord(found[0]):04x}", escaped)
         yield html.escape(self.value)
+        for quoted in (self.value, self.value.replace("\\", "\\\\")):  # in a call written as Python (LFM2)
+            yield quoted.replace("'", "\\'")
+            yield quoted.replace("'", "\\'").replace("\n", "\\n")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

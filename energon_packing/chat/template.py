@@ -211,19 +211,19 @@ class ChatTemplate:
                 continue
             messages, tools = self._messages(conversation, Words(), passing)
             text, marked = self._run(messages, tools, track=self.marks_generation)
-            places = structure.layout.walk(text, pieces)
-            if places is None:  # a template may write the date, and midnight may have passed
+            places, other = structure.layout.walk(text, pieces)
+            if other is not None:  # a template may write the date, and midnight may have passed
                 self._structures.clear()
                 structure = self._structure(conversation, passing, mode)[0]
-                places = structure.layout.walk(text, pieces)
-            if places is not None:
+                places, other = structure.layout.walk(text, pieces)
+            if other is None:
                 if not mode.get("calls", True):
                     self._check_calls(conversation, structure, places, text)
                 return structure, places, text, marked
             failure = failure or SampleRejected(
                 "template_omits",
-                "the chat template writes something that the conversation says in another form; use another "
-                "encoder.chat_template",
+                f"the chat template writes {names_of(pieces, conversation.turns, [other])} in another form, or "
+                "something around it depends on it; use another encoder.chat_template",
             )
         assert failure is not None
         raise failure

@@ -72,8 +72,11 @@ EXPECTED = {
         "### Instruction:\nAnd 2+2?\n\n### Response:\n«4</s>»\n\n"
     ),
 }
+EXPECTED["qwen3"] = EXPECTED["qwen2_5_vl"] = EXPECTED["chatml"]
 DEFAULT_SYSTEM = {
     "chatml": None,
+    "qwen3": None,
+    "qwen2_5_vl": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n",
     "llama3": None,
     "mistral": None,
     "deepseek": None,
@@ -94,6 +97,8 @@ DEFAULT_SYSTEM = {
 }
 ASKED = {
     "chatml": "<|im_start|>assistant\n",
+    "qwen3": "<|im_start|>assistant\n",
+    "qwen2_5_vl": "<|im_start|>assistant\n",
     "qwen": "<|im_start|>assistant\n",
     "internvl": "<|im_start|>assistant\n",
     "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
@@ -131,6 +136,8 @@ def chatml_with(default: str | None) -> str:
 # What the models' own templates and conversation classes write, told anew with marks around what is generated.
 ORIGINAL = {
     "chatml": chatml_with(None),
+    "qwen3": chatml_with(None),
+    "qwen2_5_vl": chatml_with("You are a helpful assistant."),
     "qwen": chatml_with(QWEN_SYSTEM),
     "internvl": chatml_with(INTERNVL_SYSTEM),
     "llama3": (
@@ -435,7 +442,7 @@ def test_tools_are_refused_where_the_tokenizer_lacks_their_tokens_and_other_conv
     assert marked(made.render(talk("Hi", "Yes"))) == "<s>[INST] Hi[/INST] «Yes</s>»"
 
 
-@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"qwen", "mistral"}))
+@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"qwen", "qwen2_5_vl", "qwen3", "mistral"}))
 def test_a_format_without_tools_refuses_a_conversation_with_them_instead_of_leaving_them_out(tokenizers, name):
     with pytest.raises(SampleRejected, match=f"{name} defines no tool"):
         template(name, tokenizers).render(with_tools())

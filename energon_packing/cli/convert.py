@@ -14,11 +14,12 @@ from rich.table import Table
 
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
 from energon_packing.convert.pipeline import convert as run_conversion
-from energon_packing.convert.report import REJECTS_FILE, ConversionReport
+from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, ConversionReport
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
 _SECONDS_BETWEEN_LINES = 10.0
+_MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b
 Examples:
@@ -240,6 +241,12 @@ def _print_report(report: ConversionReport) -> None:
     table.add_row("seconds", f"{report.seconds:,.1f}")
     console = Console()
     console.print(table)
+    lines = report.ignored_lines()
+    for line in lines[:_MOST_LINES]:
+        console.print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
+    if len(lines) > _MOST_LINES:
+        rest = f"{len(lines) - _MOST_LINES} more ignored columns are listed in {Path(report.out) / CONVERSION_FILE}"
+        console.print(f"warning: {rest}", soft_wrap=True, highlight=False, markup=False)
     console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False)
     if report.rejected:
         console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False)

@@ -53,11 +53,23 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     return extras
 
 
+def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
+    """Every column that `parse_extras` looks at, for these names."""
+    names = set(columns)
+    for name in columns if pair else ():
+        names.update(column for both in _names_of_pair(name) for column in both)
+    return names
+
+
+def _names_of_pair(name: str) -> tuple[list[str], list[str]]:
+    return [f"{answer}_{name}" for answer in _ANSWERS], [f"{name}_{answer}" for answer in _ANSWERS]
+
+
 def _column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
     value = record.get(name)
     if not pair:
         return value
-    for names in ([f"{answer}_{name}" for answer in _ANSWERS], [f"{name}_{answer}" for answer in _ANSWERS]):
+    for names in _names_of_pair(name):
         parts = [record.get(column) for column in names]
         if all(part is None for part in parts):
             continue

@@ -24,7 +24,13 @@ from energon_packing.convert.layout import DATASET_FILE, media_names
 from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
 from energon_packing.convert.record_media import FileReference
 from energon_packing.convert.records import ParsedRecord, parse_record
-from energon_packing.convert.report import CONVERSION_VERSION, REJECTS_FILE, WARNINGS_FILE, ConversionReport
+from energon_packing.convert.report import (
+    CONVERSION_VERSION,
+    REJECTS_FILE,
+    WARNINGS_FILE,
+    ConversionReport,
+    ignored_entries,
+)
 from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
 from energon_packing.convert.splits import assign_splits, position_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, Progress, SampleStore, StoredShards
@@ -34,6 +40,8 @@ from energon_packing.convert.workspace import check_out, finished_report, partia
 from energon_packing.errors import SampleRejected, UserError
 
 _AHEAD = 256  # records that wait for their media while others are read
+_MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
+OTHER_COLUMNS = "(other columns)"
 
 
 def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
@@ -74,6 +82,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             written=len(reading.positions),
             rejected=dict(sorted(reading.rejected.items())),
             warnings=dict(sorted(reading.warnings.items())),
+            ignored_columns=ignored_entries(reading.ignored),
             splits=splits,
             images=reading.mentions["image"],
             videos=reading.mentions["video"],
@@ -100,6 +109,7 @@ class _Reading:
     positions: list[float] = field(default_factory=list)
     rejected: Counter[str] = field(default_factory=Counter)
     warnings: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
     mentions: Counter[str] = field(default_factory=Counter)
     media: dict[str, MediaFile | TensorFile] = field(default_factory=dict)  # by name, in the order of first mention
     written_of_origin: Counter[int] = field(default_factory=Counter)
@@ -204,6 +214,9 @@ def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, rea
         logs.warnings.write(json.dumps({**place, "warnings": pending.warnings}) + "\n")
     reading.positions.append(position_of(pending.key))
     reading.warnings.update(pending.warnings)
+    for name in parsed.ignored:
+        known = name in reading.ignored or len(reading.ignored) < _MOST_IGNORED
+        reading.ignored[name if known else OTHER_COLUMNS] += 1
     reading.written_of_origin[pending.raw.source.origin] += 1
     named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
     reading.mentions.update(medium.kind for medium in named)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from energon_packing.convert.thinking_fields import THINKING_FIELDS
 from energon_packing.errors import SampleRejected
 
 TURN_COLUMNS = ("messages", "conversations")
@@ -22,11 +23,17 @@ _ALIASES = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawPair:
-    """The messages of a pair as the record holds them, not looked into yet: the beginning and the two answers."""
+    """The messages of a pair as the record holds them, not looked into yet: the beginning and the two answers.
+
+    Attributes:
+        beginning, chosen, rejected: lists of messages.
+        columns: where each of the three stands in the record.
+    """
 
     beginning: list[Any]
     chosen: list[Any]
     rejected: list[Any]
+    columns: tuple[str, str, str]
 
 
 def find_pair(record: Mapping[str, Any]) -> RawPair | None:
@@ -46,16 +53,23 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
         raise _bad(f"the beginning stands in both {columns[0]!r} and {columns[1]!r}; keep one of them")
     common = _messages(record[columns[0]], columns[0], "user") if columns else None
     if other:
+        if record.get("chosen_messages") is not None:
+            raise _bad(f"'chosen_messages' beside {other[0]!r} is not read; name the two 'chosen' and 'rejected'")
         if answers or len(other) > 1:
             raise _bad(f"{other[0]!r} stands beside {(*other[1:], *answers)[0]!r}; keep one of them")
-        return _replaced(common, record[other[0]], other[0])
+        return _replaced(common, record[other[0]], (columns[0] if columns else "", other[0]))
     if len(answers) == 1:
         (only,) = answers
         raise _bad(f"the record has {only!r} and nothing to prefer it to; a pair has 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
     if common is None:
-        return _split(chosen, rejected)
-    return RawPair(beginning=common, chosen=_without(common, chosen), rejected=_without(common, rejected))
+        return _split(chosen, rejected, ("chosen", "rejected"))
+    return RawPair(
+        beginning=common,
+        chosen=_without(common, chosen),
+        rejected=_without(common, rejected),
+        columns=(columns[0], "chosen", "rejected"),
+    )
 
 
 def _bad(detail: str) -> SampleRejected:
@@ -79,7 +93,8 @@ def _speech(message: Any) -> Any:
         return message
     role = message.get("role", message.get("from"))
     alias = _ALIASES.get(role) if isinstance(role, str) else None
-    return alias or role, message.get("content", message.get("value")), message.get("tool_calls")
+    said = [message.get(name) or None for name in ("tool_calls", "function_call", *THINKING_FIELDS)]
+    return alias or role, message.get("content", message.get("value")), said
 
 
 def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
@@ -90,7 +105,7 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     return answer
 
 
-def _split(chosen: list[Any], rejected: list[Any]) -> RawPair:
+def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> RawPair:
     """Two whole conversations: what they share before they first differ is the beginning."""
     shared = 0
     most = min(len(chosen), len(rejected)) - 1
@@ -98,17 +113,20 @@ def _split(chosen: list[Any], rejected: list[Any]) -> RawPair:
         shared += 1
     if shared == 0:
         raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
-    return RawPair(beginning=chosen[:shared], chosen=chosen[shared:], rejected=rejected[shared:])
+    beginning, one, other = chosen[:shared], chosen[shared:], rejected[shared:]
+    return RawPair(beginning=beginning, chosen=one, rejected=other, columns=(columns[0], *columns))
 
 
-def _replaced(whole: list[Any] | None, rejected: Any, column: str) -> RawPair:
+def _replaced(whole: list[Any] | None, rejected: Any, columns: tuple[str, str]) -> RawPair:
     """``messages`` that end with the chosen answer, and what stands in its place in the rejected one."""
+    first, column = columns
     if whole is None:
         raise _bad(f"{column!r} stands alone; the chosen answer is the end of 'messages'")
     if column == "rejected_messages":
-        return _split(whole, _messages(rejected, column, "assistant"))
+        return _split(whole, _messages(rejected, column, "assistant"), columns)
+    answer = _messages(rejected, column, "assistant")
     if isinstance(rejected, str | dict):  # in the place of the last message
-        return RawPair(beginning=whole[:-1], chosen=whole[-1:], rejected=_messages(rejected, column, "assistant"))
+        return RawPair(beginning=whole[:-1], chosen=whole[-1:], rejected=answer, columns=(first, *columns))
     asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
     end = asked[-1] if asked else 0  # in the place of all that follows the last question
-    return RawPair(beginning=whole[:end], chosen=whole[end:], rejected=_messages(rejected, column, "assistant"))
+    return RawPair(beginning=whole[:end], chosen=whole[end:], rejected=answer, columns=(first, *columns))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packing.conversation import MediaKind, MediaPart
 from energon_packing.convert.frame_lists import frame_rate, frame_times
+from energon_packing.convert.unread import says_nothing, unread
 from energon_packing.errors import SampleRejected
 
-_COLUMNS: Mapping[MediaKind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
+COLUMNS: Mapping[MediaKind, tuple[str, str]] = {"image": ("images", "image"), "video": ("videos", "video")}
 _RATES, _TIMES = "video_fps", "video_timestamps"
+READ_COLUMNS = frozenset((*COLUMNS["image"], *COLUMNS["video"], _RATES, _TIMES))
+"""Columns of a record that media come from."""
+FRAME_TIMING = ("sample_fps", "fps", "timestamps")
+"""Fields of a list of frames; a file says them itself."""
+_CUTS = ("video_start", "video_end", "start", "end", "start_time", "end_time")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +55,11 @@ class MediaReference:
 
 @dataclass(slots=True)
 class RecordMedia:
-    """The media of one record while its turns are read."""
+    """The media of one record while its turns are read, and the names of fields that nothing reads."""
 
     columns: dict[MediaKind, list[MediaReference]]
     frame_fps: float
+    ignored: set[str] = field(default_factory=set)
     references: list[MediaReference] = field(default_factory=list)
     placeholders: dict[MediaKind, int] = field(default_factory=lambda: {"image": 0, "video": 0})
 
@@ -65,9 +72,16 @@ class RecordMedia:
             frame_fps: frames a second of lists of frames that do not say their own.
 
         Raises:
-            SampleRejected: ``conflicting_columns``, ``non_string_value``, ``bad_frames``.
+            SampleRejected: ``conflicting_columns``, ``non_string_value``, ``bad_frames``, ``unsupported_field``.
         """
-        return cls(columns={kind: _column(record, kind, frame_fps) for kind in _COLUMNS}, frame_fps=frame_fps)
+        media = cls(columns={}, frame_fps=frame_fps)
+        for kind in COLUMNS:
+            media.columns[kind] = _column(record, kind, media)
+        return media
+
+    def ignore(self, value: Mapping[str, Any], read: Collection[str], place: str) -> None:
+        """Notes the fields of an object besides those that were read; ``place`` is where it stands."""
+        self.ignored |= unread(value, read, f"{place}.")
 
     def add(self, reference: MediaReference) -> MediaPart:
         """The place of a medium that the text names here."""
@@ -82,8 +96,11 @@ class RecordMedia:
         # Too few entries are reported for the record as a whole, with both counts.
         return self.add(column[index] if index < len(column) else MediaReference(kind=kind, paths=("",)))
 
-    def check(self) -> None:
+    def check(self, hint: str = "") -> None:
         """Whether each entry of the columns has its placeholder.
+
+        Args:
+            hint: added to the message where it has not.
 
         Raises:
             SampleRejected: ``placeholder_mismatch``.
@@ -96,7 +113,7 @@ class RecordMedia:
                 detail = f"the record names {len(column)} {kind}(s), but no text has a <{kind}> placeholder"
             else:
                 detail = f"the text has {count} <{kind}> placeholder(s), but the record names {len(column)} {kind}(s)"
-            raise SampleRejected("placeholder_mismatch", detail)
+            raise SampleRejected("placeholder_mismatch", detail + hint)
 
 
 def reference_of(
@@ -130,9 +147,9 @@ def reference_of(
     )
 
 
-def _column(record: Mapping[str, Any], kind: MediaKind, frame_fps: float) -> list[MediaReference]:
+def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> list[MediaReference]:
     """What a record lists for one kind; empty where it lists nothing."""
-    filled = [name for name in _COLUMNS[kind] if record.get(name) not in (None, "", [])]
+    filled = [name for name in COLUMNS[kind] if record.get(name) not in (None, "", [])]
     if not filled:
         return []
     if len(filled) > 1:
@@ -148,10 +165,39 @@ def _column(record: Mapping[str, Any], kind: MediaKind, frame_fps: float) -> lis
     for name, values in ((_RATES, rates), (_TIMES, times)):
         if not isinstance(values, list) or len(values) != count:
             raise SampleRejected("bad_frames", f"{name!r} has not one entry for each of {count} video(s)")
+    for entry in entries:
+        if isinstance(entry, dict):
+            _look_at_entry(entry, kind, filled[0], media)
     return [
-        reference_of(entry, kind, filled[0], frame_fps, rate, seconds)
+        reference_of(entry, kind, filled[0], media.frame_fps, rate, seconds)
         for entry, rate, seconds in zip(entries, rates, times, strict=True)
     ]
+
+
+def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media: RecordMedia) -> None:
+    is_frames = kind == "video" and isinstance(entry.get("frames", entry.get("video")), list)
+    if not is_frames:
+        refuse_cut(entry, kind, "unsupported_field", f"an entry of {column!r}")
+    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else {"path"}, f"{column}[]")
+
+
+def refuse_cut(value: Mapping[str, Any], kind: MediaKind, reason: str, where: str) -> None:
+    """Refuses an object that asks for a part of a video file: all of it would be shown.
+
+    Args:
+        value: a record, an entry of a column, a content part.
+        kind: of its medium; images have no parts.
+        reason: for the rejection.
+        where: what the object is, for the message.
+
+    Raises:
+        SampleRejected: ``reason``.
+    """
+    for name in _CUTS if kind == "video" else ():
+        cut = value.get(name)
+        if not says_nothing(cut) and not ("start" in name and cut == 0):
+            detail = f"{where} has {name!r} {cut!r:.40}; parts of a video are not supported, store the part as a file"
+            raise SampleRejected(reason, detail)
 
 
 def _path(entry: Any, name: str) -> str:

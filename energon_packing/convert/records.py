@@ -8,35 +8,26 @@ Media stand in the text as ``<image>`` and ``<video>``, filled in order from the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from energon_packing.conversation import Conversation, MediaKind, MediaPart, Part, Role, Turn
+from energon_packing.conversation import Conversation, Turn
+from energon_packing.convert.columns import check_columns
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, RecordFormat
-from energon_packing.convert.extras import parse_extras
+from energon_packing.convert.extras import extra_columns_read, parse_extras
 from energon_packing.convert.frame_lists import medium_of_frames
 from energon_packing.convert.media_files import MediaFile, medium_of_file
+from energon_packing.convert.near_names import near_name
 from energon_packing.convert.preference import TURN_COLUMNS, find_pair
-from energon_packing.convert.record_media import FileReference, MediaReference, RecordMedia, kind_of, reference_of
-from energon_packing.convert.tool_calls import call_id, parse_function_call_text, parse_tool_calls, parse_tools
+from energon_packing.convert.record_media import READ_COLUMNS, FileReference, MediaReference, RecordMedia, kind_of
+from energon_packing.convert.tool_calls import parse_tools
+from energon_packing.convert.turns import read_turns
 from energon_packing.errors import SampleRejected
 
-_ROLE_OF: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-}
-_PLACEHOLDER = re.compile(r"<(image|video)>")
+_READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
+"""Columns that are read of every record, whatever its layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +39,7 @@ class ParsedRecord:
         references: what the indices stand for.
         tools: definitions for the chat template, or None.
         warnings: names of what was odd, but accepted.
+        ignored: columns, and fields as ``messages[].name``, that hold something and that nothing reads; sorted.
         chosen, rejected: of a preference record, the turns of each answer; empty for any other.
         extras: further values of the trained tokens, see `energon_packing.convert.extras`.
     """
@@ -56,6 +48,7 @@ class ParsedRecord:
     references: tuple[MediaReference, ...]
     tools: tuple[Mapping[str, Any], ...] | None
     warnings: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
@@ -115,22 +108,33 @@ def parse_record(
     Raises:
         SampleRejected: ``unknown_layout``, ``unknown_role``, ``empty_turn``, ``empty_conversation``,
             ``non_string_value``, ``nothing_to_learn``, ``placeholder_mismatch``, ``bad_tool_call``, ``bad_tools``,
-            ``bad_weight``, ``unknown_part``, ``two_system_prompts``, ``conflicting_columns``, ``bad_pair``,
+            ``bad_weight``, ``unsupported_weight``, ``unsupported_column``, ``unsupported_field``,
+            ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``, ``conflicting_columns``, ``bad_pair``,
             ``bad_extra``, ``bad_frames``.
     """
     if not isinstance(value, dict):
         raise SampleRejected("unknown_layout", f"the record is {kind_of(value)}, expected an object")
     pair = find_pair(value)
-    messages, fields = _find_turns(value, layout) if pair is None else _of_list(pair.beginning, layout, value)
+    columns: tuple[str, ...]
+    if pair is None:
+        messages, fields, column = _find_turns(value, layout)
+        columns = (column,)
+    else:
+        messages, fields = _of_list(pair.beginning, layout, value)
+        columns = pair.columns
     media = RecordMedia.of(value, frame_fps)
     warnings: list[str] = []
-    turns = _turns(messages, fields, media, warnings)
-    media.check()
+    turns = read_turns(messages, fields, media, warnings, columns[0])
     turns = _with_system_column(value, turns)
+    read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
+    # Before media are compared with placeholders, whose number a column that nothing reads may explain.
+    media.ignored |= check_columns(value, read, turns, media.references)
+    media.check(_hint(media.ignored))
     chosen: list[Turn] = []
     rejected: list[Turn] = []
     if pair is not None:
-        chosen, rejected = (_answer(answer, warnings) for answer in (pair.chosen, pair.rejected))
+        chosen = _answer(pair.chosen, warnings, media.ignored, pair.columns[1])
+        rejected = _answer(pair.rejected, warnings, media.ignored, pair.columns[2])
         if chosen == rejected:
             raise SampleRejected("nothing_to_learn", "the chosen and the rejected answer are the same")
     if not turns:
@@ -144,18 +148,24 @@ def parse_record(
         references=tuple(media.references),
         tools=parse_tools(value.get("tools")),
         warnings=tuple(dict.fromkeys(warnings)),
+        ignored=tuple(sorted(media.ignored)),
         chosen=tuple(chosen),
         rejected=tuple(rejected),
         extras=parse_extras(value, extra_columns, pair=pair is not None),
     )
 
 
+def _hint(ignored: set[str]) -> str:
+    meant = [(name, near) for name in sorted(ignored) if (near := near_name(name)) in READ_COLUMNS]
+    return "".join(f"; nothing reads the column {name!r}, did you mean {near!r}?" for name, near in meant)
+
+
 Fields = tuple[str, str]
 """Names of the role and of the content of a message."""
 
 
-def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], Fields]:
-    """The list of turns and the names of the two fields of a turn."""
+def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], Fields, str]:
+    """The list of turns, the names of the two fields of a turn, and the column that holds the list."""
     for column in TURN_COLUMNS:
         turns = value.get(column)
         if not isinstance(turns, list):
@@ -163,7 +173,7 @@ def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[An
         if not turns:
             raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
         if (fields := _fields(turns[0], layout)) is not None:
-            return turns, fields
+            return turns, fields, column
     raise _unknown_layout(value, layout)
 
 
@@ -196,125 +206,18 @@ def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRej
     return SampleRejected("unknown_layout", f"expected {wanted}; the record's keys are: {keys}")
 
 
-def _turns(messages: list[Any], fields: Fields, media: RecordMedia, warnings: list[str]) -> list[Turn]:
-    turns = []
-    for number, message in enumerate(messages):
-        turn = _turn(message, number, *fields, media)
-        if turn is None:
-            warnings.append("empty_system_turn")
-        else:
-            turns.append(turn)
-    return turns
-
-
-def _answer(messages: list[Any], warnings: list[str]) -> list[Turn]:
+def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
     """The turns of one answer of a pair: text that begins with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     fields = _fields(messages[0], "auto") if messages else None
-    turns = _turns(messages, fields or ("role", "content"), media, warnings)
+    turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
+    ignored |= media.ignored
     if media.references:
         raise SampleRejected("bad_pair", "an answer of the pair names media; they stand before both answers")
     if not turns or turns[0].role != "assistant":
         found = f"a {turns[0].role} turn" if turns else "nothing"
         raise SampleRejected("bad_pair", f"an answer of the pair begins with {found}, expected an assistant turn")
     return turns
-
-
-def _turn(message: Any, number: int, role_field: str, content_field: str, media: RecordMedia) -> Turn | None:
-    """One turn; None for a system prompt without text, which says nothing."""
-    if not isinstance(message, dict):
-        raise SampleRejected("non_string_value", f"turn {number} is {kind_of(message)}, expected an object")
-    role_name = message.get(role_field)
-    role = _ROLE_OF.get(role_name) if isinstance(role_name, str) else None
-    if role is None:
-        raise SampleRejected("unknown_role", f"turn {number} has the role {role_name!r}; known: {', '.join(_ROLE_OF)}")
-    content = message.get(content_field)
-    calls: tuple[dict[str, Any], ...] = ()
-    if role_name == "function_call":
-        if not isinstance(content, str):
-            raise SampleRejected(
-                "non_string_value", f"turn {number} ({role_name}) is {kind_of(content)}, expected text"
-            )
-        calls, content = parse_function_call_text(content), ""
-    elif role == "assistant":
-        calls = parse_tool_calls(message.get("tool_calls"))
-        if message.get("function_call") is not None:
-            calls += parse_tool_calls([{"type": "function", "function": message["function_call"]}])
-        if calls and content is None:
-            content = ""
-    parts = _parts(content, number, media)
-    if not calls and not any(isinstance(part, MediaPart) or part.strip() for part in parts):
-        if role == "system":
-            return None
-        raise SampleRejected("empty_turn", f"turn {number} ({role_name}) is empty")
-    answered = call_id(message.get("tool_call_id")) if role == "tool" else None
-    return Turn(role=role, parts=parts, tool_calls=calls, loss_weight=_weight(message, number), tool_call_id=answered)
-
-
-def _parts(content: Any, number: int, media: RecordMedia) -> tuple[Part, ...]:
-    """Text and media in reading order; text is kept to the letter, adjacent texts are joined."""
-    pieces: list[Part] = []
-    if isinstance(content, str):
-        _split_text(content, media, pieces)
-    elif isinstance(content, list):
-        for part in content:
-            _content_part(part, number, media, pieces)
-    else:
-        raise SampleRejected(
-            "non_string_value", f"turn {number} is {kind_of(content)}, expected text or a list of parts"
-        )
-    joined: list[Part] = []
-    for piece in pieces:
-        if piece == "":
-            continue
-        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += piece
-        else:
-            joined.append(piece)
-    return tuple(joined)
-
-
-def _split_text(text: str, media: RecordMedia, pieces: list[Part]) -> None:
-    end = 0
-    for match in _PLACEHOLDER.finditer(text):
-        pieces.append(text[end : match.start()])
-        pieces.append(media.next_of_column("image" if match[1] == "image" else "video"))
-        end = match.end()
-    pieces.append(text[end:])
-
-
-def _content_part(part: Any, number: int, media: RecordMedia, pieces: list[Part]) -> None:
-    if isinstance(part, str):
-        _split_text(part, media, pieces)
-        return
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise SampleRejected("non_string_value", f"turn {number}: a text part holds {kind_of(part.get('text'))}")
-        _split_text(part["text"], media, pieces)
-    elif kind in ("image", "image_url", "video", "video_url"):
-        medium: MediaKind = "image" if kind.startswith("image") else "video"
-        path = part.get(kind, part.get(medium))
-        if isinstance(path, dict):
-            path = path.get("url", path.get("path"))
-        if path is None and set(part) == {"type"}:
-            pieces.append(media.next_of_column(medium))  # a bare part stands for the column's next entry
-        elif isinstance(path, list):
-            pieces.append(media.add(reference_of({**part, "frames": path}, medium, kind, media.frame_fps)))
-        else:
-            pieces.append(media.add(reference_of(path, medium, kind, media.frame_fps)))
-    else:
-        known = "text, image, image_url, video, video_url"
-        raise SampleRejected("unknown_part", f"turn {number} has a content part of type {kind!r}; known: {known}")
-
-
-def _weight(message: Mapping[str, Any], number: int) -> float | None:
-    weight = message.get("weight")
-    if weight is None:
-        return None
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise SampleRejected("bad_weight", f"turn {number} has the weight {weight!r}, expected a number of 0 or more")
-    return float(weight)
 
 
 def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Turn]:

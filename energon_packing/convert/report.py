@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-CONVERSION_VERSION = 2
+from energon_packing.convert.near_names import near_name
+
+CONVERSION_VERSION = 3
 """Changes whenever the files that a conversion writes change their form; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -28,6 +30,8 @@ class ConversionReport:
         written: samples of the data set.
         rejected: reason -> number of records.
         warnings: name -> number of records that were accepted although odd.
+        ignored_columns: name of a column, or of a field as ``messages[].name``, that nothing reads -> ``records``, the
+            number of written samples whose record fills it, and ``did_you_mean`` where a name that is read is near.
         splits: name -> number of samples.
         images, videos, tensors: media that samples name, repetitions included.
         media_files: distinct media, by content.
@@ -56,6 +60,7 @@ class ConversionReport:
     seconds: float
     skipped: bool = False
     tensors: int = 0
+    ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -67,10 +72,29 @@ class ConversionReport:
         """JSON form, as in `conversion.json`."""
         return asdict(self)
 
+    def ignored_lines(self) -> list[str]:
+        """A sentence about each ignored column, those first whose name is near to one that is read."""
+        lines = []
+        for name, found in sorted(self.ignored_columns.items(), key=lambda entry: "did_you_mean" not in entry[1]):
+            near = found.get("did_you_mean")
+            hint = f"; did you mean {near!r}?" if near else ""
+            samples = f"{found['records']:,} sample{'s' if found['records'] > 1 else ''}"
+            lines.append(f"ignored_column {name!r} in {samples}: nothing reads it{hint}")
+        return lines
+
     def write(self, directory: Path) -> None:
         """Writes `conversion.json`."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
         (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
+    """`ConversionReport.ignored_columns` of counts, by name."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name in sorted(counts):
+        near = near_name(name)
+        entries[name] = {"records": counts[name]} if near is None else {"records": counts[name], "did_you_mean": near}
+    return entries
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:

@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 from energon_packing.conversation import Media
 from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.record_media import refuse_cut
 from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.convert.unread import unread
 from energon_packing.errors import SampleRejected
 from energon_packing.text_to_video import StoredTensor, TextToVideo
 
@@ -25,6 +27,8 @@ COLUMNS: Mapping[Column, tuple[str, ...]] = {
     "latents": ("latents", "latent", "video_latents"),
     "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
 }
+
+_READ_COLUMNS = frozenset(("id", "metadata", *(name for names in COLUMNS.values() for name in names)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +48,14 @@ class ParsedVideoRecord:
         media: the files, in the order video, latents, context.
         metadata: what the record holds under this name.
         warnings: names of what was odd, but accepted.
+        ignored: columns that hold something and that nothing reads; sorted.
     """
 
     caption: str | None
     media: tuple[VideoReference, ...]
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
         """The JSON form of the sample.
@@ -92,7 +98,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
 
     Raises:
         SampleRejected: ``unknown_layout`` (no object, or neither video nor latents), ``empty_caption`` (nor
-            embeddings), ``conflicting_columns``, ``non_string_value``.
+            embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (a part of the video).
     """
     if not isinstance(value, dict):
         raise SampleRejected("unknown_layout", f"the record is a {type(value).__name__}, expected an object")
@@ -110,12 +116,15 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
     if found["video"] and found["latents"]:
         found["video"] = None
         warnings.append("video_not_stored")
+    if found["video"]:
+        refuse_cut(value, "video", "unsupported_column", "the record")
     kinds: tuple[Literal["video", "latents", "context"], ...] = ("video", "latents", "context")
     return ParsedVideoRecord(
         caption=caption,
         media=tuple(VideoReference(kind=kind, path=path) for kind in kinds if (path := found[kind])),
         metadata=metadata or {},
         warnings=tuple(warnings),
+        ignored=tuple(sorted(unread(value, _READ_COLUMNS))),
     )
 
 

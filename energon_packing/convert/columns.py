@@ -1,0 +1,122 @@
+"""Columns of a record that nothing reads: refused where they change what the record means, counted otherwise.
+
+Refused are columns that data sets and trainers in use give a meaning to: LLaMA-Factory (``label``/``kto_tag``,
+``audios``, ``history``), ms-swift (``label``, ``audios``, ``objects``, ``rejected_images``), TRL (``label``,
+``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from energon_packing.conversation import Turn
+from energon_packing.convert.record_media import MediaReference, refuse_cut
+from energon_packing.convert.unread import says_nothing, unread
+from energon_packing.errors import SampleRejected
+
+AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
+_AUDIO_COLUMNS = (*AUDIO, *(f"audio_{what}{s}" for what in ("path", "file", "url") for s in ("", "s")))
+LABELS = ("label", "labels", "kto_tag", "kto_label", "desirable")
+_LABEL_WORDS = ("true", "false", "0", "1", "-1", "desirable", "undesirable", "chosen", "rejected")
+_WEIGHTS = (
+    "weight",
+    "weights",
+    "sample_weight",
+    "loss_weight",
+    "loss_scale",
+    "loss_mask",
+    "train_mask",
+    "mask",
+    "train",
+)
+_TOOLS = ("functions", "function_definitions", "tool_definitions", "tool_schemas", "available_tools")
+_SYSTEM = ("system_prompt", "system_message")
+_ANSWERS = re.compile(
+    r"(chosen|rejected|positive|negative)_"
+    r"(messages?|responses?|conversations?|answers?|outputs?|images?|videos?|audios?|tools?)"
+)
+_GROUNDING = ("<bbox>", "<ref-object>")
+
+
+def is_preference_label(value: Any) -> bool:
+    """Whether a label calls an answer, its steps or its tokens wanted or unwanted; names of classes do not."""
+    if isinstance(value, str):
+        return value.strip().lower() in _LABEL_WORDS
+    if isinstance(value, list):
+        return -100 in value or (bool(value) and all(isinstance(entry, bool) for entry in value))
+    return isinstance(value, bool) or value in (0, 1, -1)
+
+
+def check_columns(
+    record: Mapping[str, Any], read: Collection[str], turns: Sequence[Turn], media: Sequence[MediaReference]
+) -> set[str]:
+    """Looks at every column that nothing reads.
+
+    Args:
+        record: the parsed JSON.
+        read: the columns that were read.
+        turns, media: what was found in them.
+
+    Returns:
+        Names of columns that hold something and do not count.
+
+    Raises:
+        SampleRejected: ``unsupported_column`` for one that changes the meaning, with its name.
+    """
+    for name in sorted(name for name in record if name not in read and not says_nothing(record[name])):
+        if (why := _changes_meaning(name, record, turns)) is not None:
+            raise SampleRejected("unsupported_column", f"the column {name!r} {why}")
+    if any(name in record for name in _AUDIO_COLUMNS) and (count := _count(turns, "<audio>")):
+        raise SampleRejected(
+            "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record names no audio"
+        )
+    if any(reference.kind == "video" and not reference.is_frames for reference in media):
+        refuse_cut(
+            {name: record[name] for name in record if name not in read}, "video", "unsupported_column", "the record"
+        )
+    return unread(record, read)
+
+
+def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]) -> str | None:
+    """Why a filled column may not be left out; None where it may."""
+    value = record[name]
+    if name in _AUDIO_COLUMNS:
+        return "holds audio, which is not supported"
+    if name in LABELS and is_preference_label(value):
+        return (
+            f"is {value!r:.60}: it calls the answer wanted or unwanted (KTO), which is not supported; to train on the "
+            "wanted answers alone, keep those records and remove the column"
+        )
+    if name in _WEIGHTS and _weighs(value):
+        return "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages"
+    if name in _TOOLS and says_nothing(record.get("tools")):
+        return "holds tool definitions; rename it to 'tools'"
+    if name in _SYSTEM and not _is_shown(value, turns):
+        return "holds a system prompt that the conversation does not; rename it to 'system'"
+    if name == "history" and isinstance(value, list):
+        return "holds earlier turns, which are not read; put them into the list of turns"
+    if name == "chat_template_kwargs" or (name == "documents" and isinstance(value, list)):
+        return "is an argument of the chat template, which is not supported"
+    if name == "objects" and any(_count(turns, tag) for tag in _GROUNDING):
+        return f"holds what stands for {' and '.join(_GROUNDING)} in the text, which is not supported"
+    if _ANSWERS.fullmatch(name):
+        return "is part of a pair of answers that is not understood; docs/convert.md lists the layouts of pairs"
+    return None
+
+
+def _weighs(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(entry, bool | int | float | list) for entry in value)
+    return isinstance(value, bool | int | float) and value != 1  # True == 1
+
+
+def _is_shown(value: Any, turns: Sequence[Turn]) -> bool:
+    return isinstance(value, str) and any(
+        turn.role == "system" and turn.text.strip() == value.strip() for turn in turns
+    )
+
+
+def _count(turns: Sequence[Turn], tag: str) -> int:
+    return sum(turn.text.count(tag) for turn in turns)

@@ -1,0 +1,119 @@
+"""The traps of conversion, one bug or more for each; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+CONVERT_TRAPS: dict[int, str] = {
+    44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
+    46: "columns and fields that change the meaning are dropped",
+}
+
+SYSTEM = "tests/convert/test_convert_system_turns.py::"
+COLUMNS = "tests/convert/test_convert_columns.py::"
+LOSS = "tests/convert/test_convert_loss_fields.py::"
+THINKING = "tests/convert/test_convert_thinking_fields.py::"
+
+CONVERT_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=44,
+        name="a system turn without text is left out",
+        test=SYSTEM + "test_an_empty_system_turn_keeps_the_default_prompt_of_a_template_out",
+        oracle="the start of Qwen2.5's template on the record's own messages",
+        edits=(
+            (
+                "convert/turns.py",
+                "    return turns\n",
+                '    return [turn for turn in turns if turn.role != "system" or _holds(turn.parts)]\n',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=44,
+        name="white space of a system turn is stripped",
+        test=SYSTEM + "test_an_explicit_system_turn_without_text_is_kept_to_the_letter",
+        oracle="the record",
+        edits=(
+            (
+                "convert/turns.py",
+                "        parts=joined([*thinking, *parts]),\n",
+                "        parts=joined([*thinking, *parts]) if _holds(parts) else (),\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=46,
+        name="answers that are labelled bad become targets",
+        test=COLUMNS + "test_half_good_and_half_bad_answers_as_llama_factory_labels_them_give_no_target",
+        oracle="the record",
+        edits=(("convert/columns.py", 'LABELS = ("label", "labels",', "LABELS = ("),),
+    ),
+    Mutation(
+        trap=46,
+        name="sound is left out, its placeholder is text",
+        test=COLUMNS + "test_sound_that_the_answer_is_about_is_refused",
+        oracle="the record",
+        edits=(("convert/columns.py", 'AUDIO = ("audio", "audios",', 'AUDIO = ("audio",'),),
+    ),
+    Mutation(
+        trap=46,
+        name="ms-swift's `loss` of a message is not read",
+        test=LOSS + "test_the_answers_that_train_are_those_that_their_fields_say",
+        oracle="the record",
+        edits=(
+            (
+                "convert/loss_fields.py",
+                'LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")',
+                'LOSS_FIELDS = ("weight", "loss_weight", "train")',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=46,
+        name="the first of two weights that contradict each other wins",
+        test=LOSS + "test_fields_that_contradict_each_other_are_refused_with_both_names",
+        oracle="the record",
+        edits=(
+            (
+                "convert/loss_fields.py",
+                "    if len(numbers) > 1 or len(trained) > 1:\n",
+                "    if not given:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=46,
+        name="a question that asks to be trained is not, and nobody says so",
+        test=LOSS + "test_a_question_that_asks_to_be_trained_is_refused_and_one_that_asks_not_to_be_is_not",
+        oracle="the record",
+        edits=(("convert/loss_fields.py", "    if weight > 0:\n", "    if weight < 0:\n"),),
+    ),
+    Mutation(
+        trap=46,
+        name="thinking in a field of its own is left out",
+        test=THINKING + "test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field",
+        oracle="Qwen3's template on the record's own message",
+        edits=(("convert/turns.py", "        parts=joined([*thinking, *parts]),\n", "        parts=parts,\n"),),
+    ),
+    Mutation(
+        trap=46,
+        name="columns that nothing reads are not counted",
+        test=COLUMNS + "test_every_filled_column_is_read_refused_or_named",
+        oracle="the record",
+        edits=(("convert/columns.py", "    return unread(record, read)\n", "    return set()\n"),),
+    ),
+    Mutation(
+        trap=46,
+        name="fields of a message that nothing reads are not counted",
+        test=COLUMNS + "test_every_filled_field_is_read_refused_or_named",
+        oracle="the record",
+        edits=(("convert/turns.py", '    media.ignore(message, read, f"{column}[]")\n', ""),),
+    ),
+    Mutation(
+        trap=46,
+        name="the part of a video that a record asks for becomes the whole",
+        test=COLUMNS + "test_a_part_of_a_video_is_refused_where_the_whole_would_be_shown",
+        oracle="the record",
+        edits=(("convert/record_media.py", '"start", "end", ', ""),),
+    ),
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from energon_packing.convert.unread import unread
 from energon_packing.errors import SampleRejected
 
 
@@ -44,8 +45,12 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     return tuple(tools) or None
 
 
-def parse_function_call_text(text: str) -> tuple[dict[str, Any], ...]:
+def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with an ``id`` or without, or a list of such.
+
+    Args:
+        text: the turn's.
+        ignored: gets the names of what the calls hold besides.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -57,11 +62,15 @@ def parse_function_call_text(text: str) -> tuple[dict[str, Any], ...]:
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise SampleRejected("bad_tool_call", "the function call is an empty list")
-    return tuple(_call(call) for call in calls)
+    return tuple(_call(call, ignored) for call in calls)
 
 
-def parse_tool_calls(value: Any) -> tuple[dict[str, Any], ...]:
+def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...]:
     """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates insist on them.
+
+    Args:
+        value: of the message.
+        ignored: gets the names of what the calls hold besides, such as ``index``.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -76,7 +85,9 @@ def parse_tool_calls(value: Any) -> tuple[dict[str, Any], ...]:
             raise SampleRejected("bad_tool_call", f"a tool call is {type(call).__name__}, expected an object")
         if call.get("type", "function") != "function":
             raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
-        calls.append(_call(call.get("function", call), call.get("id")))
+        calls.append(_call(call.get("function", call), ignored, call.get("id")))
+        if "function" in call:
+            ignored |= unread(call, ("id", "type", "function"))
     return tuple(calls)
 
 
@@ -91,7 +102,7 @@ def call_id(value: Any) -> str | None:
     return value or None
 
 
-def _call(value: Any, outer_id: Any = None) -> dict[str, Any]:
+def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise SampleRejected("bad_tool_call", f"a function call is {type(value).__name__}, expected an object")
     name, arguments = value.get("name"), value.get("arguments")
@@ -105,6 +116,7 @@ def _call(value: Any, outer_id: Any = None) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         found = "missing" if "arguments" not in value else f"{type(arguments).__name__}"
         raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {found}, expected an object")
+    ignored |= unread(value, ("id", "type", "name", "arguments"))
     found_id = call_id(value.get("id") if outer_id is None else outer_id)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return call if found_id is None else {"id": found_id, **call}

@@ -63,18 +63,20 @@ def _turn(message: Any, number: int, role_field: str, content_field: str, media:
     _check_fields(message, number, {role_field, content_field}, role, media, column)
     content = message.get(content_field)
     calls: tuple[dict[str, Any], ...] = ()
+    in_calls: set[str] = set()
     if role_name == "function_call":
         if not isinstance(content, str):
             raise SampleRejected(
                 "non_string_value", f"turn {number} ({role_name}) is {kind_of(content)}, expected text"
             )
-        calls, content = parse_function_call_text(content), ""
+        calls, content = parse_function_call_text(content, in_calls), ""
     elif role == "assistant":
-        calls = parse_tool_calls(message.get("tool_calls"))
+        calls = parse_tool_calls(message.get("tool_calls"), in_calls)
         if message.get("function_call") is not None:
-            calls += parse_tool_calls([{"type": "function", "function": message["function_call"]}])
+            calls += parse_tool_calls([{"function": message["function_call"]}], in_calls)
         if calls and content is None:
             content = ""
+    media.ignored |= {f"{column}[].tool_calls[].{name}" for name in in_calls}
     thinking: list[Part] = []
     if role == "assistant" and (thought := thinking_text(message, _plain_text(content), number)):
         split_text(thought, media, thinking)

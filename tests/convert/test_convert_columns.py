@@ -168,6 +168,11 @@ def test_what_nothing_reads_is_named_with_its_place() -> None:
         "messages[].tool_call_id",
         "source",
     )
+    call = {"index": 3, "id": "c", "type": "function", "function": {"name": "f", "arguments": {}, "strict": True}}
+    assert parse_record(with_field("tool_calls", [call])).ignored == (
+        "messages[].tool_calls[].index",
+        "messages[].tool_calls[].strict",
+    )
     entry = {"path": "a.png", "bytes": "x", "width": None}
     assert parse_record(sharegpt(question="<image>", images=[entry])).ignored == ("images[].bytes",)
     answers = {"chosen": {"role": "assistant", "content": "Yes.", "score": 9}, "score_chosen": 9.0}

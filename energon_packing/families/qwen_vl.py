@@ -56,7 +56,8 @@ class Qwen25VL(VisionFamily):
         """Patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``media_geometry`` where the processor refuses the size, ``unmeasured_media``.
+            SampleRejected: ``media_geometry`` where the processor refuses the size, ``too_few_frames`` where it finds
+                no time step in a clip, ``unmeasured_media``.
         """
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
@@ -94,9 +95,27 @@ class Qwen25VL(VisionFamily):
             raise ValueError(f"{total} frames at {fps} fps leave no frame to sample")
         return result
 
+    def _sampled(self, media: Media, total: int, fps: float) -> tuple[int, ...]:
+        """As `sample_frames`, which divides by the number of frames that it would take (Qwen2-VL, Qwen2.5-VL)."""
+        try:
+            return self.sample_frames(total, fps)
+        except ZeroDivisionError as error:
+            step = self.videos.temporal_patch_size
+            if total < step:
+                cause = f"the clip has {total} {'frame' if total == 1 else 'frames'}"
+            else:
+                cause = (
+                    f"of the clip's {total} frames at {fps:g} fps fewer are taken (video_fps={self.video_fps:g}, "
+                    f"video_min_frames={self.videos.min_frames}, video_max_frames={self.videos.max_frames})"
+                )
+            raise SampleRejected(
+                "too_few_frames",
+                f"video {media.name!r}: {cause}; the processor of {self.name} needs at least {step} ({error})",
+            ) from error
+
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = listed_frames(media, self.config.video_max_frames) or self.sample_frames(total, fps)
+        indices = listed_frames(media, self.config.video_max_frames) or self._sampled(media, total, fps)
         step = self.videos.temporal_patch_size
         grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
         return MediaPlan(

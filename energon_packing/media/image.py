@@ -11,6 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.decoded_size import check_decoded_bytes
+from energon_packing.media.depth import grey_range, to_rgb
 from energon_packing.media.probe import known_formats
 
 
@@ -18,7 +19,7 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
     """Decodes an encoded image.
 
     EXIF orientation is applied, as ``transformers.image_utils.load_image`` does; of an animation the first frame
-    counts; every mode becomes RGB.
+    counts; every mode becomes RGB, deep grey ones as `energon_packing.media.depth` says.
 
     Args:
         data: the file's bytes.
@@ -29,7 +30,8 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
         uint8 ``[3, H, W]``, a view of rows of pixels (channels last), which is how resizing is fastest; not writable.
 
     Raises:
-        SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above a limit.
+        SampleRejected: ``corrupt_media`` for what cannot be decoded whole, ``media_too_large`` above a limit,
+            ``unsupported_depth`` for samples whose black and white nobody defined.
     """
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
@@ -46,8 +48,9 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
                         f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
                     )
                 check_decoded_bytes(1, image.width, image.height, max_bytes)
+                grey = grey_range(image)
                 ImageOps.exif_transpose(image, in_place=True)  # without it, an upright image would be copied
-                pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image)))
+                pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image, grey)))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
     except SampleRejected:
@@ -57,11 +60,3 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
         reason = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error) or repr(error)
         raise SampleRejected("corrupt_media", f"the image cannot be decoded: {reason}") from error
     return pixels.permute(2, 0, 1)
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode to RGB; 16-bit grey is scaled to 8 bits first, where Pillow would only clip it to white."""
-    if image.mode in ("I;16", "I;16B", "I;16L"):
-        grey = (np.asarray(image).astype(np.uint32) * 255 // 65535).astype(np.uint8)
-        image = Image.fromarray(grey)
-    return image.convert("RGB")

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.container_size import named_size
+from energon_packing.media.depth import grey_range, to_rgb
 
 DEFAULT_MAX_PIXELS = 89_478_485
 """Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
@@ -113,7 +114,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
         decode: decode the pixels too, which finds truncated and damaged files.
 
     Raises:
-        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more pixels than allowed).
+        SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more pixels than allowed),
+            ``unsupported_depth`` (see `energon_packing.media.depth`; of float samples only where ``decode`` is set).
         OSError: a path that cannot be opened.
     """
     with _opened(source) as stream:
@@ -122,12 +124,14 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 _check_pixels(image.width, image.height, max_pixels)
                 # The same call as in ImageOps.exif_transpose, so that both agree.
                 orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
-                stored_width, stored_height = image.size
+                stored_width, stored_height = _stored_size(image)
                 info = (image.format or "UNKNOWN", image.mode)
+                grey = grey_range(image)
                 if decode:
                     image.load()
-                    # A mode that has no way to RGB (some 16-bit ones) would fail later, at every use.
-                    image.crop((0, 0, 1, 1)).convert("RGB")
+                    # A mode that has no way to RGB would fail later, at every use. What float samples mean, only all
+                    # of them tell.
+                    to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
         except SampleRejected:
             raise
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -138,6 +142,18 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
     return ImageInfo(width, height, *info, stored_width, stored_height)
+
+
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height before any orientation.
+
+    Recent releases of Pillow open a TIFF with the size that it has after its orientation, older ones (10.3) with the
+    stored one; the tags themselves say the latter in all of them.
+    """
+    tags = getattr(image, "tag_v2", None)
+    if image.format == "TIFF" and tags is not None:
+        return int(tags[ExifTags.Base.ImageWidth]), int(tags[ExifTags.Base.ImageLength])
+    return image.size
 
 
 def probe_image(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS) -> tuple[int, int]:

@@ -8,8 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from energon_reading import read_dataset
+from PIL import Image
 from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
 
 from energon_packing.convert import media_files
@@ -34,6 +36,8 @@ def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_ke
     (root / "dirlink").symlink_to(tmp_path)
     (root / "loop.jpg").symlink_to(root / "loop.jpg")
     (root / "inside.jpg").symlink_to(root / "good.jpg")
+    for name, values in (("counts.tiff", [[0, 90_000]]), ("metres.tiff", [[0.5, 12.25]])):
+        Image.fromarray(np.array(values, np.int32 if name == "counts.tiff" else np.float32)).save(root / name)
     video = write_video(root / "clip.mp4").read_bytes()
     (root / "cut.mp4").write_bytes(video[: len(video) // 2])
     expected = {
@@ -53,6 +57,8 @@ def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_ke
         "cut.jpg": "corrupt_media",
         "empty.jpg": "corrupt_media",
         "text.jpg": "corrupt_media",
+        "counts.tiff": "unsupported_depth",
+        "metres.tiff": "unsupported_depth",
         "clip.mp4": "corrupt_media",  # named as an image
         "http://example.org/a.jpg": "remote_media",
         "https://example.org/a.jpg": "remote_media",

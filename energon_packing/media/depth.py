@@ -1,0 +1,100 @@
+"""Grey images of more than 8 bits a sample, as a person sees them: scaled from what the file calls black and white.
+
+Pillow converts such modes to RGB by clipping at 255, so a 16-bit picture becomes white and a float one black, without a
+word. What white is follows from the file where its format says so:
+
+========================================  =====================================================================
+PGM with a maxval above 255               maxval; Pillow scales the samples to 0..65535 already (mode ``I``)
+PNG, JPEG 2000, AVIF                      the full range; Pillow scales fewer bits to 0..65535 already
+unsigned TIFF of 12 or 16 bits            ``2**BitsPerSample - 1`` (TIFF 6.0, PhotometricInterpretation)
+float TIFF, PFM                           1.0, as ImageMagick, scikit-image and Matplotlib read it; only where every
+                                          sample is between 0 and 1
+signed TIFF, TIFF of 32-bit integers      nothing that readers agree on: counts, labels, depths. Refused
+========================================  =====================================================================
+
+Colour of 16 bits a channel needs nothing here: Pillow keeps the upper 8 bits of each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from energon_packing.errors import SampleRejected
+
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
+_SIGNED = 2
+_WAY_OUT = "save it with 8 or 16 unsigned bits a sample"
+
+
+class GreyRange(NamedTuple):
+    """What the samples of a deep grey image mean.
+
+    Attributes:
+        white: the sample that stands for full intensity (that of none is 0).
+        inverted: 0 is shown white and ``white`` black (PhotometricInterpretation 0 of TIFF).
+    """
+
+    white: float
+    inverted: bool = False
+
+
+def grey_range(image: Image.Image) -> GreyRange | None:
+    """The range of an opened image's samples, from its header alone; None for 8 bits, where nothing is scaled.
+
+    Raises:
+        SampleRejected: ``unsupported_depth`` where the format does not say which samples are black and white.
+    """
+    white: float | None = {"F": 1.0, "I": None}.get(image.mode, 65535.0 if image.mode in _SIXTEEN_BITS else 0.0)
+    inverted = False
+    tags = getattr(image, "tag_v2", None)
+    if image.format == "TIFF" and tags is not None:
+        if _SIGNED in tags.get(_SAMPLE_FORMAT, (1,)):
+            raise SampleRejected(
+                "unsupported_depth", f"signed TIFF samples have no defined black and white; {_WAY_OUT}"
+            )
+        if image.mode in _SIXTEEN_BITS:
+            white = float(2 ** int(tags.get(_BITS_PER_SAMPLE, (16,))[0]) - 1)
+        inverted = tags.get(_PHOTOMETRIC, 0) == 0
+    elif image.mode == "I" and image.format in ("PPM", "PNG"):  # PNG: in releases of Pillow before 11
+        white = 65535.0
+    if white is None:
+        raise SampleRejected(
+            "unsupported_depth", f"32-bit integers in {image.format} have no defined black and white; {_WAY_OUT}"
+        )
+    return GreyRange(white, inverted) if white else None
+
+
+def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
+    """A decoded image of any mode as RGB.
+
+    Args:
+        image: all of the picture, or a part of it.
+        grey: what `grey_range` said of it when it was opened.
+
+    Raises:
+        SampleRejected: ``unsupported_depth`` for float samples outside of 0 to 1.
+        ValueError: Pillow has no way from the mode to RGB.
+    """
+    if grey is not None:
+        samples = np.asarray(image)
+        if samples.dtype.kind == "f":
+            levels = np.rint(_between_0_and_1(samples) * np.float32(255)).astype(np.uint8)
+        else:
+            levels = (samples.astype(np.uint32) * 255 // int(grey.white)).astype(np.uint8)
+        image = Image.fromarray(255 - levels if grey.inverted else levels)
+    return image.convert("RGB")
+
+
+def _between_0_and_1(samples: np.ndarray) -> np.ndarray:
+    low, high = float(samples.min()), float(samples.max())
+    if not (low >= 0.0 and high <= 1.0):  # both are NaN where a sample is
+        found = "float samples that are not numbers" if low != low else f"float samples from {low:g} to {high:g}"
+        raise SampleRejected(
+            "unsupported_depth",
+            f"{found}; only 0 (black) to 1 (white) has a defined meaning: scale them, or {_WAY_OUT}",
+        )
+    return samples

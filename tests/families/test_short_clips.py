@@ -1,0 +1,91 @@
+"""Clips of one, two and three frames: every family takes what its processor takes, and refuses the rest by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from whole_sample import both_ways, encoder, video
+
+from energon_packing.config import LimitsConfig
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
+from energon_packing.errors import SampleRejected
+from energon_packing.report.offline_processors import processor_of
+
+BY_RATE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
+ALL_FRAMES = ("internvl", "llava_onevision")
+WIDTH, HEIGHT = 96, 64
+
+
+@pytest.fixture(scope="module")
+def made():
+    every_share = LimitsConfig(min_active_ratio=0.0)  # LLaVA-OneVision pays 6,273 tokens for any clip
+    return {name: encoder(processor_of(name), family=name, limits=every_share) for name in (*BY_RATE, *ALL_FRAMES)}
+
+
+def about(*media: Media) -> Conversation:
+    parts = (*(MediaPart(index=at) for at in range(len(media))), "What moves?")
+    turns = (Turn(role="user", parts=parts), Turn(role="assistant", parts=("All of it.",)))
+    return Conversation(key="k", turns=turns, media=media)
+
+
+def by_the_processor(ours, frames: int, fps: float):
+    """The sampled frames and the grid of the family's own video processor."""
+    made = ours.processor.video_processor(
+        videos=[torch.zeros(frames, 3, HEIGHT, WIDTH, dtype=torch.uint8)],
+        video_metadata=[{"total_num_frames": frames, "fps": fps}],
+        do_sample_frames=True,
+        fps=ours.family.video_fps,
+        return_metadata=True,
+        return_tensors="pt",
+    )
+    return tuple(int(index) for index in made["video_metadata"][0].frames_indices), made["video_grid_thw"].tolist()
+
+
+@pytest.mark.parametrize("fps", [0.5, 2.0, 30.0])
+@pytest.mark.parametrize("frames", [1, 2, 3])
+@pytest.mark.parametrize("name", BY_RATE)
+def test_a_short_clip_is_planned_as_its_processor_samples_it_or_refused_by_name(made, name, frames, fps):
+    ours, clip = made[name], video(frames, fps, WIDTH, HEIGHT)
+    try:
+        indices, grid = by_the_processor(ours, frames, fps)
+    except ZeroDivisionError:
+        with pytest.raises(SampleRejected) as caught:
+            ours.measure(about(clip))
+        assert caught.value.reason == "too_few_frames"
+        assert "clip.mp4" in caught.value.detail
+        assert "has 1 frame;" in caught.value.detail
+        assert f"{name} needs at least 2" in caught.value.detail
+        assert frames == 1
+    else:
+        measured = ours.measure(about(clip))
+        assert measured.plans[0].frame_indices == indices
+        assert [list(measured.plans[0].grid)] == grid
+
+
+def test_the_processors_that_refuse_a_single_frame_are_those_of_qwen2_vl_and_qwen2_5_vl(made):
+    """Measured, so that a release of transformers which takes it is noticed."""
+    refusing = []
+    for name in (*BY_RATE, *ALL_FRAMES):
+        try:
+            made[name].measure(about(video(1, 2.0, WIDTH, HEIGHT)))
+        except SampleRejected as error:
+            refusing.append((name, error.reason))
+    assert refusing == [("qwen2_vl", "too_few_frames"), ("qwen2_5_vl", "too_few_frames")]
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+@pytest.mark.parametrize("name", ALL_FRAMES)
+def test_families_that_take_all_frames_of_a_short_clip_render_it_as_their_processor(made, name, frames):
+    ours = made[name]
+    prepare = (lambda plan, clip: ours.family.spread(clip)) if name == "llava_onevision" else (lambda plan, clip: clip)
+    ids, visual, whole, measured = both_ways(ours, about(video(frames, 2.0, WIDTH, HEIGHT)), prepare)
+    assert measured.plans[0].frame_indices == tuple(range(frames))
+    assert ids.tolist() == whole["input_ids"][0].tolist()
+    name_of_pixels = "pixel_values" if name == "internvl" else "pixel_values_videos"
+    assert torch.equal(visual[name_of_pixels], whole[name_of_pixels])
+
+
+def test_settings_that_leave_no_time_step_of_a_long_clip_are_named_with_their_values():
+    ours = encoder(processor_of("qwen2_5_vl"), video_max_frames=1)
+    with pytest.raises(SampleRejected, match=r"too_few_frames.*60 frames at 30 fps.*video_max_frames=1"):
+        ours.measure(about(video(60, 30.0, WIDTH, HEIGHT)))

@@ -11,25 +11,24 @@ each worker also appends to a file of its own there, one JSON object a line::
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
-consecutive failures only, so that a data set of which every second sample is broken passes it for ever. Where the
-budget allows everything, a second guard stops a run that never makes a pack: an endless loader would drop its data
-again and again, in silence, since what was dropped waits for the next pack.
+consecutive failures only, so that a data set of which every second sample is broken passes it for ever. The budget is a
+share of what was *read*: samples that wait in the window count as sound until they turn out not to be
+(`energon_packing.drop_budget`). Where the budget allows everything, a second guard stops a run that never makes a pack:
+an endless loader would drop its data again and again, in silence, since what was dropped waits for the next pack.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
+from energon_packing.drop_budget import over_budget
 from energon_packing.errors import UserError
-
-BUDGET_STARTS_AT = 200
-"""Samples seen before the budget is looked at: below this a few bad ones in a row say nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +71,11 @@ class Ledger:
         budget: share of samples that may be dropped, 0 to 1.
         name: of the worker's file, without suffix; unique among the workers of a run.
         most_pending: entries that wait for the next pack before the run is given up; bounds the ledger's memory.
+
+    Attributes:
+        read: samples that reached the worker; whoever reads them counts them here, before they are dropped or held.
+        emitted: samples that left in a pack.
+        reasons: how many were dropped, by reason.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Ledger:
     ) -> None:
         self.budget = budget
         self.most_pending = most_pending
+        self.read = 0
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
@@ -98,20 +103,19 @@ class Ledger:
         """Enters a dropped sample.
 
         Raises:
-            DropBudgetExceeded: more than ``budget`` of at least `BUDGET_STARTS_AT` samples were dropped.
+            DropBudgetExceeded: surely more than ``budget`` of the data are dropped, see `over_budget`.
             NothingToPack: ``most_pending`` samples were dropped without a pack between them.
         """
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
         self.reasons[reason] += 1
         self._write({"dropped": key, "reason": reason, "detail": detail})
-        seen = self.dropped + self.emitted
-        if seen >= BUDGET_STARTS_AT and self.dropped > self.budget * seen:
+        if over_budget(self.dropped, self.read, self.budget):
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
-                f"{self.dropped} of {seen} samples were dropped ({common}), more than "
+                f"{self.dropped} of the {max(self.read, self.dropped)} samples read were dropped ({common}), more than "
                 f"drop_budget={self.budget} allows; the last one is {key}: {detail}. "
-                "Mend the data, or raise the budget."
+                "Fix the data, or raise the budget."
             )
         if len(self._pending) >= self.most_pending:
             waiting = Counter(entry.reason for entry in self._pending)
@@ -119,7 +123,7 @@ class Ledger:
             last = next(entry for entry in reversed(self._pending) if entry.reason == common)
             raise NothingToPack(
                 f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
-                f"{common} (the last one is {last.key}: {last.detail}). Mend the data or the limits, or raise "
+                f"{common} (the last one is {last.key}: {last.detail}). Fix the data or the limits, or raise "
                 f"max_drops_without_pack={self.most_pending}."
             )
 
@@ -130,6 +134,21 @@ class Ledger:
         for entry in changed:
             self.changes[entry.how] += 1
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
+
+    def counts(self) -> dict[str, Any]:
+        """What the budget counts, for a saved state: ``read``, and ``reasons`` of the dropped."""
+        return {"read": self.read, "reasons": dict(self.reasons)}
+
+    def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
+        """Goes on counting where a saved state stopped; what was read after it is read, and counted, again.
+
+        Args:
+            counts: `counts` of the state; None for a state that has none, made by an older release.
+            held: samples in the state's window, which were read before and are not counted when they are read again;
+                taken only where the state has no counts.
+        """
+        self.read = held if counts is None else int(counts["read"])
+        self.reasons = Counter() if counts is None else Counter(counts["reasons"])
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
         """What was dropped since the last call; it travels with the next pack."""

@@ -102,7 +102,7 @@ class TextToVideoPackingConfig:
     oversize: Literal["drop", "raise"] = "drop"
     """A clip longer than a row is dropped into the ledger, or stops the run."""
     drop_budget: float = 0.1
-    """Share of samples that may be dropped before the run stops; 1.0 never stops."""
+    """Share of the samples read that may be dropped; the run stops when more are, beyond doubt. 1.0 never stops."""
     max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None

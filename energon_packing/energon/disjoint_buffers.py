@@ -64,6 +64,10 @@ class HookAccounts:
             self._ledger = self._make_ledger()
         return self._ledger
 
+    def counts(self) -> dict[str, Any] | None:
+        """`Ledger.counts`; None before the first sample."""
+        return None if self._ledger is None else self._ledger.counts()
+
     def check(self) -> None:
         """Raises what a hook met and could not raise through Energon's handlers."""
         if self._stop is not None:
@@ -136,6 +140,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
     def __iter__(self) -> Iterator[MeasuredSample]:
         for sample in self.dataset:
             self.accounts.check()
+            self.accounts.ledger.read += 1
             if sample.measured is None:
                 account_for(sample, self.accounts.ledger)
             else:
@@ -169,6 +174,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
 
     def reset_state_own(self) -> None:
         """Counts packs from 0 again."""
+        self._restored: FlexState | None = None  # the state that the next iteration begins with
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
     def len_worker(self, worker_idx: int | None = None) -> int:
@@ -176,6 +182,9 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
+        if self._restored is not None:
+            self.accounts.ledger.resume(self._restored.get("counts"))
+            self._restored = None
         for pack in self.dataset:
             self.accounts.check()
             with self._pack_index.ctx() as index:
@@ -195,8 +204,10 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         return add_sample_restore_key(pack, index, src=self)
 
     def save_state(self) -> FlexState:
-        """The state with the fingerprint that `restore_state` compares."""
-        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint))
+        """The state with the fingerprint that `restore_state` compares, and what the drop budget has counted."""
+        restored = self._restored
+        counts = self.accounts.counts() if restored is None else restored.get("counts")
+        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
         """Takes over a saved state.
@@ -206,6 +217,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         """
         check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
         super().restore_state(state)
+        self._restored = state
 
     def config(self) -> dict[str, Any]:
         """What Energon writes into the description of a loader."""

@@ -77,7 +77,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         multiple: every row is padded to a multiple of this.
         pad_to_max_length: every row is ``max_length`` long.
         ledger: directory of the ledger files; None keeps the ledger in the batches only.
-        drop_budget: share of samples that may be dropped before the run stops.
+        drop_budget: share of the samples read that may be dropped; the run stops when more are, beyond doubt.
         max_drops_without_pack: samples that may be dropped without a micro-batch between them before the run stops.
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are asked before our own.
@@ -152,6 +152,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             FatalSampleError: the configuration cannot work, or the drop budget is spent.
         """
         ledger = self._worker_ledger()
+        ledger.read += 1
         try:
             if sample.measured is None:
                 account_for(sample, ledger)

@@ -88,6 +88,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def reset_state_own(self) -> None:
         """Begins with an empty window, no plans, and indices from 0."""
+        self._restored: FlexState | None = None  # the state that the next iteration begins with
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._plan_lengths: list[int] = []  # samples of each plan, in the order of _planned
@@ -130,6 +131,10 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         """Reads the samples of a restored state again, and accounts for those that are no longer readable."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
+        if self._restored is not None:
+            held = len(self._window.buffer) + len(self._planned.buffer)
+            self.ledger.resume(self._restored.get("counts"), held=held)
+            self._restored = None
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
         self._drop_all(self._window.take(lost).samples)
         at = 0
@@ -157,6 +162,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                 sample = next(source)
             except StopIteration:
                 return False
+            self.ledger.read += 1
             if sample.measured is None:
                 account_for(sample, self.ledger)
             else:
@@ -251,8 +257,12 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
 
     def save_state(self) -> FlexState:
-        """The state with the fingerprint that `restore_state` compares."""
-        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint))
+        """The state with the fingerprint that `restore_state` compares, and what the drop budget has counted."""
+        if self._restored is not None:
+            counts = self._restored.get("counts")
+        else:
+            counts = None if self._ledger is None else self._ledger.counts()
+        return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
         """Takes over a saved state.
@@ -262,6 +272,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         """
         check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
         super().restore_state(state)
+        self._restored = state
 
     def config(self) -> dict[str, Any]:
         """What Energon writes into the description of a loader."""

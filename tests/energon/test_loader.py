@@ -12,7 +12,6 @@ from energon_packing import thd
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import BUDGET_STARTS_AT, DropBudgetExceeded, Ledger
 
 
 def keys_of(dataset, split="train"):
@@ -170,21 +169,10 @@ def test_a_failing_member_costs_itself_alone(dataset, run_config, monkeypatch, w
 
 
 def test_dropping_too_much_stops_the_run_with_one_sentence(run_config, monkeypatch):
-    monkeypatch.setattr("energon_packing.ledger.BUDGET_STARTS_AT", 10)
+    monkeypatch.setattr("energon_packing.drop_budget.BUDGET_STARTS_AT", 10)
     config = run_config(seq_length=128, drop_budget=0.05)
     with pytest.raises(UserError, match=r"drop_budget=0\.05"):
         list(build_loader(config))
-
-
-def test_the_budget_counts_the_share_of_dropped_samples():
-    ledger = Ledger(None, budget=0.5, name="x")
-    ledger.emit(0, [str(number) for number in range(BUDGET_STARTS_AT)])
-    for number in range(BUDGET_STARTS_AT):
-        ledger.drop(f"d{number}", "oversize", "")
-    with pytest.raises(DropBudgetExceeded, match=f"{BUDGET_STARTS_AT + 1} of {2 * BUDGET_STARTS_AT + 1}"):
-        ledger.drop("one more", "oversize", "too long")
-    assert len(ledger.take_dropped()) == BUDGET_STARTS_AT + 1
-    assert ledger.take_dropped() == ()
 
 
 def test_an_oversize_sample_can_stop_the_run_from_inside_a_worker(run_config):

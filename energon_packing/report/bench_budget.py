@@ -1,0 +1,216 @@
+"""Benchmark of the drop budget: how often runs of a known share of bad samples stop, and after how many reads.
+
+Every run is a real `WindowPackingDataset` with the real `Ledger` on a stream of samples that cost nothing: a sample is
+bad with the given probability, and is found out either when it is measured (too long, say) or only when it is rendered
+(its media are damaged), after its way through the window. See `energon_packing.drop_budget` for the rule.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from energon_packing.drop_budget import reads_until_stop
+from energon_packing.energon.internals import SavableDataset
+from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
+from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.errors import SampleRejected, UserError
+from energon_packing.ledger import DropBudgetExceeded, Ledger
+
+Stage = Literal["measure", "render"]
+LUCK = 1e-6
+"""Chance of a run to last longer than ``at_most``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """What the runs of one result have in common.
+
+    Attributes:
+        share: probability of a sample to be bad.
+        budget: ``packing.drop_budget``.
+        window: samples held.
+        stage: where a bad sample is found out.
+        reads: samples of a run that nothing stops.
+        pack: samples of a pack.
+    """
+
+    share: float
+    budget: float = 0.1
+    window: int = 256
+    stage: Stage = "measure"
+    reads: int = 5000
+    pack: int = 8
+
+
+CELLS = (
+    *(Cell(share=share, window=window) for share in (0.02, 0.06) for window in (1, 256, 1024)),
+    *(Cell(share=0.06, window=1024, stage="render"), Cell(share=0.09), Cell(share=0.1)),
+    *(Cell(share=0.5, budget=0.5), Cell(share=0.01, budget=0.01)),
+    *(Cell(share=share, window=window) for share in (0.2, 0.5, 1.0) for window in (1, 1024)),
+    *(Cell(share=0.15), Cell(share=0.2, window=1024, stage="render"), Cell(share=0.05, budget=0.01)),
+)
+
+
+class _Stream(SavableDataset[MeasuredSample]):
+    """Samples without content, some of them bad."""
+
+    def __init__(self, bad: np.ndarray, stage: Stage, worker_config: Any) -> None:
+        super().__init__(worker_config=worker_config)
+        self._bad, self._stage = bad, stage
+
+    def reset_state_own(self) -> None:
+        """Nothing to reset."""
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        """Samples of the run."""
+        return len(self._bad)
+
+    def worker_has_samples(self) -> bool:
+        """Always."""
+        return True
+
+    def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
+        return {"type": type(self).__qualname__}
+
+    def __iter__(self) -> Iterator[MeasuredSample]:
+        problem = Problem(reason="oversize", detail="too long")
+        for number, bad in enumerate(self._bad.tolist()):
+            refused = bad and self._stage == "measure"
+            yield MeasuredSample(
+                __key__=f"{number}x" if bad else str(number),
+                __restore_key__=(number,),
+                __subflavors__={},
+                measured=None if refused else _NOTHING,
+                problem=problem if refused else None,
+            )
+
+
+_NOTHING: Any = object()
+
+
+def _render(sample: MeasuredSample) -> RenderedSample:
+    if sample.__key__.endswith("x"):
+        raise SampleRejected("corrupt_media", "cannot be decoded")
+    return RenderedSample.derive_from(sample, rows=())
+
+
+def _assemble(samples: list[RenderedSample]) -> Pack:
+    nothing: Any = None
+    return Pack(__key__="", __restore_key__=(), __subflavors__={}, batch=nothing)
+
+
+def stopped_after(cell: Cell, seed: int) -> int | None:
+    """Samples that one run had read when its budget stopped it; None where it came to its end."""
+    from megatron.energon import WorkerConfig
+
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    ledger = Ledger(None, budget=cell.budget, name="simulated", most_pending=10**9)
+    bad = np.random.default_rng(seed).random(cell.reads) < cell.share
+    dataset = WindowPackingDataset(
+        _Stream(bad, cell.stage, config),
+        window=cell.window,
+        balance_window=1,
+        select=lambda held, ended: range(min(cell.pack, len(held))),
+        order=lambda plans, block: range(len(plans)),
+        fewest=lambda held: 0,
+        render=_render,
+        assemble=_assemble,
+        ledger=lambda: ledger,
+        fingerprint={},
+        worker_config=config,
+    )
+    config.worker_activate(0)
+    try:
+        for _ in dataset:
+            pass
+    except DropBudgetExceeded:
+        return ledger.read
+    finally:
+        config.worker_deactivate()
+    return None
+
+
+def measure(cell: Cell, *, runs: int, seed: int = 0) -> dict[str, Any]:
+    """One result: how many of so many runs were stopped, and when.
+
+    Returns:
+        ``share, budget, window, stage, reads, runs, stopped``; where any was stopped its ``median`` and ``last``
+        number of reads; where the share is above the budget ``expected`` (`reads_until_stop`, of average luck) and
+        ``at_most`` (of a luck of `LUCK`).
+    """
+    found = [stopped_after(cell, seed + run) for run in range(runs)]
+    stops = [reads for reads in found if reads is not None]
+    result = {
+        "share": cell.share,
+        "budget": cell.budget,
+        "window": cell.window,
+        "stage": cell.stage,
+        "reads": cell.reads,
+        "runs": runs,
+        "stopped": len(stops),
+        "median": statistics.median(stops) if stops else None,
+        "last": max(stops, default=None),
+        "expected": None,
+        "at_most": None,
+    }
+    if cell.share > cell.budget:
+        result["expected"] = _reads(cell, 1.0)
+        result["at_most"] = _reads(cell, LUCK)
+    return result
+
+
+def _reads(cell: Cell, luck: float) -> int:
+    held = cell.window if cell.stage == "render" else 0
+    return reads_until_stop(cell.share, cell.budget, held=held, luck=luck)
+
+
+def run(cells: Sequence[Cell] = CELLS, *, runs: int = 200, reads: int | None = None, seed: int = 0) -> Iterator[Any]:
+    """Results of all cells, see `measure`.
+
+    Args:
+        cells: what to simulate.
+        runs: of each.
+        reads: samples of a run; None takes those of the cell, and enough to stop where the share is above the budget.
+        seed: of the first run; the next ones follow.
+
+    Raises:
+        UserError: no run, or no sample.
+    """
+    if runs < 1 or (reads is not None and reads < 1):
+        raise UserError("runs and reads must be at least 1")
+    for cell in cells:
+        if reads is not None:
+            cell = replace(cell, reads=reads)
+        elif cell.share > cell.budget:
+            cell = replace(cell, reads=max(cell.reads, _reads(cell, LUCK)))
+        yield measure(cell, runs=runs, seed=seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``bench_budget [--runs N] [--reads N] [--seed N]``: one JSON line a result; 2 on unusable options."""
+    import argparse
+    import json
+    import sys
+
+    parser = argparse.ArgumentParser(prog="bench.py budget", description=__doc__)
+    parser.add_argument("--runs", type=int, default=200, help="of each cell (default 200)")
+    parser.add_argument("--reads", type=int, help="samples of a run (default 5,000, more where that takes a stop)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        for result in run(runs=options.runs, reads=options.reads, seed=options.seed):
+            print(json.dumps(result), flush=True)
+    except UserError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""The drop budget's rule: never a false stop, always a true one, at any number of reads.
+
+The oracles are the binomial distribution of SciPy, and the exact probability that a run is ever stopped, summed over
+all runs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packing.drop_budget import BUDGET_STARTS_AT, FALSE_STOP, over_budget, reads_until_stop
+from energon_packing.ledger import DropBudgetExceeded, Ledger
+
+BUDGETS = (0.01, 0.1, 0.5, 0.9)
+
+
+def limits(budget: float, reads: int) -> list[int]:
+    """For each number of reads the smallest number of drops that stops a run; more than all where none does."""
+    found, dropped = [], 0
+    for read in range(reads + 1):
+        if read < BUDGET_STARTS_AT:
+            found.append(read + 1)
+            continue
+        while dropped <= read and not over_budget(dropped, read, budget):
+            dropped += 1  # it never falls: more reads excuse more drops
+        found.append(dropped)
+    return found
+
+
+def chance_of_a_stop(share: float, budget: float, reads: int) -> float:
+    """Exact: the distribution of the drops of all runs that go on, sample by sample."""
+    limit = limits(budget, reads)
+    alive, stopped = np.zeros(reads + 2), 0.0
+    alive[0] = 1.0
+    for read in range(1, reads + 1):
+        alive[1:] = alive[1:] * (1 - share) + alive[:-1] * share
+        alive[0] *= 1 - share
+        stopped += float(alive[limit[read] :].sum())
+        alive[limit[read] :] = 0.0
+    return stopped
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_share_within_the_budget_is_never_stopped(budget: float) -> None:
+    for share in (budget, 0.9 * budget):
+        assert chance_of_a_stop(share, budget, 4000) <= FALSE_STOP
+
+
+@pytest.mark.parametrize(("share", "budget"), [(0.05, 0.01), (0.2, 0.1), (0.3, 0.1), (0.7, 0.5), (1.0, 0.9)])
+def test_a_share_above_the_budget_is_stopped_within_the_stated_number_of_reads(share: float, budget: float) -> None:
+    usual = chance_of_a_stop(share, budget, reads_until_stop(share, budget))
+    assert usual > 0.4
+    for luck in (1e-2, 1e-6):
+        assert 1 - chance_of_a_stop(share, budget, reads_until_stop(share, budget, luck=luck)) <= 2 * luck
+
+
+@given(budget=st.floats(0.001, 0.999), read=st.integers(1, 10**6), data=st.data())
+def test_the_rule_is_the_binomial_probability_that_its_page_gives(
+    budget: float, read: int, data: st.DataObject
+) -> None:
+    binom = pytest.importorskip("scipy.stats").binom
+    near = int(read * budget + 8 * (read * budget) ** 0.5) + 20
+    dropped = data.draw(st.integers(0, min(near, read)))
+    evidence = np.log(read + 1) + binom.logpmf(dropped, read, budget)
+    if abs(evidence - np.log(FALSE_STOP)) < 1e-5:
+        return  # too near for the last digits of either
+    expected = read >= BUDGET_STARTS_AT and dropped > budget * read and evidence <= np.log(FALSE_STOP)
+    assert over_budget(dropped, read, budget) == expected
+
+
+def test_a_budget_of_0_stops_at_the_first_drop_and_one_of_1_never() -> None:
+    strict = Ledger(None, budget=0.0, name="x")
+    strict.read = 1_000_000
+    with pytest.raises(DropBudgetExceeded, match=r"^1 of the 1000000 samples read were dropped \(1 oversize\)"):
+        strict.drop("a", "oversize", "too long")
+    everything = Ledger(None, budget=1.0, name="x")
+    for number in range(5000):
+        everything.read += 1
+        everything.drop(str(number), "oversize", "")
+
+
+def test_a_first_bad_stretch_alone_stops_nothing_before_enough_is_read() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    for number in range(BUDGET_STARTS_AT - 1):
+        ledger.read += 1
+        ledger.drop(str(number), "oversize", "")
+    ledger.read += 1
+    with pytest.raises(DropBudgetExceeded):
+        ledger.drop("one more", "oversize", "")
+
+
+def test_what_is_held_counts_as_read_and_the_message_names_reasons_and_the_way_out() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    ledger.read = 1000  # emitted: none, all of them wait in the window
+    for number in range(60):
+        ledger.drop(str(number), "oversize", "")
+    while not over_budget(ledger.dropped + 1, 1000, 0.1):
+        ledger.drop("c", "corrupt_media", "cut off")
+    with pytest.raises(DropBudgetExceeded) as caught:
+        ledger.drop("last", "corrupt_media", "cut off")
+    message = str(caught.value)
+    dropped = ledger.dropped
+    assert f"{dropped} of the 1000 samples read were dropped ({dropped - 60} corrupt_media, 60 oversize)" in message
+    assert "drop_budget=0.1" in message
+    assert message.endswith("the last one is last: cut off. Fix the data, or raise the budget.")
+    assert dropped > 100  # the budget's own share of what was read
+
+
+def test_counts_of_a_state_are_taken_over_and_a_state_without_them_counts_its_window() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    ledger.read = 500
+    for number in range(20):
+        ledger.drop(str(number), "oversize", "")
+    again = Ledger(None, budget=0.1, name="x")
+    for _ in range(2):  # one state, restored twice
+        again.resume(ledger.counts(), held=99)
+        assert (again.read, again.dropped) == (500, 20)
+        again.drop("more", "oversize", "")
+    assert ledger.counts() == {"read": 500, "reasons": {"oversize": 20}}
+    again.resume(None, held=7)
+    assert (again.read, again.dropped) == (7, 0)
+
+
+@pytest.mark.parametrize(("share", "budget", "luck"), [(0.1, 0.1, 1.0), (0.5, 0.0, 1.0), (0.5, 0.1, 0.0)])
+def test_impossible_shares_are_refused(share: float, budget: float, luck: float) -> None:
+    with pytest.raises(ValueError, match="must be above budget"):
+        reads_until_stop(share, budget, luck=luck)

@@ -1,0 +1,138 @@
+"""The traps of images and clips that decode to nothing useful, and of the drop budget; see `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+BUDGET_TRAPS: dict[int, str] = {
+    37: "a deep image becomes white or black, a turned TIFF or a one-frame clip is lost without its reason",
+    54: "the drop budget forgets what is still held, or asks before the share is certain",
+}
+
+DEPTH = "tests/media/test_image_depth.py::"
+LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
+SAMPLES = "NumPy on the samples written into the file"
+
+BUDGET_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=37,
+        name="a PGM of more than 8 bits is clipped",
+        test=DEPTH + "test_a_pgm_is_scaled_by_its_maxval",
+        oracle=SAMPLES,
+        edits=(
+            (
+                "media/depth.py",
+                "        white = 65535.0\n",
+                "        white = 0.0\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=37,
+        name="twelve bits of a TIFF are taken for sixteen",
+        test=DEPTH + "test_twelve_bits_of_a_tiff_are_not_taken_for_sixteen",
+        oracle=SAMPLES,
+        edits=(("media/depth.py", "int(tags.get(_BITS_PER_SAMPLE, (16,))[0])", "16"),),
+    ),
+    Mutation(
+        trap=37,
+        name="a float image is clipped to black",
+        test=DEPTH + "test_floats_from_0_to_1_are_black_to_white",
+        oracle=SAMPLES,
+        edits=(("media/depth.py", '{"F": 1.0, "I": None}', '{"F": 0.0, "I": None}'),),
+    ),
+    Mutation(
+        trap=37,
+        name="32-bit integers pass as white",
+        test=DEPTH + "test_integers_without_a_defined_white_are_refused_from_the_header",
+        oracle="TIFF 6.0",
+        edits=(("media/depth.py", '"I": None}', '"I": 0.0}'),),
+    ),
+    Mutation(
+        trap=37,
+        name="the size of a turned TIFF is turned twice",
+        test="tests/media/test_image_orientation.py::"
+        "test_an_image_is_upright_and_of_its_measured_size_in_every_orientation[TIFF-6]",
+        oracle="the stored pixels, turned with NumPy",
+        edits=(
+            (
+                "media/probe.py",
+                "stored_width, stored_height = _stored_size(image)",
+                "stored_width, stored_height = image.size",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=37,
+        name="a one-frame clip is refused for a division by zero",
+        test="tests/families/test_short_clips.py::"
+        "test_a_short_clip_is_planned_as_its_processor_samples_it_or_refused_by_name[qwen2_5_vl-1-2.0]",
+        oracle="the video processor of Hugging Face",
+        edits=(
+            (
+                "families/qwen_vl.py",
+                "        except ZeroDivisionError as error:\n",
+                "        except KeyError as error:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=54,
+        name="samples held in the window are not counted",
+        test=LOADER + "test_no_run_below_its_budget_is_stopped_whatever_its_window[0.06-1024-measure]",
+        oracle="200 simulated runs of a known share",
+        edits=(
+            (
+                "ledger.py",
+                "if over_budget(self.dropped, self.read, self.budget):",
+                "if over_budget(self.dropped, self.dropped + self.emitted, self.budget):",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=54,
+        name="a share above the budget by chance stops the run",
+        test="tests/test_drop_budget.py::test_a_share_within_the_budget_is_never_stopped",
+        oracle="the exact probability over all runs",
+        edits=(
+            (
+                "drop_budget.py",
+                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "    return True\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=54,
+        name="a run far above its budget goes on",
+        test="tests/test_drop_budget.py::test_a_share_above_the_budget_is_stopped_within_the_stated_number_of_reads",
+        oracle="the exact probability over all runs",
+        edits=(
+            (
+                "drop_budget.py",
+                "    return _evidence(dropped, read, budget) >= -math.log(FALSE_STOP)\n",
+                "    return _evidence(dropped, read, budget) >= -3 * math.log(FALSE_STOP)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=54,
+        name="a restart forgets what was read and dropped",
+        test=LOADER + "test_a_restored_run_counts_nothing_twice_and_forgets_nothing[None]",
+        oracle="the run that was never stopped",
+        edits=(
+            (
+                "energon/window_dataset.py",
+                'self.ledger.resume(self._restored.get("counts"), held=held)',
+                "self.ledger.resume(None, held=held)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=54,
+        name="samples of a buffer are counted when they leave it",
+        test=LOADER + "test_every_sample_of_an_epoch_is_counted_as_read_once[16]",
+        oracle="the keys of the data set",
+        edits=(("energon/disjoint_buffers.py", "            self.accounts.ledger.read += 1\n", ""),),
+    ),
+)

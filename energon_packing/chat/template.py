@@ -71,8 +71,12 @@ class RenderedChat:
 class _Structure:
     """A conversation's structure under a template: where its pieces go, whatever they say."""
 
-    def __init__(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, layout: Layout) -> None:
-        self.messages, self.tools, self.layout = messages, tools, layout
+    def __init__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, pieces: Sequence[Piece]
+    ) -> None:
+        self.messages, self.tools = messages, tools
+        self.layout = Layout.of(text, pieces)
+        self.as_python = _holds_python(messages, text)
         self.answers: list[Answer] | None = None
 
 
@@ -233,25 +237,26 @@ class ChatTemplate:
     ) -> tuple[tuple[Passing, _Structure, list[Piece]] | None, SampleRejected | None]:
         """The way of passing in which the least is missing, and what then still is."""
         best: tuple[tuple[int, ...], Passing, _Structure, list[Piece]] | None = None
-        error: SampleRejected | None = None
+        refusal: SampleRejected | None = None
+        complaint: SampleRejected | None = None
         questions = [number for number, turn in enumerate(conversation.turns) if turn.role == "user"]
         last_question = questions[-1] if questions else -1
         for passing in self._passings(conversation):
             try:
                 structure, pieces = self._structure(conversation, passing, mode)
             except SampleRejected as refused:
-                error = error or refused
+                refusal = refusal or refused
                 continue
             missing = structure.layout.missing()
             left_out = [piece for piece in missing if not self._may_omit(pieces[piece], last_question)]
             disorder = structure.layout.disorder()
-            score = (len(left_out), int(disorder is not None), len(missing), int(_as_python(structure)))
+            score = (len(left_out), int(disorder is not None), len(missing), int(structure.as_python))
             if best is None or score < best[0]:
                 best = (score, passing, structure, pieces)
-                error = self._complaint(conversation, pieces, left_out, disorder)
+                complaint = self._complaint(conversation, pieces, left_out, disorder)
             if not any(score):
                 break
-        return (None, error) if best is None else (best[1:], error)
+        return (None, refusal) if best is None else (best[1:], complaint)
 
     def _may_omit(self, piece: Piece, last_question: int) -> bool:
         """Thinking of earlier questions, which many templates take back, and definitions where a user allows it."""
@@ -266,7 +271,7 @@ class ChatTemplate:
         if left_out:
             kinds = {pieces[piece].kind for piece in left_out}
             way = "use another encoder.chat_template"
-            if kinds <= {"call", "argument", "definition"}:
+            if kinds & {"call", "argument", "definition"}:
                 way = "it shows no tools; use a format that does, such as encoder.chat_template: qwen"
             if kinds == {"definition"}:
                 way += ", or allow it with encoder.tool_definitions: optional"
@@ -329,7 +334,7 @@ class ChatTemplate:
         if found is None:
             try:
                 text, _ = self._run(messages, tools, track=False)
-                found = _Structure(messages, tools, Layout.of(text, marks.pieces))
+                found = _Structure(messages, tools, text, marks.pieces)
             except SampleRejected as error:
                 found = error
             self._structures[key] = found
@@ -587,20 +592,11 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
     return texts
 
 
-def _as_python(structure: _Structure) -> bool:
-    """Whether arguments of a call stand as Python writes them, which is no JSON."""
-    text = None
-    for message in structure.messages:
-        for call in message.get("tool_calls") or ():
-            arguments = (call.get("function") or call).get("arguments")
-            if isinstance(arguments, Mapping) and arguments:
-                if text is None:
-                    layout = structure.layout
-                    shown = (f"Zq{piece:06d}Xv" for piece in layout.order)
-                    text = "".join(part for pair in zip(layout.frames, [*shown, ""], strict=True) for part in pair)
-                if str(arguments) in text:
-                    return True
-    return False
+def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether arguments of a call stand in a rendering as Python writes them, which is no JSON."""
+    calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
+    objects = (call.get("arguments") for call in calls)
+    return any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
 
 
 def _with_line_break(text: str, end: int) -> int:

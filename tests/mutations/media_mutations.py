@@ -45,8 +45,9 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/template.py",
-                "        if not trained:\n",
-                "        trained = trained or (TrainedSpan(start=0, end=len(text)),)\n        if not trained:\n",
+                "        if not any(span.weight > 0 for span in kept):\n",
+                "        kept = kept if any(span.weight for span in kept) else (TrainedSpan(0, len(text)),)\n"
+                "        if not kept:\n",
             ),
         ),
     ),
@@ -58,8 +59,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "chat/template.py",
-                "return TrainedSpan(start=span.start, end=span.end + len(token))",
-                "return span",
+                "            end = self.stops.after(text, end)\n",
+                "",
             ),
         ),
     ),
@@ -68,7 +69,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="the last answer alone is trained",
         test=LABELS + "test_every_assistant_turn_is_a_target_or_only_the_last",
         oracle="the definition",
-        edits=(("chat/template.py", 'elif self.train_on == "last_assistant":', "else:"),),
+        edits=(("chat/template.py", '        if self.train_on == "last_assistant":', "        if True:"),),
     ),
     Mutation(
         trap=22,

@@ -1,4 +1,4 @@
-"""Puts each bug of `mutation_table` and `media_mutations` back, one at a time, and runs the test that must notice it.
+"""Puts each bug of the mutation tables back, one at a time, and runs the test that must notice it.
 
     python tests/mutations/mutation_run.py [--only 7 --only 12] [--jobs 2] [--json]
 
@@ -27,11 +27,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from budget_mutations import BUDGET_MUTATIONS
+from convert_mutations import CONVERT_MUTATIONS
 from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
+from template_mutations import TEMPLATE_MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "energon_packing"
+ALL_MUTATIONS = (*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS, *BUDGET_MUTATIONS)
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 
@@ -236,8 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutations at a time (default 2)")
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     options = parser.parse_args(arguments)
-    known = (*MUTATIONS, *MEDIA_MUTATIONS)
-    chosen = [mutation for mutation in known if not options.only or mutation.trap in options.only]
+    chosen = [mutation for mutation in ALL_MUTATIONS if not options.only or mutation.trap in options.only]
     if not chosen or options.jobs < 1:
         parser.error("no mutation chosen" if not chosen else "--jobs must be at least 1")
     began = time.monotonic()

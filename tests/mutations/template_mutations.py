@@ -1,0 +1,150 @@
+"""The traps of foreign chat templates, one bug or more for each; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+TEMPLATE_TRAPS: dict[int, str] = {
+    41: "a chat template hides calls, arguments, definitions or turns, and what is left is trained",
+    42: "spans are taken for turns: the last span for the last answer, weights by their number",
+    43: "a generation prompt that nobody asked for is trained behind the last answer",
+    44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
+    45: "a template whose longer texts do not continue its shorter ones stops the run, or trains the wrong text",
+}
+
+TRAPS = "tests/chat/test_template_traps.py::"
+WORDS = "the words of the conversation"
+
+TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=41,
+        name="what is missing from the text is not looked for",
+        test=TRAPS + "test_a_short_name_that_stands_elsewhere_in_the_text_is_still_missed",
+        oracle=WORDS,
+        edits=(("chat/layout.py", "if piece not in shown]", "if False]"),),
+    ),
+    Mutation(
+        trap=41,
+        name="a setting for definitions allows calls too",
+        test=TRAPS + "test_the_setting_for_definitions_lets_no_call_vanish",
+        oracle=WORDS,
+        edits=(
+            (
+                "chat/template.py",
+                '        if piece.kind == "definition":\n            return self.tool_definitions',
+                '        if piece.kind in ("definition", "call", "argument"):\n'
+                "            return self.tool_definitions",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=41,
+        name="calls are passed in one way only",
+        test=TRAPS + "test_calls_of_deepseek_are_shown_since_they_are_passed_as_its_template_wants_them",
+        oracle="DeepSeek-V3's published template",
+        edits=(
+            ("chat/template.py", "for as_text in (False, True) if calls else (False,):", "for as_text in (False,):"),
+        ),
+    ),
+    Mutation(
+        trap=41,
+        name="arguments stand as Python writes them",
+        test=TRAPS + "test_arguments_are_written_as_json_where_the_template_would_print_an_object_as_python_does",
+        oracle="the definition",
+        edits=(("chat/template.py", "int(structure.as_python))", "0)"),),
+    ),
+    Mutation(
+        trap=41,
+        name="a turn may stand before the turns that it followed",
+        test=TRAPS + "test_a_template_that_puts_a_later_turn_first_costs_the_sample",
+        oracle=WORDS,
+        edits=(("chat/layout.py", "            if turn < latest:\n", "            if False:\n"),),
+    ),
+    Mutation(
+        trap=42,
+        name="the last span is the last answer",
+        test=TRAPS + "test_the_last_answer_is_trained_whole_where_the_template_marks_it_in_several_blocks",
+        oracle="the turns of the conversation",
+        edits=(
+            (
+                "chat/template.py",
+                '        return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen\n',
+                '        return chosen[-1:] if self.train_on == "last_assistant" else chosen\n',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=42,
+        name="without a mark in the last answer an earlier one is the last",
+        test=TRAPS + "test_an_earlier_answer_is_not_trained_as_the_last_where_the_last_has_no_mark",
+        oracle="the turns of the conversation",
+        edits=(("chat/template.py", "answers = answers[-1:]", "answers = [*filter(spans.get, answers)][-1:]"),),
+    ),
+    Mutation(
+        trap=43,
+        name="a last answer that no token ends goes on to the end of the text",
+        test=TRAPS + "test_a_generation_prompt_that_nobody_asked_for_is_not_trained_behind_the_last_answer",
+        oracle=WORDS,
+        edits=(("chat/answers.py", "        return stops.opening(frame) or closing, ", "        return len(frame), "),),
+    ),
+    Mutation(
+        trap=44,
+        name="a template may take an empty system turn for none",
+        test=TRAPS + "test_an_empty_system_turn_suppresses_the_default_prompt_or_costs_the_sample",
+        oracle="the template's text without a system turn",
+        edits=(("chat/template.py", "        if self._hides_empty_system:\n", "        if False:\n"),),
+    ),
+    Mutation(
+        trap=45,
+        name="an answer begins where the conversation alone ends",
+        test=TRAPS + "test_qwen3_trains_several_answers_under_its_own_template",
+        oracle="Qwen3's published template",
+        edits=(("chat/answers.py", "asked = render(messages[:turn], True)", "asked = render(messages[:turn], False)"),),
+    ),
+    Mutation(
+        trap=45,
+        name="a header ends in the middle of a token",
+        test=TRAPS + "test_an_answer_begins_with_a_whole_token_where_the_prompt_offers_another",
+        oracle=WORDS,
+        edits=(
+            (
+                "chat/answers.py",
+                "    header = min(stops.whole(prompt, header), stops.whole(frame, header))\n",
+                "",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=45,
+        name="a header that ends an answer is not trained",
+        test=TRAPS + "test_an_answer_that_only_the_next_header_ends_is_trained_with_that_header",
+        oracle="where GLM-4.5 stops",
+        edits=(
+            (
+                "chat/answers.py",
+                "    return closing + (opening or 0), ",
+                "    return closing, ",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=45,
+        name="a token across the end of an answer is trained",
+        test=TRAPS + "test_a_token_across_the_end_of_an_answer_is_not_trained",
+        oracle="the characters of each token",
+        edits=(("encoders/targets.py", "text.reaches_over(last - 1, span.end)", "False"),),
+    ),
+    Mutation(
+        trap=45,
+        name="nested thinking begins at its last opening tag",
+        test=TRAPS + "test_no_token_of_masked_thinking_is_trained_however_it_is_nested",
+        oracle="the definition",
+        edits=(
+            (
+                "chat/thinking.py",
+                "opened = tag.start() if not depth else opened",
+                "opened = tag.start()",
+            ),
+        ),
+    ),
+)

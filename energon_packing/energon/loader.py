@@ -71,6 +71,7 @@ class PackLoader:
         if keep_memory:
             in_workers(self._loader)
         self._started = False
+        self._told_of_hidden = False  # that the chat template leaves something out
         self._together = epoch_end != "uneven" and dataset.worker_config.world_size > 1
         if self._together and padding is None:
             raise ConfigError(
@@ -95,7 +96,20 @@ class PackLoader:
         for pack in packs:
             if self._monitor is not None:
                 self._monitor.add(pack)
+            if pack.dropped and not self._told_of_hidden:
+                self._tell_of_hidden(pack)
             yield pack
+
+    def _tell_of_hidden(self, pack: Pack) -> None:
+        """Warns once that the chat template leaves something out: the fault is the run's, not the samples'."""
+        hidden = [entry for entry in pack.dropped if entry.reason == "template_omits"]
+        if hidden:
+            self._told_of_hidden = True
+            warnings.warn(
+                f"{len(hidden)} of {len(hidden) + len(pack.keys)} samples so far were refused as template_omits, such "
+                f"as {hidden[0].key}: {hidden[0].detail}. The ledger names all of them.",
+                stacklevel=3,
+            )
 
     def statistics(self) -> PackStatistics:
         """Fill, padding by cause, delay, samples held and spread of cost of all packs that were yielded so far.

@@ -156,7 +156,12 @@ class ChatTemplate:
         self._check_empty_system(conversation)
         structure, places, text, marked = self._read(conversation)
         weights = {number: turn.loss_weight for number, turn in enumerate(conversation.turns)}
-        answers = self._answers(structure, places, text, marked)
+        try:
+            answers = self._answers(structure, places, text, marked)
+        except SampleRejected:
+            if self.train_on != "all" or any(weight is not None for weight in weights.values()):
+                raise
+            answers = []  # everything is trained, wherever an answer begins
         if answers and (added := answers[-1][2]):
             text += added
         spans = {turn: found for turn, found, _ in answers}
@@ -217,8 +222,7 @@ class ChatTemplate:
             text, marked = self._run(messages, tools, track=self.marks_generation)
             places, other = structure.layout.walk(text, pieces)
             if other is not None:  # a template may write the date, and midnight may have passed
-                self._structures.clear()
-                structure = self._structure(conversation, passing, mode)[0]
+                structure = self._structure(conversation, passing, mode, anew=True)[0]
                 places, other = structure.layout.walk(text, pieces)
             if other is None:
                 if not mode.get("calls", True):
@@ -320,7 +324,7 @@ class ChatTemplate:
         return "thinking probe" in text
 
     def _structure(
-        self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool]
+        self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool], *, anew: bool = False
     ) -> tuple[_Structure, list[Piece]]:
         """The structure of a conversation, from those that were seen or by rendering, and what the conversation says.
 
@@ -331,7 +335,7 @@ class ChatTemplate:
         messages, tools = self._messages(conversation, marks, passing)
         key = repr((messages, tools))
         found = self._structures.get(key)
-        if found is None:
+        if found is None or anew:
             try:
                 text, _ = self._run(messages, tools, track=False)
                 found = _Structure(messages, tools, text, marks.pieces)
@@ -526,7 +530,10 @@ class ChatTemplate:
     def _messages(
         self, conversation: Conversation, words: Words, passing: Passing
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        return to_messages(conversation, words, passing, as_list=self._content_as_list)
+        try:
+            return to_messages(conversation, words, passing, as_list=self._content_as_list)
+        except RecursionError as error:
+            raise SampleRejected("bad_record", "the arguments of a tool call are nested too deeply") from error
 
     def _wants_lists(self) -> bool:
         """Some vision templates (LLaVA's) read content only as a list of parts: find out once, with a probe."""

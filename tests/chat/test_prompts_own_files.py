@@ -116,6 +116,7 @@ TOOLS = {
     "definitions": "D{definitions}",
     "definition": "{json}",
     "between_definitions": ",",
+    "before_definitions": ";",
     "calls": "C{calls}",
     "call": "{name}{arguments}",
     "before_calls": "b",
@@ -144,6 +145,7 @@ def prompt_of(section=None, name=None, text=""):
     if name == "system_in_user":
         del sections["prompt"]["system"]
         sections["tools"]["placement"] = "last_user"
+        del sections["tools"]["before_definitions"]
         sections["prompt"]["system_in_user"] = "{system}{content}"
     if section is not None:
         sections[section][name] += text
@@ -230,6 +232,7 @@ CALLED = {"call": "{name}{arguments}"}
             CALLED | {"placement": "last_user"},
             "placement is 'last_user', which nothing reads without tools.definitions",
         ),
+        (CALLED | {"before_definitions": ","}, "before_definitions is ',', which nothing reads without"),
         (CALLED | {"between_definitions": ","}, "between_definitions is ',', which nothing reads without"),
         (CALLED | {"definition": "{fields}"}, "definition is '{fields}', which nothing reads without"),
         (DEFINED | {"calls": "[{calls}]"}, "calls is '[{calls}]', which nothing reads without tools.call"),

@@ -378,3 +378,38 @@ def test_ids_of_calls_reach_the_results_that_answer_them() -> None:
     text = own(source).render(talk(ASKED, calls, noon, TOLD, ANSWERED)).text
     assert "find_time: noon" in text
     assert "find_weather: " + TOLD.text in text
+
+
+def test_arguments_nested_beyond_recursion_cost_their_sample_alone() -> None:
+    deep: Any = "x"
+    for _ in range(3000):
+        deep = [deep]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": deep}}}
+    template = own(plain(CHATML))
+    assert reason(template, talk(ASKED, turn("assistant", tool_calls=(call,))))[0] in ("bad_record", "template_error")
+    assert trained(template, TWO) == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+def test_everything_is_trained_also_where_the_template_does_not_show_where_answers_begin() -> None:
+    leading = talk(turn("assistant", "Welcome."), *TWO.turns)
+    assert reason(own(plain(CHATML)), leading)[0] == "assistant_first"
+    chat = own(plain(CHATML), train_on="all").render(leading)
+    assert [(span.start, span.end) for span in chat.spans] == [(0, len(chat.text))]
+
+
+def test_the_date_that_a_template_writes_may_change_under_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import energon_packing.chat.template as module
+
+    rendered, day = module.render_template, ["Monday"]
+
+    def dated(*arguments: Any, **options: Any) -> Any:
+        text, spans = rendered(*arguments, **options)
+        return f"{day[0]} {text}", [(start + len(day[0]) + 1, end + len(day[0]) + 1) for start, end in spans]
+
+    monkeypatch.setattr(module, "render_template", dated)
+    for source in (plain(CHATML), marked(CHATML)):
+        template = own(source)
+        for today in ("Monday", "Tuesday", "Tuesday"):
+            day[0] = today
+            assert template.render(TWO).text.startswith(today)
+            assert trained(template, TWO) == ["First.<|im_end|>", "Second.<|im_end|>"]

@@ -42,6 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("encoders",),
     ("offline", "energon"),
     ("demo", "report", "bridge", "megatron_lm"),
+    ("validate",),
     ("cli",),
 )
 # Sideways all the same, with the reason.

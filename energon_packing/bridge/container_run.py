@@ -15,6 +15,7 @@ from typing import Any
 from energon_packing.bridge.container_view import view_of
 from energon_packing.bridge.measurement import measured
 from energon_packing.bridge.run_facts import DataFacts
+from energon_packing.bridge.run_reads import RunReads, reads_of_container
 from energon_packing.bridge.run_view import RunView, smallest_world_size
 from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, container_verdict, prepare_bridge, quiet
 from energon_packing.config import ParallelConfig
@@ -103,6 +104,10 @@ class ContainerRun:
             eval_context_parallel=self.container.dist.eval_context_parallel_size,
         )
         self.data = measured(dataset.run_config(parallel), parallel, samples, self.view())
+
+    def reads(self) -> RunReads:
+        """What our data set in the container names."""
+        return reads_of_container(self.container)
 
     def verdict(self) -> BridgeVerdict:
         """What the installed Bridge says of the container, and of an equivalent run where its data set is ours."""

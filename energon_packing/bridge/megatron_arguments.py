@@ -99,7 +99,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
         ConfigError: a value of the wrong kind, a name that is nearly one of those read, or no ``--seq-length``.
     """
     found: dict[str, Any] = {}
-    for name, values in _grouped(words):
+    for name, values in grouped(words):
         if name not in ARGUMENTS:
             near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.93)
             if near:
@@ -138,8 +138,9 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     )
 
 
-def _grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each name with the words up to the next name; words before the first name (a program, say) are left out."""
+def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each name, with hyphens for underscores, and the words up to the next name; what stands before the first name (a
+    program, say) is left out."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):

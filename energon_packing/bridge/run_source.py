@@ -1,7 +1,8 @@
 """What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
 
-Each source gives the same three things: a `RunView` for the static rules, a verdict of the installed Bridge where there
-is one to give, and the place of a view's field in the source, so that a mend can be written. Bridge is imported only by
+Each source gives the same four things: a `RunView` for the static rules, what the run reads from disk, a verdict of the
+installed Bridge where there is one to give, and the place of a view's field in the source, so that a mend can be
+written. Bridge is imported only by
 the two sources that are Bridge's.
 """
 
@@ -19,6 +20,7 @@ from energon_packing.bridge.measurement import measured
 from energon_packing.bridge.megatron_arguments import read_arguments, view_of_arguments
 from energon_packing.bridge.model_configs import config_file
 from energon_packing.bridge.run_facts import DataFacts
+from energon_packing.bridge.run_reads import RunReads, reads_of_arguments
 from energon_packing.bridge.run_view import RunView
 from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict
 from energon_packing.config import load_config
@@ -64,6 +66,9 @@ class RunSource(Protocol):
 
     def view(self) -> RunView:
         """What the rules read."""
+
+    def reads(self) -> RunReads:
+        """What the run reads from disk."""
 
     def verdict(self) -> BridgeVerdict:
         """What the installed Bridge says."""
@@ -116,6 +121,10 @@ class YamlRun:
         config = load_config(self.name, self.overrides)
         self.data = measured(config, config.parallel, samples, self.view())
 
+    def reads(self) -> RunReads:
+        """What the file names."""
+        return RunReads(config=load_config(self.name, self.overrides))
+
     def verdict(self) -> BridgeVerdict:
         """What the installed Bridge says of an equivalent run."""
         return bridge_verdict(self.view())
@@ -149,6 +158,10 @@ class ArgumentsRun:
             ConfigError: always.
         """
         raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
+
+    def reads(self) -> RunReads:
+        """What the configuration file names that the arguments name."""
+        return reads_of_arguments(self.words)
 
     def verdict(self) -> BridgeVerdict:
         """That Bridge was not asked: it does not read these arguments."""

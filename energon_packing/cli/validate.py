@@ -15,8 +15,11 @@ from rich.table import Table
 from energon_packing.bridge.rules import Judgement, judge
 from energon_packing.bridge.run_source import RunSource, run_source
 from energon_packing.bridge.verdict import BridgeVerdict
+from energon_packing.cli.looks import end_of_looks, looks_as_json, print_looks
 from energon_packing.cli.mend import Mend, write_mended
 from energon_packing.cli.picture import picture_lines, resolved_picture
+from energon_packing.validate.look import Look
+from energon_packing.validate.run_looks import look_at_run
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -27,6 +30,7 @@ Examples:
   energon-packing validate run.yaml
   energon-packing validate run.yaml --world-size 64 --set parallel.context_parallel=2
   energon-packing validate run.yaml --no-bridge --json
+  energon-packing validate run.yaml --no-data
   energon-packing validate run.yaml --fix
   energon-packing validate run.yaml --measure 500
   energon-packing validate megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config --world-size 8
@@ -34,8 +38,8 @@ Examples:
   energon-packing validate arguments.txt
   energon-packing validate --world-size 8 -- --tensor-model-parallel-size 2 --seq-length 4096
 
-Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violated or Bridge rejects the run,
-2 what was given cannot be used.
+Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violated, something that the run reads is
+missing or unusable, or Bridge rejects the run, 2 what was given cannot be used.
 """
 
 
@@ -77,6 +81,11 @@ Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violate
     "Our YAML names the model in training.model.",
 )
 @click.option("--fix", is_flag=True, help="Write a corrected file beside RUN, show the difference, and judge that.")
+@click.option(
+    "--data/--no-data",
+    default=True,
+    help="Look at what the run reads: data set, processor, chat template, ten conversations (several seconds).",
+)
 @click.option("--bridge/--no-bridge", default=True, help="Ask the installed Megatron-Bridge too (several seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
@@ -90,14 +99,16 @@ def validate(
     measure: int | None,
     model_configs: Path | None,
     fix: bool,
+    data: bool,
     bridge: bool,
     as_json: bool,
 ) -> None:
     """Check RUN against the rules of Megatron-Bridge, of Megatron-Core and of this package.
 
     RUN is a YAML file, a Bridge recipe (module:function), the run_config.yaml that Bridge writes, a file of Megatron-LM
-    arguments, or such arguments after --. First come static rules, each with what is wrong and how to mend it; then the
-    real ConfigContainer.validate() of the installed Megatron-Bridge judges the run itself or an equivalent.
+    arguments, or such arguments after --. First come static rules, each with what is wrong and how to mend it; then a
+    look at what the run reads from this machine, without downloads; then the real ConfigContainer.validate() of the
+    installed Megatron-Bridge judges the run itself or an equivalent.
     """
 
     def source_of(names: tuple[str, ...], sets: tuple[str, ...]) -> RunSource:
@@ -115,15 +126,18 @@ def validate(
     judgements = judge(view)
     picture = resolved_picture(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
     console = Console()
-    if not as_json:  # before Bridge is asked: that takes ten seconds, and this is known now
+    if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
         _print_rules(console, source, mend, judgements, picture)
+    looks = look_at_run(source.reads()) if data else None
+    if not as_json:
+        print_looks(console, looks)
     verdict = source.verdict() if bridge else None
-    valid = not any(judgement.outcome == "error" for judgement in judgements)
+    valid = not any(found.outcome == "error" for found in (*judgements, *(looks or ())))
     valid = valid and (verdict is None or verdict.accepted is not False)
     if as_json:
-        click.echo(json.dumps(_as_json(source, mend, valid, judgements, verdict, picture), indent=2))
+        click.echo(json.dumps(_as_json(source, mend, valid, judgements, looks, verdict, picture), indent=2))
     else:
-        _print_end(console, valid, judgements, verdict)
+        _print_end(console, valid, judgements, looks, verdict)
     ctx.exit(0 if valid else 1)
 
 
@@ -132,6 +146,7 @@ def _as_json(
     mend: Mend | None,
     valid: bool,
     judgements: list[Judgement],
+    looks: list[Look] | None,
     verdict: BridgeVerdict | None,
     picture: dict[str, Any],
 ) -> dict[str, Any]:
@@ -151,6 +166,7 @@ def _as_json(
             }
             for judgement in judgements
         ],
+        "reads": looks_as_json(looks),
         "bridge": None
         if verdict is None
         else {
@@ -185,11 +201,18 @@ def _print_rules(
     console.print()
 
 
-def _print_end(console: Console, valid: bool, judgements: list[Judgement], verdict: BridgeVerdict | None) -> None:
+def _print_end(
+    console: Console,
+    valid: bool,
+    judgements: list[Judgement],
+    looks: list[Look] | None,
+    verdict: BridgeVerdict | None,
+) -> None:
     console.print(escape(_bridge_sentence(verdict)), soft_wrap=True)
     errors = sum(judgement.outcome == "error" for judgement in judgements)
-    end = "valid" if valid else f"not valid: {errors} rule{'' if errors == 1 else 's'} violated"
-    console.print(f"[{_STYLES['ok' if valid else 'error']}]{end}[/]")
+    rules = f"{errors} rule{'' if errors == 1 else 's'} violated"
+    end = ("valid" if valid else f"not valid: {rules}") + end_of_looks(looks)
+    console.print(f"[{_STYLES['ok' if valid else 'error']}]{escape(end)}[/]", soft_wrap=True)
 
 
 def _findings(broken: list[Judgement]) -> Table:

@@ -1,0 +1,176 @@
+"""The data sets behind ``data.path``: a metadataset's references, followed to the directories that hold shards.
+
+Energon's loader stops at the first reference that it cannot open. Here all are followed, so that each one that is
+missing gets named. Read is the documented YAML; nothing of it is instantiated, and Energon is not imported.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REMOTE = "://"
+_LISTS = ("blend", "blend_epochized", "join", "datasets")
+"""Keys under which a metadataset lists references; ``datasets`` is that of Energon's first version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """A directory of shards that a run reads.
+
+    Attributes:
+        path: of the directory, or an address with ``://``.
+        split: part of it.
+        named_in: the metadataset that refers to it; empty for ``data.path`` itself.
+        split_config, dataset_config: names of its files in ``.nv-meta``.
+        aux: auxiliary data sets, name -> directory or address, as Energon takes it.
+        subflavors: which the references add to those of the directory.
+        joined: samples are made of several such directories together.
+    """
+
+    path: str
+    split: str
+    named_in: str = ""
+    split_config: str = "split.yaml"
+    dataset_config: str = "dataset.yaml"
+    aux: Mapping[str, str] = field(default_factory=dict)
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+    joined: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flaw:
+    """Something that stops the loader: which look it belongs to, why, and what to change."""
+
+    look: str
+    why: str
+    fix: str
+
+
+def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
+    """What a part of a data set consists of.
+
+    Args:
+        entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
+        split: part of the data set.
+
+    Returns:
+        The leaves in the order of the references, and what keeps references from being followed.
+    """
+    leaves: list[Leaf] = []
+    flaws: list[Flaw] = []
+    for found in _follow(Leaf(path=os.path.abspath(entry), split=split), ()):
+        (leaves if isinstance(found, Leaf) else flaws).append(found)  # type: ignore[arg-type]
+    return leaves, flaws
+
+
+def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
+    """Leaves of one reference; ``above`` are the files that led to it."""
+    file = reference.path
+    if REMOTE in file or not file.endswith((".yaml", ".yml")) or not os.path.isfile(file):
+        yield reference
+        return
+    if file in above:
+        yield Flaw(look="data-path", why=f"{file} refers to itself", fix="take the reference to itself out of it")
+        return
+    values = _read_yaml(file)
+    if isinstance(values, Flaw):
+        yield values
+        return
+    splits = values.get("splits")
+    if not isinstance(splits, Mapping):
+        yield Flaw(
+            look="data-path",
+            why=f"{file} is no metadataset: it has no mapping 'splits'",
+            fix="name a data set that 'energon-packing convert' wrote, or a metadataset of Energon",
+        )
+        return
+    chosen = splits.get(reference.split)
+    if not isinstance(chosen, Mapping):
+        yield missing_split(file, reference.split, splits)
+        return
+    yield from _references(chosen, reference, (*above, file))
+
+
+def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
+    """Leaves of what stands under a split, or in a list of references."""
+    listed = next((name for name in _LISTS if name in values), None)
+    if listed is None:
+        if not isinstance(values.get("path"), str):
+            yield Flaw(
+                look="data-path",
+                why=f"a reference of {above[-1]} names no path ({', '.join(map(str, values)) or 'empty'})",
+                fix="give it 'path: DIRECTORY'",
+            )
+            return
+        yield from _follow(_leaf(values, parent, above[-1]), above)
+        return
+    inner = values[listed]
+    entries = list(inner.values()) if isinstance(inner, Mapping) else inner
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries) or not entries:
+        yield Flaw(
+            look="data-path", why=f"'{listed}' of {above[-1]} lists no references", fix="list one or more with a path"
+        )
+        return
+    joined = parent.joined or listed == "join"
+    split = str(values["split_part"]) if listed == "join" and values.get("split_part") else parent.split
+    subflavors = {**(values.get("subflavors") or {}), **parent.subflavors} if listed == "join" else parent.subflavors
+    below = Leaf(path=parent.path, split=split, subflavors=subflavors, joined=joined)
+    for entry in entries:
+        yield from _references(entry, below, above)
+
+
+def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
+    """One reference; outer subflavors win over inner ones, as in Energon."""
+    aux = values.get("aux") or {}
+    return Leaf(
+        path=_beside(file, str(values["path"])),
+        split=str(values.get("split_part") or parent.split),
+        named_in=file,
+        split_config=str(values.get("split_config") or "split.yaml"),
+        dataset_config=str(values.get("dataset_config") or "dataset.yaml"),
+        aux={str(name): _aux(file, value) for name, value in aux.items()},
+        subflavors={**(values.get("subflavors") or {}), **parent.subflavors},
+        joined=parent.joined,
+    )
+
+
+def _aux(file: str, value: Any) -> str:
+    """The address of an auxiliary data set; ``filesystem://`` in front of a path says that it has no index."""
+    if isinstance(value, Mapping):  # the long form: {path: DIR} or {fs_path: DIR}
+        if "fs_path" in value:
+            return f"filesystem://{_beside(file, str(value['fs_path']))}"
+        value = value.get("path", "")
+    text = str(value)
+    if text.startswith("filesystem://"):
+        return f"filesystem://{_beside(file, text.removeprefix('filesystem://'))}"
+    return _beside(file, text)
+
+
+def _beside(file: str, path: str) -> str:
+    """A path of a metadataset, from the folder of its file; ``..`` is taken out of the text, as Energon does."""
+    return path if REMOTE in path else os.path.normpath(os.path.join(os.path.dirname(file), path))
+
+
+def _read_yaml(file: str) -> Mapping[str, Any] | Flaw:
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        return Flaw(look="data-path", why=f"{file} cannot be read as YAML: {reason}", fix="correct the file")
+    return values if isinstance(values, Mapping) else {}
+
+
+def missing_split(where: str, split: str, known: Mapping[str, Any]) -> Flaw:
+    """That a data set lacks a part, with the names of those that it has."""
+    names = ", ".join(repr(str(name)) for name in known) or "none"
+    return Flaw(
+        look="data-split",
+        why=f"{where} has no split {split!r}; it has {names}",
+        fix="name one that exists, or write it with 'energon-packing convert --split'",
+    )

@@ -1,0 +1,54 @@
+"""`Look`: one thing that a run reads, and what was found when it was looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LookOutcome = Literal["ok", "error", "note", "not looked at"]
+"""``note`` is worth knowing and stops nothing; ``not looked at`` says that nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RefusedSample:
+    """A sample that the run would not train on, as its ledger would name it."""
+
+    key: str
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """One look.
+
+    Attributes:
+        id: stable name for people and machines, one of `LOOKS`.
+        at: the setting and its value, such as ``data.path: out/data``.
+        outcome: of the look; an ``error`` makes the run impossible or wrong.
+        why: one sentence of what was found, or of why nothing was looked at.
+        fix: what to change; empty where nothing is wrong.
+        samples: conversations that were measured; of the look at samples only.
+        refused: those among them that the run would drop.
+    """
+
+    id: str
+    at: str
+    outcome: LookOutcome
+    why: str
+    fix: str = ""
+    samples: int = 0
+    refused: tuple[RefusedSample, ...] = ()
+
+
+LOOKS = {
+    "data-path": "the data set is there, and all data sets that a blend names",
+    "data-split": "it has the parts that the run reads, with samples in them",
+    "data-index": "shards and Energon's index of them (.nv-meta) are complete",
+    "data-media": "the media store is there, and knows the sizes of its media",
+    "packing-ledger": "the directory of the ledger can be written",
+    "processor": "the processor can be loaded from this machine",
+    "chat-template": "the chat template is there and goes with the tokenizer",
+    "samples": "ten conversations can be trained on, and the template leaves nothing of them out",
+}
+"""What is true where a look ends with ``ok``, by its id, in the order of the looks."""

@@ -91,7 +91,7 @@ def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str)
     looks: list[Look] = []
     for look in _IDS:
         if look == "data-split":
-            looks += _split_looks(parts, flaws, sound)
+            looks += _split_looks(parts, flaws, sound, training)
             continue
         found_flaws = list(dict.fromkeys(flaw for _, flaw in flaws if flaw.look == look))
         looks += [Look(id=look, at=at, outcome="error", why=flaw.why, fix=flaw.fix) for flaw in found_flaws]
@@ -113,14 +113,18 @@ def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str)
 
 
 def _split_looks(
-    parts: Mapping[str, str], flaws: list[tuple[str, Flaw]], sound: Mapping[str, list[tuple[Leaf, Inspected]]]
+    parts: Mapping[str, str],
+    flaws: list[tuple[str, Flaw]],
+    sound: Mapping[str, list[tuple[Leaf, Inspected]]],
+    training: str,
 ) -> list[Look]:
     """One look or more for each part that the run reads."""
     looks = []
     for setting, part in parts.items():
         at = f"{setting}: {part}"
         own = dict.fromkeys(flaw for where, flaw in flaws if where == setting and flaw.look == "data-split")
-        looks += [Look(id="data-split", at=at, outcome="error", why=flaw.why, fix=flaw.fix) for flaw in own]
+        more = "" if setting == training else ", or turn the evaluation off"
+        looks += [Look(id="data-split", at=at, outcome="error", why=flaw.why, fix=flaw.fix + more) for flaw in own]
         if own:
             continue
         if not sound[setting]:

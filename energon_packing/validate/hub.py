@@ -17,8 +17,8 @@ def is_hub_name(name: str) -> bool:
     return _NAME.match(name) is not None and not Path(name.partition("/")[0]).is_dir()
 
 
-def is_cached(name: str) -> bool:
-    """Whether the cache of this machine holds a file of a processor or tokenizer of that name.
+def cached_directory(name: str) -> Path | None:
+    """Where the cache of this machine keeps the files of a name; None where it has none of a processor's.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -27,9 +27,10 @@ def is_cached(name: str) -> bool:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return any(isinstance(try_to_load_from_cache(name, file), str) for file in _FILES)
+        found = (try_to_load_from_cache(name, file) for file in _FILES)
+        return next((Path(file).parent for file in found if isinstance(file, str)), None)
     except HFValidationError:
-        return False
+        return None
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from energon_packing.chat.prompt_files import builtin_prompts, load_prompt
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.validate.hub import is_cached, is_hub_name, offline
+from energon_packing.validate.hub import cached_directory, is_hub_name, offline
 from energon_packing.validate.look import Look
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -52,10 +52,12 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
         with offline():
             ConversationEncoder(config, processor=processor)
     except UserError as error:
-        fix = "correct it, or name another template" if not own else f"name a template with {template_place}"
-        return ProcessorLooks(
-            looks=[look, Look(id="chat-template", at=at, outcome="error", why=_plain(error), fix=fix)]
-        )
+        if own and not Path(config.processor).exists():  # a cache may hold a part of what the run will load
+            why = f"what the hub's cache holds gives none that can be used: {_plain(error)}"
+            return ProcessorLooks(looks=[look, Look(id="chat-template", at=at, outcome="not looked at", why=why)])
+        fix = f"name a template with {template_place}" if own else "correct it, or name another template"
+        wrong = Look(id="chat-template", at=at, outcome="error", why=_plain(error), fix=fix)
+        return ProcessorLooks(looks=[look, wrong])
     fits = Look(id="chat-template", at=at, outcome="ok", why="it goes with the tokenizer")
     return ProcessorLooks(looks=[look, fits], processor=processor)
 
@@ -73,15 +75,17 @@ def _processor(config: EncoderConfig, at: str) -> tuple[Look, Any]:
     if not name:
         return unread("no processor is named")
     local = Path(name).exists()
-    if local:
-        lacking = _lacking_files(Path(name))
-        if lacking:
-            return wrong(lacking, "name a directory that 'save_pretrained' of a processor or tokenizer wrote")
-    if not local and not _cached(name):
+    directory = Path(name) if local else _cached(name)
+    if directory is None:
         if is_hub_name(name):
             return unread(f"{name} is not on this machine: no such directory, and not in the hub's cache")
         fix = "name an existing directory, or a model of the hub as owner/name"
         return wrong(f"there is no directory {name}, and the hub has no names of this form", fix)
+    lacking = _lacking_files(directory)
+    if lacking and not local:
+        return unread(f"the hub's cache holds a part of it only: {lacking}")
+    if lacking:
+        return wrong(lacking, "name a directory that 'save_pretrained' of a processor or tokenizer wrote")
     try:
         import transformers  # noqa: F401
 
@@ -103,11 +107,11 @@ def _processor(config: EncoderConfig, at: str) -> tuple[Look, Any]:
     return Look(id="processor", at=at, outcome="ok", why=f"a {kind}, served by the family {family.name}"), processor
 
 
-def _cached(name: str) -> bool:
+def _cached(name: str) -> Path | None:
     try:
-        return is_cached(name)
+        return cached_directory(name)
     except ImportError:  # no transformers, no cache
-        return False
+        return None
 
 
 def _lacking_files(directory: Path) -> str:

@@ -1,0 +1,363 @@
+"""`energon-packing validate` looks at what a run reads, names what is missing, and says what it could not look at."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.validate.look import LOOKS
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A converted data set of 40 conversations with images, in two splits."""
+    folder = tmp_path_factory.mktemp("reads")
+    source = make_data(folder / "made", conversations=40, seed=4, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.7, "val": 0.3}, workers=0))
+    return folder / "data"
+
+
+@pytest.fixture
+def run(tmp_path, data):
+    """A sound run."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"data: {{path: {data}}}\n"
+        f"encoder: {{processor: {processor_path('qwen2_5_vl')}}}\n"
+        "packing: {seq_length: 8192}\n"
+        "parallel: {tensor_parallel: 2, sequence_parallel: true}\n"
+    )
+    return file
+
+
+def validate(run, *overrides, options=("--no-bridge",)):
+    """Exit code, looks by id (several are joined in a list), and the whole answer."""
+    sets = [word for override in overrides for word in ("--set", override)]
+    result = CliRunner().invoke(cli, ["validate", str(run), *options, "--json", *sets])
+    answer = json.loads(result.stdout)
+    looks = {}
+    for look in answer["reads"] or ():
+        looks.setdefault(look["look"], []).append(look)
+    return result.exit_code, looks, answer
+
+
+def outcomes(looks):
+    return {name: [look["outcome"] for look in found] for name, found in looks.items()}
+
+
+def errors(looks):
+    return [look for found in looks.values() for look in found if look["outcome"] == "error"]
+
+
+def test_a_sound_run_is_valid_and_ten_of_its_conversations_were_measured_without_decoding(run, monkeypatch):
+    def decodes(*_arguments, **_settings):
+        raise AssertionError("a look decodes no media")
+
+    monkeypatch.setattr("energon_packing.encoders.encoder.decode_media", decodes)
+    monkeypatch.setattr("PIL.Image.Image.load", decodes)
+    code, looks, answer = validate(run)
+    assert outcomes(looks) == {name: ["ok"] for name in LOOKS}
+    assert list(looks) == list(LOOKS)
+    assert (code, answer["valid"]) == (0, True)
+    assert (looks["samples"][0]["samples"], looks["samples"][0]["refused"]) == (10, [])
+
+
+MISSING = {
+    "path": ("data.path=/nowhere/data", "data-path", "/nowhere/data does not exist"),
+    "processor": ("encoder.processor=/nowhere/processor", "processor", "no directory /nowhere/processor"),
+    "template": ("encoder.chat_template=chatmll", "chat-template", "chatmll is neither a file nor a built-in"),
+    "split": ("data.split=trian", "data-split", "no split 'trian'; it has 'train', 'val'"),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_thing_exits_with_1_and_is_the_one_that_is_named(run, name):
+    override, look, words = MISSING[name]
+    code, looks, answer = validate(run, override)
+    assert (code, answer["valid"]) == (1, False)
+    (wrong,) = errors(looks)
+    assert wrong["look"] == look
+    assert words in wrong["why"]
+    assert override.replace("=", ": ") == wrong["at"]
+    assert wrong["fix"]
+    assert {rule["verdict"] for rule in answer["rules"]} <= {"ok", "not applicable"}
+    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--set", override])
+    assert text.exit_code == 1
+    assert "0 rules violated, 1 thing that the run reads cannot be used" in " ".join(text.stdout.split())
+
+
+def test_the_nearest_built_in_template_is_named(run):
+    _, looks, _ = validate(run, "encoder.chat_template=chatmll")
+    assert looks["chat-template"][0]["fix"] == "did you mean 'chatml'?"
+
+
+def test_all_four_at_once_are_named_in_one_run(run, data, tmp_path):
+    """A blend, because a part of nothing cannot be missing."""
+    blend = tmp_path / "blend.yaml"
+    inner = [{"path": "nowhere", "weight": 1.0}, {"path": str(data / "text"), "split_part": "trian", "weight": 1.0}]
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": inner}}}
+    blend.write_text(yaml.safe_dump(content))
+    overrides = [f"data.path={blend}", MISSING["processor"][0], MISSING["template"][0]]
+    code, looks, _ = validate(run, *overrides)
+    assert code == 1
+    found = {look["look"]: look["why"] for look in errors(looks)}
+    assert list(found) == ["data-path", "data-split", "processor", "chat-template"]
+    assert f"{tmp_path / 'nowhere'} does not exist (named in {blend})" in found["data-path"]
+    assert "no split 'trian'; it has 'train', 'val'" in found["data-split"]
+    assert looks["samples"][0]["outcome"] == "not looked at"
+
+
+def test_a_path_processor_and_template_that_are_missing_are_named_together(run):
+    code, looks, _ = validate(run, *(override for override, _, _ in MISSING.values()))
+    assert code == 1
+    assert [look["look"] for look in errors(looks)] == ["data-path", "processor", "chat-template"]
+    assert looks["data-split"][0]["at"] == "data.split: trian"
+    assert looks["data-split"][0]["outcome"] == "not looked at"
+
+
+def test_a_name_of_the_hub_that_is_not_here_is_said_and_the_network_is_left_alone(run, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    def connects(*_arguments, **_settings):
+        raise AssertionError("a look reaches for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", connects)
+    monkeypatch.setattr(socket, "getaddrinfo", connects)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, looks, answer = validate(run, "encoder.processor=Qwen/Qwen3-VL-8B-Instruct")
+    assert (code, answer["valid"]) == (0, True)
+    (processor,) = looks["processor"]
+    assert processor["outcome"] == "not looked at"
+    assert "Qwen/Qwen3-VL-8B-Instruct is not on this machine" in processor["why"]
+    assert outcomes(looks)["samples"] == ["not looked at"]
+    assert constants.HF_HUB_OFFLINE is False
+    override = "encoder.processor=Qwen/Qwen3-VL-8B-Instruct"
+    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--set", override]).stdout
+    assert "valid (not looked at: processor, chat-template, samples)" in text
+
+
+def cached(cache, name, files):
+    """A snapshot of a model of the hub as the hub's own client lays it out."""
+    snapshot = cache / f"models--{name.replace('/', '--')}" / "snapshots" / "0"
+    snapshot.mkdir(parents=True)
+    reference = snapshot.parents[1] / "refs" / "main"
+    reference.parent.mkdir()
+    reference.write_text("0")
+    for file in files:
+        shutil.copy(file, snapshot)
+    (snapshot / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+
+
+def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path):
+    """In a process of its own, whose environment names the cache and does not forbid the network."""
+    cached(tmp_path / "hub", "some/model", processor_path("qwen2_5_vl").iterdir())
+    script = (
+        "import os, socket, sys\n"
+        "os.environ.pop('HF_HUB_OFFLINE', None)\n"
+        "def connects(*_): raise SystemExit('reaches for the network')\n"
+        "socket.socket.connect = connects; socket.getaddrinfo = connects\n"
+        "from energon_packing.cli.main import cli\n"
+        f"cli(['validate', {str(run)!r}, '--no-bridge', '--json', '--set', 'encoder.processor=some/model'])\n"
+    )
+    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "PATH": "", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    looks = {look["look"]: look["outcome"] for look in json.loads(done.stdout)["reads"]}
+    assert set(looks.values()) == {"ok"}
+    (tmp_path / "hub" / "models--some--model" / "snapshots" / "0" / "tokenizer.json").unlink()
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (look,) = [look for look in json.loads(done.stdout)["reads"] if look["look"] == "processor"]
+    assert look["outcome"] == "not looked at"
+    assert "the hub's cache holds a part of it only" in look["why"]
+
+
+def test_a_directory_that_lacks_the_files_of_a_processor_is_an_error(run, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        folder = tmp_path / f"without {name}"
+        shutil.copytree(processor_path("text"), folder)
+        (folder / name).unlink()
+        code, looks, _ = validate(run, f"encoder.processor={folder}")
+        assert code == 1
+        assert f"{folder} lacks {name}" in looks["processor"][0]["why"]
+    broken = tmp_path / "broken"
+    shutil.copytree(processor_path("text"), broken)
+    (broken / "tokenizer.json").write_text("{}")
+    code, looks, _ = validate(run, f"encoder.processor={broken}")
+    assert (code, looks["processor"][0]["outcome"]) == (1, "error")
+
+
+def test_remote_code_runs_only_where_the_run_trusts_it(run, tmp_path):
+    folder = tmp_path / "remote"
+    shutil.copytree(processor_path("text"), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoTokenizer": [None, "own.OwnTokenizer"]}
+    settings["tokenizer_class"] = "OwnTokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n"
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\n\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    validate(run, f"encoder.processor={folder}")
+    assert not (tmp_path / "ran").exists()
+    _, looks, _ = validate(run, f"encoder.processor={folder}", "encoder.trust_remote_code=true")
+    assert (tmp_path / "ran").exists()
+    assert looks["processor"][0]["outcome"] == "ok"
+    assert "OwnTokenizer" in looks["processor"][0]["why"]
+
+
+def test_a_format_whose_tokens_the_tokenizer_lacks_is_an_error(run):
+    code, looks, _ = validate(run, "encoder.chat_template=llama3")
+    assert code == 1
+    assert looks["processor"][0]["outcome"] == "ok"
+    assert "<|start_header_id|>" in looks["chat-template"][0]["why"]
+
+
+def test_a_template_that_refuses_conversations_is_an_error_with_key_and_reason(run, tmp_path):
+    template = tmp_path / "picky.jinja"
+    template.write_text(
+        "{% for message in messages %}{% if loop.index0 > 0 and message.role == 'user' %}"
+        "{{ raise_exception('one question only') }}{% endif %}{{ message.content }}{% endfor %}"
+    )
+    code, looks, _ = validate(run, f"encoder.chat_template={template}")
+    assert code == 1
+    (samples,) = looks["samples"]
+    assert samples["outcome"] == "error"
+    (first, *_) = samples["refused"]
+    assert first["reason"] == "template_error"
+    assert first["detail"].endswith("one question only")
+    assert f"{first['key']}: {first['detail']}" in samples["why"]
+    assert "encoder.chat_template" in samples["fix"]
+
+
+@pytest.mark.parametrize("reason", ["template_omits", "template_error", "unstable_prefix"])
+def test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that_is_too_short_a_note(
+    run, monkeypatch, reason
+):
+    from energon_packing.encoders.encoder import ConversationEncoder
+    from energon_packing.errors import SampleRejected
+
+    measure = ConversationEncoder.measure
+    asked = []
+
+    def refuses(self, conversation, **settings):
+        asked.append(conversation.key)
+        if len(asked) == 7:
+            raise SampleRejected(chosen, "the call get_weather")
+        return measure(self, conversation, **settings)
+
+    monkeypatch.setattr(ConversationEncoder, "measure", refuses)
+    chosen = reason
+    code, looks, _ = validate(run)
+    assert code == 1
+    (samples,) = looks["samples"]
+    assert samples["refused"] == [{"key": asked[6], "reason": reason, "detail": "the call get_weather"}]
+    assert samples["samples"] == 10
+    asked.clear()
+    chosen = "too_few_targets"
+    code, looks, answer = validate(run)
+    assert (code, answer["valid"]) == (0, True)
+    (samples,) = looks["samples"]
+    assert samples["outcome"] == "note"
+    assert "1 of 10" in samples["why"]
+    assert "1 too_few_targets" in samples["why"]
+
+
+def test_ten_conversations_of_which_none_can_be_trained_on_are_an_error(run):
+    code, looks, _ = validate(run, "packing.seq_length=16")
+    assert code == 1
+    (samples,) = looks["samples"]
+    assert "all 10 conversations are refused (10 oversize)" in samples["why"]
+
+
+def test_a_conversation_that_stops_the_run_is_an_error_with_its_key(run):
+    code, looks, _ = validate(run, "encoder.limits={max_tokens: 2, when_over: [raise]}")
+    assert code == 1
+    (samples,) = looks["samples"]
+    assert f"sample {samples['refused'][0]['key']} stops the run" in samples["why"]
+
+
+def test_without_data_and_processor_the_layout_is_judged_and_that_nothing_was_looked_at_is_said(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("packing: {seq_length: 4096}\n")
+    code, looks, answer = validate(file)
+    assert (code, answer["valid"]) == (0, True)
+    assert {name for name, found in outcomes(looks).items() if found == ["ok"]} == {"packing-ledger"}
+    assert looks["data-path"][0]["why"] == "no data set is named"
+    assert looks["processor"][0]["why"] == "no processor is named"
+    text = CliRunner().invoke(cli, ["validate", str(file), "--no-bridge"]).stdout
+    assert "valid (not looked at: data-path, " in text
+
+
+def test_the_looks_can_be_left_out(run):
+    overrides = [override for override, _, _ in MISSING.values()]
+    code, _, answer = validate(run, *overrides, options=("--no-bridge", "--no-data"))
+    assert (code, answer["reads"], answer["valid"]) == (0, None, True)
+    text = CliRunner().invoke(cli, ["validate", str(run), "--no-bridge", "--no-data"]).stdout
+    assert "was not looked at (--no-data)" in text
+
+
+@pytest.mark.parametrize("words", [["--no-data"], ["--set", "encoder.processor=''", "--set", "data.path=/nowhere"]])
+def test_what_needs_no_tensors_imports_none(run, words):
+    script = (
+        "import sys\nfrom energon_packing.cli.main import cli\n"
+        f"try:\n    cli(['validate', {str(run)!r}, '--no-bridge', *{words!r}])\n"
+        "except SystemExit:\n    pass\n"
+        "print(*sorted({'torch', 'transformers', 'megatron', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    without = subprocess.run(
+        [sys.executable, "-c", "import sys; print(*sorted({'numpy', 'megatron'} & set(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == without.stdout
+    assert "valid" in done.stdout
+
+
+def test_a_ledger_that_cannot_be_written_is_an_error(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below"):
+        code, looks, _ = validate(run, f"packing.ledger={tmp_path / name}")
+        assert (code, looks["packing-ledger"][0]["outcome"]) == (1, "error")
+        assert f"{tmp_path / 'file'} is a file" in looks["packing-ledger"][0]["why"]
+    code, looks, _ = validate(run, f"packing.ledger={tmp_path / 'new' / 'deeper'}")
+    assert (code, looks["packing-ledger"][0]["outcome"]) == (0, "ok")
+    assert not (tmp_path / "new").exists()
+
+
+def test_arguments_of_megatron_lm_are_looked_at_through_their_configuration(run, data):
+    words = ["--seq-length", "8192", "--calculate-per-token-loss", "--micro-batch-size", "1", "--packing-config"]
+
+    def looked(*more):
+        result = CliRunner().invoke(cli, ["validate", "--json", "--", *words, *more])
+        looks = json.loads(result.stdout)["reads"]
+        return {(look["look"], look["at"]): look for look in looks}, result.exit_code
+
+    looks, _ = looked(str(run))
+    assert {look["outcome"] for look in looks.values()} == {"ok"}
+    assert ("data-split", "--packing-valid-split: val") in looks
+    dev = ("data-split", "--packing-valid-split: dev")
+    looks, _ = looked(str(run), "--packing-valid-split", "dev")
+    assert looks[dev]["outcome"] == "error"
+    assert "evaluation off" in looks[dev]["fix"]
+    looks, _ = looked(str(run), "--packing-valid-split", "dev", "--eval-iters", "0")
+    assert dev not in looks
+    looks, code = looked(str(run), "--packing-set", "data.path=/nowhere")
+    assert (code, looks["data-path", "data.path: /nowhere"]["outcome"]) == (1, "error")
+    looks, code = looked("/nowhere/run.yaml")
+    assert (code, looks["data-path", "the run"]["outcome"]) == (1, "error")
+    assert "no configuration file /nowhere/run.yaml" in looks["data-path", "the run"]["why"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -326,6 +328,12 @@ def test_what_needs_no_tensors_imports_none(run, words):
     )
     assert done.stderr == without.stdout
     assert "valid" in done.stdout
+
+
+def test_the_page_lists_every_look():
+    page = (Path(__file__).parents[2] / "docs" / "validate.md").read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \|$", page.partition("## What the run reads")[2], re.MULTILINE)
+    assert dict(rows) == LOOKS
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error(run, tmp_path):

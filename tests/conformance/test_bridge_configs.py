@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.bridge.model_configs import SHIPPED
 from energon_packing.bridge.run_source import run_source
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -54,7 +57,8 @@ def step_of(name):
 
 
 def validate(*arguments):
-    result = CliRunner().invoke(cli, ["validate", *arguments, "--json"])
+    """Without a look at data: what is shipped names data sets that a reader has yet to make."""
+    result = CliRunner().invoke(cli, ["validate", *arguments, "--no-data", "--json"])
     return result.exit_code, json.loads(result.stdout)
 
 
@@ -201,6 +205,58 @@ def test_a_broken_serialised_configuration_is_mended_in_a_new_file_that_is_valid
     assert answer["fix"]["written"].endswith("broken.fixed.yaml")
     assert broken.read_text() != serialised.read_text()  # the given file stays
     assert validate(answer["fix"]["written"], *arguments)[0] == 0
+
+
+def reads_of(*sets):
+    words = [word for change in sets for word in ("--set", change)]
+    recipe = ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "--world-size", "8", "--step", "vlm_step", "--no-bridge")
+    result = CliRunner().invoke(cli, ["validate", *recipe, "--json", *words])
+    return result.exit_code, json.loads(result.stdout)["reads"]
+
+
+def test_what_a_recipe_reads_is_looked_at_under_bridges_names_and_an_evaluation_needs_its_part(tmp_path):
+    source = make_data(tmp_path / "made", conversations=24, seed=4, defects=False)
+    for name, split in (("both", {"train": 0.6, "val": 0.4}), ("train", {"train": 1.0})):
+        convert(ConvertConfig(sources=(source,), out=tmp_path / name, split=split, workers=0))
+    here = (f"dataset.processor={processor_path('qwen3_vl')}", f"dataset.path={tmp_path / 'both'}")
+    looks = reads_of(*here)[1]
+    assert {look["outcome"] for look in looks} == {"ok"}
+    places = {look["at"].partition(":")[0] for look in looks}
+    assert places == {
+        "dataset.path",
+        "dataset.data.split",
+        "dataset.validation_split",
+        "dataset.processor",
+        "dataset.encoder.chat_template",
+        "dataset.packing.ledger",
+    }
+    code, looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}")
+    (wrong,) = [look for look in looks if look["outcome"] == "error"]
+    assert (code, wrong["at"]) == (1, "dataset.validation_split: val")
+    looks = reads_of(here[0], f"dataset.path={tmp_path / 'train'}", "validation.eval_iters=0")[1]
+    assert {look["outcome"] for look in looks} == {"ok"}
+    code, looks = reads_of("dataset.path=nowhere", "dataset.encoder.chat_template=none.jinja")
+    assert code == 1
+    assert [look["at"] for look in looks if look["outcome"] == "error"] == [
+        "dataset.path: nowhere",
+        "dataset.encoder.chat_template: none.jinja",
+    ]
+
+
+def test_a_recipe_as_shipped_names_each_data_set_that_is_not_there_yet(tmp_path):
+    shutil.copytree(FOLDER / "data", tmp_path / "bridge_configs" / "data")
+    code, looks = reads_of()
+    missing = [look["why"].split(" does not exist")[0] for look in looks if look["outcome"] == "error"]
+    assert code == 1
+    assert missing == [str(tmp_path / "data" / name / "dataset.yaml") for name in ("packed", "packed_more")]
+
+
+def test_a_data_set_of_bridges_own_is_not_looked_at():
+    name = "megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config"
+    result = CliRunner().invoke(cli, ["validate", name, "--world-size", "8", "--no-bridge", "--json"])
+    looks = json.loads(result.stdout)["reads"]
+    assert (result.exit_code, {look["outcome"] for look in looks}) == (0, {"not looked at"})
+    assert "not ours" in looks[0]["why"]
 
 
 @pytest.mark.parametrize(

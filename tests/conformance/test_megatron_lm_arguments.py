@@ -138,11 +138,11 @@ def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(
     (text,) = re.findall(r"<<'ARGUMENTS'\n(.*?)ARGUMENTS", PAGE.read_text(), flags=re.DOTALL)
     file = tmp_path / "arguments.txt"
     file.write_text(text)
-    good = CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4"])
+    good = CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4", "--no-data"])
     assert good.exit_code == 0, good.output
     assert "4 tokens" in good.output  # TP 2 with sequence parallelism and CP 2
     file.write_text(text.replace("--calculate-per-token-loss", ""))
-    assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4"]).exit_code == 1
+    assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4", "--no-data"]).exit_code == 1
 
 
 def state_of(path: Path, value: object) -> Path:

@@ -1,0 +1,90 @@
+"""The trap of a verdict on a run that was never looked at; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+VALIDATE_TRAPS = {58: "a run is called valid although what it reads is missing, or its template leaves things out"}
+
+READS = "tests/cli/test_validate_data.py::"
+SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
+
+VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=58,
+        name="what is missing leaves the exit code at 0",
+        test=READS + "test_a_missing_thing_exits_with_1_and_is_the_one_that_is_named[path]",
+        oracle="the definition",
+        edits=(("cli/validate.py", "(*judgements, *(looks or ()))", "judgements"),),
+    ),
+    Mutation(
+        trap=58,
+        name="a part that a metadataset lacks is read as nothing",
+        test=READS + "test_a_missing_thing_exits_with_1_and_is_the_one_that_is_named[split]",
+        oracle="the definition",
+        edits=(
+            (
+                "validate/leaves.py",
+                "        yield missing_split(file, reference.split, splits)\n        return\n",
+                "        return\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=58,
+        name="inner subflavors win over outer ones",
+        test="tests/validate/test_leaves.py::"
+        "test_leaves_parts_media_stores_and_subflavors_are_those_that_energon_finds",
+        oracle="`traverse_metadataset` of Energon",
+        edits=(
+            (
+                "validate/leaves.py",
+                'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        joined',
+                'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        joined',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=58,
+        name="nobody looks at the media store",
+        test=SHARDS + "[polylithic-lacks media-000000.tar]",
+        oracle="our loader on the same data",
+        edits=(("validate/shards.py", "    _look_at_media(found, leaf)\n", ""),),
+    ),
+    Mutation(
+        trap=58,
+        name="a shard without its index passes",
+        test=SHARDS + "[monolithic-lacks train-000000.tar.idx]",
+        oracle="our loader on the same data",
+        edits=(("validate/shards.py", "    if lost:\n", "    if not indices:\n"),),
+    ),
+    Mutation(
+        trap=58,
+        name="what the template leaves out is a note",
+        test=READS + "test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that_is_too_short_a_note"
+        "[template_omits]",
+        oracle="the definition",
+        edits=(
+            (
+                "validate/sample_looks.py",
+                'reason.startswith("template_") or reason == "unstable_prefix"',
+                'reason in ("template_error", "unstable_prefix")',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=58,
+        name="only the first data set of a blend is read",
+        test="tests/validate/test_sample_looks.py::"
+        "test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn",
+        oracle="the definition",
+        edits=(("validate/sample_looks.py", "in readable[:MOST_LEAVES]:", "in readable[:1]:"),),
+    ),
+    Mutation(
+        trap=58,
+        name="a look reaches for the network",
+        test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
+        oracle="a socket that refuses",
+        edits=(("validate/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
+    ),
+)

@@ -1,0 +1,119 @@
+"""Ten conversations of every data set of a blend are measured, as the run would measure them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from energon_packing.bridge.run_reads import PLACES, RunReads
+from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import processor_path
+from energon_packing.validate import sample_looks
+from energon_packing.validate.run_looks import look_at_run
+
+
+def converted(folder, name, records, **settings):
+    """A data set of these records, all in the training split."""
+    source = folder / f"{name}.jsonl"
+    source.write_text("".join(json.dumps(record) + "\n" for record in records))
+    convert(ConvertConfig(sources=(source,), out=folder / name, split={"train": 1.0}, workers=0, **settings))
+    return folder / name
+
+
+def chats(number, words="Because."):
+    return [
+        {"messages": [{"role": "user", "content": f"Why {n}?"}, {"role": "assistant", "content": words}]}
+        for n in range(number)
+    ]
+
+
+def blend(folder, entries):
+    file = folder / "blend.yaml"
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {"blend": entries}}}
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def samples(path, **packing):
+    """The looks at samples of a run on the data set."""
+    config = RunConfig(
+        data=DataConfig(path=str(path)),
+        encoder=EncoderConfig(processor=str(processor_path("text")), limits=LimitsConfig(min_active_ratio=0.0)),
+        packing=PackingConfig(**({"seq_length": 4096} | packing)),
+    )
+    return [look for look in look_at_run(RunReads(config=config)) if look.id == "samples"]
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A large data set, and a small one of which every conversation is longer than 200 tokens."""
+    folder = tmp_path_factory.mktemp("pieces")
+    large = converted(folder, "large", chats(60))
+    return large, converted(folder, "small", chats(3, "Because it is so. " * 100))
+
+
+def test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn(pieces, tmp_path):
+    large, small = pieces
+    entries = [
+        {"path": str(large / "dataset.yaml"), "weight": 1000000.0},
+        {"path": str(small / "dataset.yaml"), "weight": 1.0},
+    ]
+    first, second = samples(blend(tmp_path, entries), seq_length=200)
+    assert (first.outcome, first.samples, first.refused) == ("ok", 10, ())
+    assert (second.outcome, second.samples, len(second.refused)) == ("error", 3, 3)
+    assert {sample.reason for sample in second.refused} == {"oversize"}
+    assert str(small / "text") in second.at
+
+
+def test_limits_of_one_data_set_of_a_blend_hold_for_its_samples(pieces, tmp_path):
+    large, small = pieces
+    limits = {"limits": {"max_tokens": 8}}
+    entries = [
+        {"path": str(large / "dataset.yaml"), "weight": 1.0, "subflavors": limits},
+        {"path": str(small / "dataset.yaml"), "weight": 1.0},
+    ]
+    first, second = samples(blend(tmp_path, entries))
+    assert (first.outcome, len(first.refused)) == ("error", 10)
+    assert second.outcome == "ok"
+
+
+def test_the_conversations_are_those_of_the_data_set_in_its_order(pieces):
+    large, _ = pieces
+    (look,) = samples(large, seq_length=2)
+    assert [sample.key for sample in look.refused] == [f"large-{line}" for line in range(1, 11)]
+
+
+def test_of_many_data_sets_the_first_are_read_and_that_the_others_are_not_is_said(pieces, tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_looks, "MOST_LEAVES", 2)
+    entries = [{"path": str(pieces[0] / "text"), "weight": 1.0} for _ in range(5)]
+    looks = samples(blend(tmp_path, entries))
+    assert [look.outcome for look in looks] == ["ok", "ok", "not looked at"]
+    assert looks[-1].why.startswith("3 further data sets")
+
+
+def test_pairs_are_measured_as_pairs(tmp_path):
+    pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
+    (look,) = samples(converted(tmp_path, "pairs", pairs))
+    assert (look.outcome, look.samples) == ("ok", 4)
+
+
+def test_records_of_others_are_not_looked_at(pieces, tmp_path):
+    entries = [{"path": str(pieces[0] / "text"), "weight": 1.0, "subflavors": {"energon_packing": "v2"}}]
+    (look,) = samples(blend(tmp_path, entries))
+    assert look.outcome == "not looked at"
+    assert "a cooker of your own" in look.why
+    entries[0]["subflavors"]["energon_packing"] = "text-to-video-v1"
+    (look,) = samples(blend(tmp_path, entries))
+    assert look.outcome == "not looked at"
+    assert "text-to-video" in look.why
+
+
+def test_a_shard_that_is_no_shard_is_an_error_with_energons_reason(pieces, tmp_path):
+    broken = converted(tmp_path, "broken", chats(5))
+    (broken / "text" / "train-000000.tar").write_bytes(b"nothing" * 2000)
+    (look,) = samples(broken)
+    assert look.outcome == "error"
+    assert f"cannot read {broken / 'text'}" in look.why

@@ -23,10 +23,12 @@ class DataLooks:
     Attributes:
         looks: in the order of `LOOKS`.
         readable: leaves of the training split without a flaw, with what was found in them.
+        whole: that split has no others, neither broken ones nor any on another machine.
     """
 
     looks: list[Look]
     readable: list[tuple[Leaf, Inspected]] = field(default_factory=list)
+    whole: bool = False
 
 
 def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mapping[str, str]) -> DataLooks:
@@ -66,7 +68,7 @@ def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str)
     sound: dict[str, list[tuple[Leaf, Inspected]]] = {}
     elsewhere: list[str] = []
     without_sizes: list[str] = []
-    media: dict[tuple[str, ...], int] = {}
+    with_media = False
     for setting, part in parts.items():
         leaves, broken = leaves_of(entry, part)
         flaws += [(setting, flaw) for flaw in broken]
@@ -79,14 +81,13 @@ def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str)
             flaws += [(setting, flaw) for flaw in found.flaws]
             if not found.flaws:
                 sound[setting].append((leaf, found))
-            if found.media is not None:
-                media[(leaf.path, *leaf.aux.values())] = found.media
-            elif not found.flaws:
+            with_media = with_media or found.media is True
+            if found.media is None and not found.flaws:
                 without_sizes.append(leaf.path)
     ok = {
         "data-path": _counted({leaf.path for found in sound.values() for leaf, _ in found}, "data set"),
         "data-index": "shards and index files are complete",
-        "data-media": f"sizes of {_counted(sum(media.values()), 'image or video', 'images and videos')} are known",
+        "data-media": "the sizes of its media are known" if with_media else "it has no media",
     }
     looks: list[Look] = []
     for look in _IDS:
@@ -109,7 +110,8 @@ def _look_at_parts(entry: str, parts: Mapping[str, str], at: str, training: str)
             looks.append(Look(id=look, at=at, outcome="ok", why="it is there"))
         elif not found_flaws and look != "data-path":
             looks += _unread(at, _NOTHING, (look,))
-    return DataLooks(looks=looks, readable=sound[training])
+    whole = not elsewhere and not any(setting == training for setting, _ in flaws)
+    return DataLooks(looks=looks, readable=sound[training], whole=whole)
 
 
 def _split_looks(
@@ -147,9 +149,9 @@ def _unread(at: str, why: str, looks: tuple[str, ...]) -> list[Look]:
     return [Look(id=look, at=at, outcome="not looked at", why=why) for look in looks]
 
 
-def _counted(things: int | set[str], one: str, many: str = "") -> str:
+def _counted(things: int | set[str], one: str) -> str:
     number = things if isinstance(things, int) else len(things)
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
 def _some(names: list[str]) -> str:

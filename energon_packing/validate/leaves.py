@@ -70,7 +70,7 @@ def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
 def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
     """Leaves of one reference; ``above`` are the files that led to it."""
     file = reference.path
-    if REMOTE in file or not file.endswith((".yaml", ".yml")) or not os.path.isfile(file):
+    if REMOTE in file or not file.endswith(".yaml") or not os.path.isfile(file):
         yield reference
         return
     if file in above:

@@ -39,7 +39,7 @@ def look_at_run(reads: RunReads) -> list[Look]:
         else:
             from energon_packing.validate.sample_looks import look_at_samples
 
-            samples = look_at_samples(config, found.processor, data.readable, at)
+            samples = look_at_samples(config, found.processor, data, at)
     return [*data.looks, ledger, *found.looks, *samples]
 
 

@@ -18,6 +18,7 @@ import yaml
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.errors import UserError
+from energon_packing.validate.data_looks import DataLooks
 from energon_packing.validate.hub import offline
 from energon_packing.validate.leaves import REMOTE, Leaf
 from energon_packing.validate.look import Look, RefusedSample
@@ -30,27 +31,53 @@ MOST_LEAVES = 20
 _MARK = next(iter(SUBFLAVORS))
 
 
-def look_at_samples(config: RunConfig, processor: Any, readable: list[tuple[Leaf, Inspected]], at: str) -> list[Look]:
+def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str) -> list[Look]:
     """One look a data set.
 
     Args:
         config: of the run.
         processor: loaded.
-        readable: directories of shards of the training split, and what is known of them.
+        data: what is known of the directories of shards.
         at: setting and value of ``data.path``.
     """
+    readable = data.readable
+    left_alone = [_unreadable(leaf, found) for leaf, found in readable]
+    encoder, wrong = _opened(config, processor, at, whole=data.whole and not any(left_alone))
+    if wrong is not None:
+        return [wrong]
     looks = []
-    for leaf, found in readable[:MOST_LEAVES]:
+    for (leaf, _), why in zip(readable[:MOST_LEAVES], left_alone, strict=False):
         place = at if not leaf.named_in or len(readable) == 1 else f"{at}: {leaf.path}"
-        why = _unreadable(leaf, found)
         if why:
             looks.append(Look(id="samples", at=place, outcome="not looked at", why=why))
         else:
-            looks.append(_measured(config, processor, leaf, place))
+            looks.append(_measured(config, encoder, leaf, place))
     if len(readable) > MOST_LEAVES:
         why = f"{len(readable) - MOST_LEAVES} further data sets: only the first {MOST_LEAVES} are read"
         looks.append(Look(id="samples", at=at, outcome="not looked at", why=why))
     return looks
+
+
+def _opened(config: RunConfig, processor: Any, at: str, *, whole: bool) -> tuple[Any, Look | None]:
+    """The task encoder, and why Energon does not open the run's data set with it: a misspelt key of a blend, say.
+
+    Args:
+        whole: all of the data set is here, sound, and ours; else it is not opened.
+    """
+    try:
+        from energon_packing.energon.loader import build_dataset
+
+        with offline():
+            encoder = _measuring(config, processor)
+            if whole:
+                build_dataset(config, task_encoder=encoder, workers=0)
+    except ImportError as error:
+        return None, Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}")
+    except UserError as error:
+        return None, _error(at, str(error).rstrip("."), "change what it names", 0, [])
+    except Exception as error:  # Energon's parser and its data set classes raise all kinds
+        return None, _error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset", 0, [])
+    return encoder, None
 
 
 def _unreadable(leaf: Leaf, found: Inspected) -> str:
@@ -70,13 +97,13 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
     return ""
 
 
-def _measured(config: RunConfig, processor: Any, leaf: Leaf, at: str) -> Look:
+def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
     """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
     number = 0
     try:
         with offline():
-            for key, problem in _read(config, processor, leaf):
+            for key, problem in _read(config, encoder, leaf):
                 number += 1
                 if problem is None:
                     continue
@@ -85,13 +112,10 @@ def _measured(config: RunConfig, processor: Any, leaf: Leaf, at: str) -> Look:
                     refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
                     return _error(at, why.rstrip("."), "change the setting that it names", number, refused)
                 refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
-    except ImportError as error:
-        return Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}")
     except UserError as error:
         return _error(at, str(error).rstrip("."), "change the setting that it names", number, refused)
     except Exception as error:  # broken shards and indices make Energon raise all kinds
-        reason = " ".join(str(error).split())[:300]
-        why = f"Energon cannot read {leaf.path}: {type(error).__name__}: {reason}"
+        why = f"Energon cannot read {leaf.path}: {_reason(error)}"
         return _error(at, why.rstrip("."), f"run 'energon prepare {leaf.path}' anew, or convert again", number, refused)
     return _judged(at, number, refused)
 
@@ -135,7 +159,23 @@ def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSampl
     return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
 
 
-def _read(config: RunConfig, processor: Any, leaf: Leaf) -> Iterator[tuple[str, Any]]:
+def _measuring(config: RunConfig, processor: Any) -> Any:
+    """The run's task encoder, which hands measured samples out instead of packing them."""
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+
+    class Measuring(PackingTaskEncoder):
+        """Ends where packing begins."""
+
+        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
+            """The data set of samples itself; called by Energon in place of batching."""
+            return dataset
+
+    # What is too long is dropped as the run drops it; how rows are aligned is the affair of the rules.
+    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
+    return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
+
+
+def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[tuple[str, Any]]:
     """Key and problem (None where there is none) of the first conversations of one data set.
 
     A metadataset that refers to that directory alone is opened, so that media store and subflavors come along and a
@@ -144,18 +184,7 @@ def _read(config: RunConfig, processor: Any, leaf: Leaf) -> Iterator[tuple[str, 
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset
-    from energon_packing.energon.task_encoder import PackingTaskEncoder
 
-    class Measuring(PackingTaskEncoder):
-        """Hands measured samples out instead of packing them."""
-
-        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
-            """The data set of samples itself; called by Energon in place of batching."""
-            return dataset
-
-    # What is too long is dropped as the run drops it; how rows are aligned is the affair of the rules.
-    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
-    encoder = Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "one.yaml"
         file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -169,12 +198,16 @@ def _read(config: RunConfig, processor: Any, leaf: Leaf) -> Iterator[tuple[str, 
             repeat=False,
             epoch_end="uneven",
         )
-        once = dataclasses.replace(config, data=data, packing=packing, parallel=ParallelConfig())
+        once = dataclasses.replace(config, data=data)
         loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
         for number, sample in enumerate(loader, 1):
             yield sample.__key__, sample.problem
             if number == SAMPLES:
                 return
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _metadataset(leaf: Leaf) -> dict[str, Any]:

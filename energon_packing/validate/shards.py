@@ -25,14 +25,14 @@ class Inspected:
     Attributes:
         flaws: what stops the loader.
         shards, samples: of the part that the run reads.
-        media: rows of the media metadata of its media store; None where there are no such metadata.
+        media: whether media metadata of its media store name anything; None where there is no table of them.
         subflavors: of its samples, with those of the references.
     """
 
     flaws: list[Flaw] = field(default_factory=list)
     shards: int = 0
     samples: int = 0
-    media: int | None = None
+    media: bool | None = None
     subflavors: dict[str, Any] = field(default_factory=dict)
 
 
@@ -46,7 +46,7 @@ def inspect(leaf: Leaf) -> Inspected:
         found.flaws.append(flaw)
         return found
     if directory.is_file():  # records as JSON lines, which Energon reads whole
-        found.media = 0
+        found.media = False
         return found
     meta = directory / META_DIRECTORY
     try:
@@ -123,7 +123,7 @@ def _look_at_index(found: Inspected, directory: Path) -> None:
     """The index of a data set itself: our cookers open it as the store of a sample's own files."""
     index = directory / META_DIRECTORY / INDEX_FILE
     try:
-        found.media = _media_rows(index)
+        found.media = _has_media(index)
     except (OSError, sqlite3.Error) as error:
         fix = f"run 'energon prepare {directory}'"
         found.flaws.append(Flaw(look="data-index", why=f"{index} cannot be read: {error}", fix=fix))
@@ -142,7 +142,7 @@ def _look_at_media(found: Inspected, leaf: Leaf) -> None:
             continue
         meta = Path(address) / META_DIRECTORY
         try:
-            found.media = _media_rows(meta / INDEX_FILE)
+            found.media = _has_media(meta / INDEX_FILE)
             counts = _counts(meta) or {}
         except (OSError, ValueError, sqlite3.Error) as error:
             why = f"{address}, the auxiliary data set {name!r} of {leaf.path}, cannot be opened: {error}"
@@ -188,8 +188,8 @@ def _mapping(file: Path) -> Mapping[str, Any] | None:
     return values
 
 
-def _media_rows(index: Path) -> int | None:
-    """Rows of Energon's table of media metadata; None where the index has no such table."""
+def _has_media(index: Path) -> bool | None:
+    """Whether Energon's table of media metadata has rows, which may be millions; None where there is no such table."""
     if not index.is_file():
         raise FileNotFoundError("it does not exist")
     connection = sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
@@ -197,7 +197,7 @@ def _media_rows(index: Path) -> int | None:
         table = "SELECT 1 FROM sqlite_master WHERE type='table' AND name='media_metadata'"
         if connection.execute(table).fetchone() is None:
             return None
-        return int(connection.execute("SELECT count(*) FROM media_metadata").fetchone()[0])
+        return connection.execute("SELECT 1 FROM media_metadata LIMIT 1").fetchone() is not None
     finally:
         connection.close()
 

@@ -78,7 +78,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/validate/test_sample_looks.py::"
         "test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn",
         oracle="the definition",
-        edits=(("validate/sample_looks.py", "in readable[:MOST_LEAVES]:", "in readable[:1]:"),),
+        edits=(("validate/sample_looks.py", "zip(readable[:MOST_LEAVES],", "zip(readable[:1],"),),
     ),
     Mutation(
         trap=58,

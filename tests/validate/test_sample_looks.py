@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from energon_packing.bridge.run_reads import PLACES, RunReads
+from energon_packing.bridge.run_reads import RunReads
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
@@ -92,6 +92,23 @@ def test_of_many_data_sets_the_first_are_read_and_that_the_others_are_not_is_sai
     looks = samples(blend(tmp_path, entries))
     assert [look.outcome for look in looks] == ["ok", "ok", "not looked at"]
     assert looks[-1].why.startswith("3 further data sets")
+
+
+def test_a_blend_that_energon_does_not_open_is_an_error_although_its_data_sets_are_there(pieces, tmp_path):
+    entries = [{"path": str(pieces[0] / "text"), "wieght": 3.0}]
+    (look,) = samples(blend(tmp_path, entries))
+    assert look.outcome == "error"
+    assert "blend.yaml cannot be opened" in look.why
+    assert samples(blend(tmp_path, [{"path": entries[0]["path"], "weight": 3.0}]))[0].outcome == "ok"
+
+
+def test_a_reference_of_a_part_that_the_run_does_not_read_stops_energon_and_is_named(pieces, tmp_path):
+    file = blend(tmp_path, [{"path": str(pieces[0] / "text"), "weight": 1.0}])
+    content = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(content | {"splits": content["splits"] | {"test": {"path": "nowhere"}}}))
+    (look,) = samples(file)
+    assert look.outcome == "error"
+    assert str(tmp_path / "nowhere") in look.why
 
 
 def test_pairs_are_measured_as_pairs(tmp_path):

@@ -164,6 +164,7 @@ def test_a_file_that_is_no_metadataset_is_an_error(tmp_path):
         ("c.yaml", "splits: {train: {pth: x}}\n", "names no path (pth)"),
         ("d.yaml", "splits: {train: {path: d.yaml}}\n", "refers to itself"),
         ("e.txt", "", "no .yaml"),
+        ("f.yml", "splits: {train: {path: data}}", "neither a metadataset (.yaml)"),
     ):
         (tmp_path / name).write_text(text)
         assert words in wrong(tmp_path / name)["data-path"]

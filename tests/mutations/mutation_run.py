@@ -32,10 +32,14 @@ from convert_mutations import CONVERT_MUTATIONS
 from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from template_mutations import TEMPLATE_MUTATIONS
+from validate_mutations import VALIDATE_MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "energon_packing"
-ALL_MUTATIONS = (*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS, *BUDGET_MUTATIONS)
+ALL_MUTATIONS = (
+    *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
+    *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS),
+)
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 

@@ -16,8 +16,9 @@ from mutation_run import ALL_MUTATIONS as ALL
 from mutation_run import ROOT
 from mutation_table import TRAPS, Mutation
 from template_mutations import TEMPLATE_TRAPS
+from validate_mutations import VALIDATE_TRAPS
 
-ALL_TRAPS = TRAPS | MEDIA_TRAPS | TEMPLATE_TRAPS | CONVERT_TRAPS | BUDGET_TRAPS
+ALL_TRAPS = TRAPS | MEDIA_TRAPS | TEMPLATE_TRAPS | CONVERT_TRAPS | BUDGET_TRAPS | VALIDATE_TRAPS
 TABLE = ROOT / "docs" / "correctness.md"
 
 
@@ -28,7 +29,7 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == {*range(1, 29), 37, 38, *range(41, 47), 54}
+    assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == {*range(1, 29), 37, 38, *range(41, 47), 54, 58}
     assert len({mutation.name for mutation in ALL}) == len(ALL)
 
 

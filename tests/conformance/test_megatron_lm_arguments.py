@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import codecs
+import multiprocessing
 import pickle
 import re
 import subprocess
@@ -198,6 +199,18 @@ def dataset(tmp_path_factory):
     ("path", "workers", "packing"), [("data", 0, {}), ("data", 2, {"balance_window": 2}), ("blend.yaml", 0, {})]
 )
 def test_the_states_of_all_kinds_of_loaders_are_read_from_a_checkpoint(dataset, tmp_path, path, workers, packing):
+    if not workers:
+        continue_from_a_checkpoint(dataset, tmp_path, path, workers, packing)
+        return
+    # In a process of its own: a worker forked after another test's training in this one may crash.
+    arguments = (dataset, tmp_path, path, workers, packing)
+    child = multiprocessing.get_context("spawn").Process(target=continue_from_a_checkpoint, args=arguments)
+    child.start()
+    child.join(200)
+    assert child.exitcode == 0
+
+
+def continue_from_a_checkpoint(dataset, tmp_path, path, workers, packing):
     config = RunConfig(
         data=DataConfig(path=str(dataset / path), workers=workers),
         encoder=EncoderConfig(processor=str(processor_path("text"))),

@@ -140,7 +140,7 @@ def test_what_the_template_is_said_to_refuse_it_refuses_in_every_form(name: str)
         for as_text in (False, True):
             for none in (False, True):
                 passing = Passing(arguments_as_text=as_text, no_text_is_none=none, name_results=True)
-                messages, tools = to_messages(what, Words(), passing, as_list=made(name)._content_as_list)
+                messages, tools = to_messages(what, Words(), passing, as_list=made(name).renderer.content_as_list)
                 with pytest.raises(Exception, match=r"."):
                     tokenizer.apply_chat_template(messages, tools=tools, chat_template=TEMPLATES[name], tokenize=False)
 
@@ -176,10 +176,10 @@ def test_a_plain_template_trains_what_its_training_variant_marks(name: str, kind
         found = trained(plain.render(conversation(kind)))
     except SampleRejected:
         return  # the tests above say why
-    apart = plain._reads_thinking
+    apart = plain.renderer.reads_thinking
     ways = (Passing(thinking_apart=apart), Passing(thinking_apart=apart, arguments_as_text=True, no_text_is_none=True))
     for passing in ways:
-        messages, tools = to_messages(conversation(kind), Words(), passing, as_list=plain._content_as_list)
+        messages, tools = to_messages(conversation(kind), Words(), passing, as_list=plain.renderer.content_as_list)
         try:
             oracle = tokenizer.apply_chat_template(
                 messages,

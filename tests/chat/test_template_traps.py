@@ -398,7 +398,7 @@ def test_everything_is_trained_also_where_the_template_does_not_show_where_answe
 
 
 def test_the_date_that_a_template_writes_may_change_under_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    import energon_packing.chat.template as module
+    import energon_packing.chat.renderer as module
 
     rendered, day = module.render_template, ["Monday"]
 

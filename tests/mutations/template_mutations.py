@@ -30,10 +30,10 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle=WORDS,
         edits=(
             (
-                "chat/template.py",
-                '        if piece.kind == "definition":\n            return self.tool_definitions',
+                "chat/structures.py",
+                '        if piece.kind == "definition":\n            return self._tool_definitions',
                 '        if piece.kind in ("definition", "call", "argument"):\n'
-                "            return self.tool_definitions",
+                "            return self._tool_definitions",
             ),
         ),
     ),
@@ -43,7 +43,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=TRAPS + "test_calls_of_deepseek_are_shown_since_they_are_passed_as_its_template_wants_them",
         oracle="DeepSeek-V3's published template",
         edits=(
-            ("chat/template.py", "for as_text in (False, True) if calls else (False,):", "for as_text in (False,):"),
+            ("chat/structures.py", "for as_text in (False, True) if calls else (False,):", "for as_text in (False,):"),
         ),
     ),
     Mutation(
@@ -51,7 +51,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="arguments stand as Python writes them",
         test=TRAPS + "test_arguments_are_written_as_json_where_the_template_would_print_an_object_as_python_does",
         oracle="the definition",
-        edits=(("chat/template.py", "int(structure.as_python))", "0)"),),
+        edits=(("chat/structures.py", "int(structure.as_python))", "0)"),),
     ),
     Mutation(
         trap=41,
@@ -92,7 +92,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a template may take an empty system turn for none",
         test=TRAPS + "test_an_empty_system_turn_suppresses_the_default_prompt_or_costs_the_sample",
         oracle="the template's text without a system turn",
-        edits=(("chat/template.py", "        if self._hides_empty_system:\n", "        if False:\n"),),
+        edits=(("chat/structures.py", "        if self._renderer.hides_empty_system:\n", "        if False:\n"),),
     ),
     Mutation(
         trap=45,

@@ -1,0 +1,248 @@
+"""What a chat template makes of a conversation, with proof that everything stands in it.
+
+Templates want things in different forms, so a few are tried; the structure of a conversation (everything but its words)
+is rendered once and kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from energon_packing.chat.answers import Answer
+from energon_packing.chat.layout import Layout, names_of
+from energon_packing.chat.renderer import TemplateRenderer
+from energon_packing.chat.sentinels import Marks, Passing, Piece, Words
+from energon_packing.config import ToolDefinitions
+from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.errors import SampleRejected
+
+_MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
+"""Ways to mark a conversation, the most telling first; the others are for templates that look into texts or calls."""
+KEPT_STRUCTURES = 256
+"""Structures of conversations whose layout is kept; data sets have few, and each costs two renderings or more."""
+
+
+class Structure:
+    """A conversation's structure under a template: where its pieces go, whatever they say."""
+
+    def __init__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, pieces: Sequence[Piece]
+    ) -> None:
+        self.messages, self.tools = messages, tools
+        self.layout = Layout.of(text, pieces)
+        self.as_python = _holds_python(messages, text)
+        self.answers: list[Answer] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """A conversation as the template shows it.
+
+    Attributes:
+        structure: of the conversation.
+        places: characters ``[start, end)`` of the text for each mark of the structure's layout.
+        text: the rendering.
+        generated: characters ``[start, end)`` that the template marks as generated.
+    """
+
+    structure: Structure
+    places: list[tuple[int, int]]
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class TemplateReader:
+    """Reads conversations through a template.
+
+    Args:
+        renderer: of the template.
+        tool_definitions: whether it may leave out definitions of tools.
+    """
+
+    def __init__(self, renderer: TemplateRenderer, tool_definitions: ToolDefinitions) -> None:
+        self._renderer, self._tool_definitions = renderer, tool_definitions
+        self._structures: OrderedDict[str, Structure | SampleRejected] = OrderedDict()
+
+    def read(self, conversation: Conversation) -> Reading:
+        """Renders a conversation and finds all that it says in the text.
+
+        Raises:
+            SampleRejected: ``template_omits`` where something is missing, ``unstable_prefix`` where a turn stands
+                before turns that it followed, ``template_error`` where the template refuses the conversation,
+                ``bad_record`` where it cannot be handed over.
+            ConfigError: the template is not valid Jinja.
+        """
+        self._check_empty_system(conversation)
+        failure: SampleRejected | None = None
+        with_calls = any(turn.tool_calls for turn in conversation.turns) or bool(conversation.tools)
+        for mode in _MODES[: 3 if with_calls else 2]:
+            if failure is not None and failure.reason == "template_omits" and not mode.get("calls", True):
+                break  # what is not marked cannot be missed
+            found, error = self._best(conversation, mode)
+            if found is None:
+                if not mode:
+                    self._renderer.run(
+                        *self._renderer.messages(conversation, Words(), Passing()), track=False
+                    )  # its own words
+                failure = failure or error
+                continue
+            passing, structure, pieces = found
+            if error is not None:
+                failure = failure or error
+                continue
+            messages, tools = self._renderer.messages(conversation, Words(), passing)
+            text, marked = self._renderer.run(messages, tools, track=self._renderer.marks_generation)
+            places, other = structure.layout.walk(text, pieces)
+            if other is not None:  # a template may write the date, and midnight may have passed
+                structure = self._structure(conversation, passing, mode, anew=True)[0]
+                places, other = structure.layout.walk(text, pieces)
+            if other is None:
+                if not mode.get("calls", True):
+                    self._check_calls(conversation, structure, places, text)
+                return Reading(structure=structure, places=places, text=text, generated=marked)
+            failure = failure or SampleRejected(
+                "template_omits",
+                f"the chat template writes {names_of(pieces, conversation.turns, [other])} in another form, or "
+                "something around it depends on it; use another encoder.chat_template",
+            )
+        assert failure is not None
+        raise failure
+
+    def _best(
+        self, conversation: Conversation, mode: Mapping[str, bool]
+    ) -> tuple[tuple[Passing, Structure, list[Piece]] | None, SampleRejected | None]:
+        """The way of passing in which the least is missing, and what then still is."""
+        best: tuple[tuple[int, ...], Passing, Structure, list[Piece]] | None = None
+        refusal: SampleRejected | None = None
+        complaint: SampleRejected | None = None
+        questions = [number for number, turn in enumerate(conversation.turns) if turn.role == "user"]
+        last_question = questions[-1] if questions else -1
+        for passing in self._passings(conversation):
+            try:
+                structure, pieces = self._structure(conversation, passing, mode)
+            except SampleRejected as refused:
+                refusal = refusal or refused
+                continue
+            missing = structure.layout.missing()
+            left_out = [piece for piece in missing if not self._may_omit(pieces[piece], last_question)]
+            disorder = structure.layout.disorder()
+            score = (len(left_out), int(disorder is not None), len(missing), int(structure.as_python))
+            if best is None or score < best[0]:
+                best = (score, passing, structure, pieces)
+                complaint = self._complaint(conversation, pieces, left_out, disorder)
+            if not any(score):
+                break
+        return (None, refusal) if best is None else (best[1:], complaint)
+
+    def _may_omit(self, piece: Piece, last_question: int) -> bool:
+        """Thinking of earlier questions, which many templates take back, and definitions where a user allows it."""
+        if piece.kind == "definition":
+            return self._tool_definitions == "optional"
+        return piece.kind == "thinking" and piece.turn < last_question
+
+    @staticmethod
+    def _complaint(
+        conversation: Conversation, pieces: list[Piece], left_out: list[int], disorder: tuple[int, int] | None
+    ) -> SampleRejected | None:
+        if left_out:
+            kinds = {pieces[piece].kind for piece in left_out}
+            way = "use another encoder.chat_template"
+            if kinds & {"call", "argument", "definition"}:
+                way = "it shows no tools; use a format that does, such as encoder.chat_template: qwen"
+            if kinds == {"definition"}:
+                way += ", or allow it with encoder.tool_definitions: optional"
+            if kinds == {"thinking"}:
+                way = "leave thinking out with encoder.thinking: strip, or use another encoder.chat_template"
+            what = names_of(pieces, conversation.turns, left_out)
+            return SampleRejected("template_omits", f"the chat template leaves out {what}; {way}")
+        if disorder is not None:
+            early, late = disorder
+            roles = [turn.role for turn in conversation.turns]
+            return SampleRejected(
+                "unstable_prefix",
+                f"the chat template puts turn {early + 1} ({roles[early]}) after turn {late + 1} ({roles[late]}), so "
+                "that answers would be trained after other turns than they were given to; move the turn, or use "
+                "another encoder.chat_template",
+            )
+        return None
+
+    def _passings(self, conversation: Conversation) -> Iterator[Passing]:
+        """Ways of passing worth a try, the plain one first."""
+        thought = any("</think>" in turn.text for turn in conversation.turns if turn.role == "assistant")
+        apart = thought and self._renderer.reads_thinking
+        calls = any(turn.tool_calls for turn in conversation.turns)
+        results = calls and any(turn.role == "tool" for turn in conversation.turns)
+        for names in (False, True) if results else (False,):
+            for as_text in (False, True) if calls else (False,):
+                for none in (False, True) if calls else (False,):
+                    yield Passing(
+                        no_text_is_none=none, arguments_as_text=as_text, name_results=names, thinking_apart=apart
+                    )
+
+    def _structure(
+        self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool], *, anew: bool = False
+    ) -> tuple[Structure, list[Piece]]:
+        """The structure of a conversation, from those that were seen or by rendering, and what the conversation says.
+
+        Raises:
+            SampleRejected: the template refuses it.
+        """
+        marks = Marks(**mode)
+        messages, tools = self._renderer.messages(conversation, marks, passing)
+        key = repr((messages, tools))
+        found = self._structures.get(key)
+        if found is None or anew:
+            try:
+                text, _ = self._renderer.run(messages, tools, track=False)
+                found = Structure(messages, tools, text, marks.pieces)
+            except SampleRejected as error:
+                found = error
+            self._structures[key] = found
+            if len(self._structures) > KEPT_STRUCTURES:
+                self._structures.popitem(last=False)
+        else:
+            self._structures.move_to_end(key)
+        if isinstance(found, SampleRejected):
+            raise SampleRejected(found.reason, found.detail)
+        return found, marks.pieces
+
+    @staticmethod
+    def _check_calls(
+        conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str
+    ) -> None:
+        """Looks for calls that could not be marked: name and arguments must stand behind what was said before them."""
+        turns = structure.layout.places_of_turns()
+        for number, turn in enumerate(conversation.turns):
+            before = [last for other, (_, last) in turns.items() if other < number]
+            start = places[max(before)][1] if before else 0
+            for call in turn.tool_calls:
+                function = call.get("function") or call
+                arguments = function.get("arguments")
+                for said in (function.get("name"), *(arguments if isinstance(arguments, Mapping) else ())):
+                    if str(said) not in text[start:]:
+                        raise SampleRejected(
+                            "template_omits",
+                            f"the chat template leaves out {said!r} of a call of turn {number + 1}; use a format that "
+                            "shows tools, such as encoder.chat_template: qwen",
+                        )
+
+    def _check_empty_system(self, conversation: Conversation) -> None:
+        first = conversation.turns[0]
+        if first.role != "system" or first.text.strip() or any(isinstance(part, MediaPart) for part in first.parts):
+            return
+        if self._renderer.hides_empty_system:
+            raise SampleRejected(
+                "template_omits",
+                "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "
+                "use another encoder.chat_template",
+            )
+
+
+def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
+    """Whether arguments of a call stand in a rendering as Python writes them, which is no JSON."""
+    calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
+    objects = (call.get("arguments") for call in calls)
+    return any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)

@@ -19,6 +19,10 @@ from energon_packing.errors import SampleRejected
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages with marks, with or without the generation prompt."""
 _PROBE = "Zq999999Xv"
+_LEADING = (
+    "the conversation begins with an assistant turn, and the chat template cannot show where its text begins; put a "
+    "user turn before it, or mark the template with {% generation %}"
+)
 
 
 class Answer(NamedTuple):
@@ -59,6 +63,11 @@ class StopTokens:
         """Characters up to the end of the first token that ends a turn."""
         found = self._stop.search(text)
         return found.end() if found else None
+
+    def is_first(self, text: str, end: int) -> bool:
+        """Whether a token that ends turns and ends at a place is the first special one of a text."""
+        found = self._special.search(text)
+        return found is None or found.end() >= end
 
     def after(self, text: str, start: int) -> int:
         """The end of a token that ends turns and begins at a place; the place where none does."""
@@ -117,12 +126,14 @@ def _header(
         if turn:
             raise
         # Without this the header, and a system prompt that the template adds, would be taken for the answer.
-        raise SampleRejected(
-            "assistant_first",
-            "the conversation begins with an assistant turn, and the chat template cannot show where its text "
-            "begins; put a user turn before it, or mark the template with {% generation %}",
-        ) from error
+        raise SampleRejected("assistant_first", _LEADING) from error
     frame = layout.frames[first]
+    if not turn:
+        # Of no turns, a template writes neither a beginning nor a default prompt; the header must stand there whole.
+        opening = asked.partition(OPEN)[0]
+        if not opening or opening not in frame:
+            raise SampleRejected("assistant_first", _LEADING)
+        return frame.rindex(opening) + len(opening)
     prompt = _behind(asked, layout.order[first - 1] if first else None)
     if prompt is None:
         raise SampleRejected(
@@ -137,7 +148,16 @@ def _header(
     header = header if opened < 0 else min(header, opened)
     # After a tool's result some templates ask without a header and then write one.
     name = _own_header(messages[:turn], render)
-    return header + len(name) if name and frame.startswith(name, header) else header
+    header += len(name) if name and frame.startswith(name, header) else 0
+    # A text that opens with a special token: its header, where the template knows no generation prompt.
+    headless = layout.pieces[layout.order[first]].kind == "text" and stops.opening(frame[header:])
+    if headless and render(messages[:turn], False) == asked:
+        raise SampleRejected(
+            "unstable_prefix",
+            "the chat template writes no generation prompt, so that the header of an answer would be trained with it; "
+            "let it write one with add_generation_prompt, or mark it with {% generation %}",
+        )
+    return header
 
 
 def _own_header(messages: Sequence[dict[str, Any]], render: Render) -> str:
@@ -198,7 +218,7 @@ def _end(
     frame = layout.frames[last + 1]
     end = stops.first_end(frame)
     is_last = last + 1 == len(layout.order) and turn + 1 == len(messages)
-    if end is not None:
+    if end is not None and (is_last or stops.is_first(frame, end)):
         return (stops.rest(frame, end) if is_last else end), "", False
     if is_last:
         return _open_end(layout, messages, render, stops, last, frame)
@@ -207,7 +227,11 @@ def _end(
     except SampleRejected:
         alone = None
     closing = _common(alone or "", frame)
-    opening = stops.opening(frame[closing:])
+    if end is not None and end <= closing:
+        return end, "", False
+    # Of the headers that may follow, an answer stops at those of a question and of a result.
+    follows = messages[turn + 1].get("role") in ("user", "tool") if turn + 1 < len(messages) else False
+    opening = stops.opening(frame[closing:]) if follows else None
     return closing + (opening or 0), "", bool(opening)
 
 
@@ -229,7 +253,9 @@ def _open_end(
         followed = _behind(render([*messages, {"role": role, "content": content}], False), piece)
     except SampleRejected:
         return len(frame), "", False
-    behind = (followed or "").partition(_PROBE)[0]
+    if followed is None:  # what follows makes the template take the answer back
+        return len(frame), "", False
+    behind = followed.partition(_PROBE)[0]
     closing = _common(frame, behind)
     if closing < len(frame):
         # The template appends the generation prompt unasked: what the two have in common may be half a header.

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 from energon_packing.chat.thinking import TAG, split_answer
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
+from energon_packing.errors import SampleRejected
 
 PieceKind = Literal["text", "thinking", "call", "argument", "definition", "result_name"]
 DEFINITIONS = -1
 """Turn of the pieces that no turn holds: definitions of tools."""
-_MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
+MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may look for in a text: tags, and words in brackets."""
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
 
@@ -133,8 +134,10 @@ class Marks(Words):
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
         """A text of a turn with one mark, or one for each stretch between tags."""
-        depth, pieces = 0, []
-        split = _MARKUP if self._markup else TAG if answer and "think>" in text else None
+        tags = TAG.findall(text) if answer and "think>" in text else []
+        # Thinking models are given the opening tag, so that data may hold the closing one alone.
+        depth, pieces = int(tags[:1] == ["</think>"]), []
+        split = MARKUP if self._markup else TAG if answer and "think>" in text else None
         for at, run in enumerate(re.split(f"({split.pattern})", text) if split else (text,)):
             if at % 2:
                 depth += {"<think>": 1, "</think>": -1}.get(run, 0) if answer else 0
@@ -258,7 +261,9 @@ def _call(
 
     function = call.get("function")
     inner: Mapping[str, Any] = function if isinstance(function, Mapping) else call
-    name, arguments = str(inner.get("name")), inner.get("arguments")
+    name, arguments = inner.get("name"), inner.get("arguments")
+    if not isinstance(name, str) or "arguments" not in inner:
+        raise SampleRejected("bad_record", f"a tool call of turn {turn + 1} has no name or no arguments")
     made.append(((turn, number), call.get("id"), name))
     name, written = words.call(turn, number, name), words.arguments(turn, arguments)
     if passing.arguments_as_text and not isinstance(written, str):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from energon_packing.chat.answers import Answer
 from energon_packing.chat.layout import Layout, names_of
 from energon_packing.chat.renderer import TemplateRenderer
-from energon_packing.chat.sentinels import Marks, Passing, Piece, Words
+from energon_packing.chat.sentinels import MARKUP, Marks, Passing, Piece, Words
+from energon_packing.chat.thinking import TAG
 from energon_packing.config import ToolDefinitions
-from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
@@ -76,6 +77,7 @@ class TemplateReader:
             ConfigError: the template is not valid Jinja.
         """
         self._check_empty_system(conversation)
+        self._check_order_of_silence(conversation)
         failure: SampleRejected | None = None
         with_calls = any(turn.tool_calls for turn in conversation.turns) or bool(conversation.tools)
         for mode in _MODES[: 3 if with_calls else 2]:
@@ -100,8 +102,8 @@ class TemplateReader:
                 structure = self._structure(conversation, passing, mode, anew=True)[0]
                 places, other = structure.layout.walk(text, pieces)
             if other is None:
-                if not mode.get("calls", True):
-                    self._check_calls(conversation, structure, places, text)
+                if mode:
+                    _check_unmarked(conversation, structure, places, text, calls=not mode.get("calls", True))
                 return Reading(structure=structure, places=places, text=text, generated=marked)
             failure = failure or SampleRejected(
                 "template_omits",
@@ -209,25 +211,18 @@ class TemplateReader:
             raise SampleRejected(found.reason, found.detail)
         return found, marks.pieces
 
-    @staticmethod
-    def _check_calls(
-        conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str
-    ) -> None:
-        """Looks for calls that could not be marked: name and arguments must stand behind what was said before them."""
-        turns = structure.layout.places_of_turns()
-        for number, turn in enumerate(conversation.turns):
-            before = [last for other, (_, last) in turns.items() if other < number]
-            start = places[max(before)][1] if before else 0
-            for call in turn.tool_calls:
-                function = call.get("function") or call
-                arguments = function.get("arguments")
-                for said in (function.get("name"), *(arguments if isinstance(arguments, Mapping) else ())):
-                    if str(said) not in text[start:]:
-                        raise SampleRejected(
-                            "template_omits",
-                            f"the chat template leaves out {said!r} of a call of turn {number + 1}; use a format that "
-                            "shows tools, such as encoder.chat_template: qwen",
-                        )
+    def _check_order_of_silence(self, conversation: Conversation) -> None:
+        """A question or result without words has no place in the text: look where one with words would stand."""
+        filled = tuple(
+            replace(turn, parts=("energon packing filler",))
+            if turn.role in ("user", "tool") and not _says(turn)
+            else turn
+            for turn in conversation.turns
+        )
+        if filled != conversation.turns and not conversation.is_pair:
+            _, error = self._best(replace(conversation, turns=filled), {})
+            if error is not None and error.reason == "unstable_prefix":
+                raise error
 
     def _check_empty_system(self, conversation: Conversation) -> None:
         first = conversation.turns[0]
@@ -241,8 +236,48 @@ class TemplateReader:
             )
 
 
+def _says(turn: Turn) -> bool:
+    """Whether a turn has a word, an image or a video."""
+    return bool(turn.text.strip()) or any(isinstance(part, MediaPart) for part in turn.parts)
+
+
 def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
     """Whether arguments of a call stand in a rendering as Python writes them, which is no JSON."""
     calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
     objects = (call.get("arguments") for call in calls)
     return any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
+
+
+def _check_unmarked(
+    conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str, *, calls: bool
+) -> None:
+    """Looks for what had no mark of its own, between the turns before and after: tags inside texts, and calls.
+
+    Raises:
+        SampleRejected: ``template_omits``.
+    """
+    turns = structure.layout.places_of_turns()
+    for number, turn in enumerate(conversation.turns):
+        start = max((places[last][1] for other, (_, last) in turns.items() if other < number), default=0)
+        end = min((places[first][0] for other, (first, _) in turns.items() if other > number), default=len(text))
+        shown = text[start:end]
+        tags = [tag for tag in MARKUP.findall(turn.text) if not TAG.fullmatch(tag)]
+        missing = [tag for tag in tags if shown.count(tag) < tags.count(tag)]
+        for call in turn.tool_calls if calls else ():
+            function = call.get("function") or call
+            missing += [word for word in _words([function.get("name"), function.get("arguments")]) if word not in shown]
+        if missing:
+            raise SampleRejected(
+                "template_omits",
+                f"the chat template leaves out {missing[0]!r} of turn {number + 1} ({turn.role}); use another "
+                "encoder.chat_template",
+            )
+
+
+def _words(value: Any) -> list[str]:
+    """Names, keys, texts and numbers in nested JSON values."""
+    if isinstance(value, Mapping):
+        return [str(key) for key in value] + _words(list(value.values()))
+    if isinstance(value, list | tuple):
+        return [word for entry in value for word in _words(entry)]
+    return [] if value is None or isinstance(value, bool) else [str(value)]

@@ -137,7 +137,7 @@ class ChatTemplate:
             text, spans = _without_empty(reading, text, spans)
         trained = self._trained(conversation, text, spans, weights)
         if self.thinking == "mask":
-            trained = mask_thinking(text, trained)
+            trained = mask_thinking(_without_calls(reading, text), trained)
         kept = tuple(span for span in trained if span.end > span.start)
         if not any(span.weight > 0 for span in kept):
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
@@ -248,6 +248,14 @@ class ChatTemplate:
         chosen = []
         for turn in answers:
             weight = weights[turn]
+            if weight != 0 and not spans.get(turn) and not self.renderer.marks_generation:
+                parts = conversation.turns[turn].parts
+                if all(isinstance(part, str) for part in parts):
+                    raise SampleRejected(
+                        "empty_answer",
+                        f"turn {turn + 1} (assistant) has no word, so that its place in the text cannot be found; "
+                        "remove it, or give it the weight 0",
+                    )
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen
 
@@ -322,3 +330,12 @@ def _without_empty(
         for turn, found in spans.items()
     }
     return "".join([*shown, text[cursor:]]), shifted
+
+
+def _without_calls(reading: Reading, text: str) -> str:
+    """The text with blanks in place of the names and arguments of calls, in which tags are words."""
+    blank = list(text)
+    for (start, end), piece in zip(reading.places, reading.structure.layout.order, strict=True):
+        if reading.structure.layout.pieces[piece].kind in ("call", "argument"):
+            blank[start:end] = " " * (end - start)
+    return "".join(blank)

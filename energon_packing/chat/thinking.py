@@ -13,6 +13,7 @@ from energon_packing.errors import SampleRejected
 OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
 EMPTY = re.compile(re.escape(OPEN) + r"\s*" + re.escape(CLOSE) + r"\s*")
+_OPENING = re.compile(r"\s*" + EMPTY.pattern)
 
 
 class TrainedSpan(NamedTuple):
@@ -36,8 +37,8 @@ def strip_thinking(conversation: Conversation) -> Conversation:
 
 
 def trim_empty_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without thinking spans of the assistant in which nothing stands."""
-    return _changed(conversation, lambda text: EMPTY.sub("", text))
+    """The conversation without thinking spans in which nothing stands, at the beginning of answers."""
+    return _changed(conversation, lambda text: text[found.end() :] if (found := _OPENING.match(text)) else text)
 
 
 def _changed(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
@@ -93,11 +94,11 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
 def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
     """The trained spans, with the weight 0 for the thinking in them, its tags included.
 
-    A template may write the opening tag itself, before what is trained: a span that closes first is thinking from its
+    A template may write the opening tag itself, right before what is trained: such a span is thinking from its
     beginning on.
 
     Raises:
-        SampleRejected: ``unclosed_thinking`` where a span opens and does not close.
+        SampleRejected: ``unclosed_thinking`` where a tag has no partner.
     """
     result: list[TrainedSpan] = []
     for span in spans:
@@ -107,6 +108,8 @@ def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
                 opened = tag.start() if not depth else opened
                 depth += 1
                 continue
+            if not depth and (cursor > span.start or not text[: span.start].rstrip().endswith(OPEN)):
+                raise SampleRejected("unclosed_thinking", f"an assistant turn has {CLOSE} without {OPEN}")
             depth = max(depth - 1, 0)
             if depth:
                 continue

@@ -413,3 +413,107 @@ def test_the_date_that_a_template_writes_may_change_under_a_long_run(monkeypatch
             day[0] = today
             assert template.render(TWO).text.startswith(today)
             assert trained(template, TWO) == ["First.<|im_end|>", "Second.<|im_end|>"]
+
+
+# -- found by an adversary ---------------------------------------------------------------------------------------------
+
+LEADING = talk(turn("assistant", "Hello."), *TWO.turns)
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("name", "first"), [("llama3", "Hello.<|eot_id|>"), ("qwen2_5_vl", "Hello.<|im_end|>"), ("muse_glimmer", None)]
+)
+def test_a_leading_answer_trains_no_beginning_header_or_default_prompt(name: str, first: str | None) -> None:
+    if first is None:
+        late = talk(LEADING.turns[0], turn("system", "Be brief."), *TWO.turns)
+        assert reason(published(name), late)[0] == "assistant_first"
+    else:
+        assert trained(published(name), LEADING)[0] == first
+
+
+@needs_trl
+@pytest.mark.parametrize("result", ["", "\n", '{"sky": "clear"}'])
+def test_a_result_is_not_trained_as_part_of_a_call_that_has_a_text_beside_it(result: str) -> None:
+    called = turn("assistant", "Let me look.", tool_calls=(CALL,))
+    told = turn("tool", result, tool_call_id=CALL["id"])
+    assert reason(published("gemma4"), talk(ASKED, called, told, ANSWERED))[0] == "unstable_prefix"
+    assert trained(published("gemma4"), talk(ASKED, CALLED, told, ANSWERED))[1] == "No, it stays dry.<turn|>"
+
+
+@needs_trl
+def test_tags_in_arguments_of_calls_are_words_where_thinking_is_masked() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"q": "what is </think>?", "z": "<think>"}}}
+    (first, _) = trained(
+        published("qwen3", thinking="mask"), talk(ASKED, turn("assistant", tool_calls=(call,)), TOLD, ANSWERED)
+    )
+    assert (
+        first
+        == '<tool_call>\n{"name": "f", "arguments": {"q": "what is </think>?", "z": "<think>"}}\n</tool_call><|im_end|>'
+    )
+
+
+@needs_trl
+def test_a_closing_tag_alone_is_refused_where_thinking_is_masked() -> None:
+    talked = talk(ASKED, turn("assistant", "The tag is </think>, as said."))
+    assert reason(published("qwen2_5", thinking="mask"), talked)[0] == "unclosed_thinking"
+
+
+def test_a_template_that_knows_no_generation_prompt_never_trains_its_header() -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    assert "add_generation_prompt" in reason(own(source), TWO)[1]
+
+
+@needs_trl
+def test_an_answer_is_never_trained_to_go_on_as_another_role() -> None:
+    rows = talk(ASKED, turn("assistant", "One."), turn("assistant", "Two."))
+    assert trained(published("glm4moe"), rows) == ["\n<think></think>\nOne.", "\n<think></think>\nTwo.<|user|>"]
+    late = talk(ASKED, turn("assistant", "One."), turn("system", "Be kind."), ASKED, turn("assistant", "Two."))
+    assert trained(published("glm4moe"), late) == ["\n<think></think>\nOne.", "\n<think></think>\nTwo.<|user|>"]
+    stops = ("<|user|>", "<|observation|>", "<|endoftext|>")
+    silent = talk(
+        ASKED, turn("assistant", "One."), turn("assistant", loss_weight=0.0), ASKED, turn("assistant", "Two.")
+    )
+    assert trained(published("glm4moe", stops=stops), silent)[0] == "\n<think></think>\nOne."
+
+
+@needs_trl
+def test_an_answer_without_words_is_refused_by_name_unless_it_is_not_trained() -> None:
+    for words in ("", " ", "<think></think>"):
+        empty = talk(ASKED, turn("assistant", words), ASKED, ANSWERED)
+        assert reason(published("qwen3"), empty)[0] == "empty_answer"
+    weightless = talk(ASKED, turn("assistant", loss_weight=0.0), ASKED, ANSWERED)
+    assert trained(published("qwen3_instruct_2507"), weightless) == ["No, it stays dry.<|im_end|>"]
+
+
+@pytest.mark.parametrize("lossy", ["m.content.replace('[IMG]', '')", "m.content | striptags"])
+def test_a_tag_that_the_template_takes_out_of_a_text_is_missed(lossy: str) -> None:
+    source = plain(CHATML).replace(
+        "message.content + '<|im_end|>\\n'", "(" + lossy.replace("m.", "message.") + ") + '<|im_end|>\\n'"
+    )
+    assert lossy.replace("m.", "message.") in source
+    why, detail = reason(own(source), talk(turn("user", "What is [IMG] or <sep>?"), ANSWERED))
+    assert why == "template_omits"
+    assert "turn 1 (user)" in detail
+
+
+@needs_trl
+def test_prose_about_thinking_is_no_empty_thinking() -> None:
+    prose = "Write <think></think> to skip thinking."
+    assert trained(published("qwen3_instruct_2507", thinking="trim_empty"), talk(ASKED, turn("assistant", prose))) == [
+        f"{prose}<|im_end|>"
+    ]
+
+
+@needs_trl
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen3_6", "lfm2_2_5_v2"])
+def test_thinking_that_only_closes_is_taken_back_like_any_other(name: str) -> None:
+    """Data of models whose prompt opens the thinking hold no opening tag."""
+    found = trained(published(name), talk(ASKED, turn("assistant", "Hm.</think>\n\nNo."), ASKED, ANSWERED))
+    assert "Hm." not in found[0]
+    assert "No." in found[0]
+
+
+def test_a_call_without_a_name_is_refused_and_never_named_none() -> None:
+    call: dict[str, Any] = {"type": "function", "function": {}}
+    assert reason(own(plain(CHATML)), talk(ASKED, turn("assistant", tool_calls=(call,))))[0] == "bad_record"

@@ -167,6 +167,8 @@ class EncoderConfig:
     """Frames a second that are sampled from a video; None keeps the processor's, 2.0 where it has none."""
     video_min_frames: int | None = None
     video_max_frames: int | None = None
+    pan_and_scan: bool | None = None
+    """Whether Gemma 3 sees long images in crops too (the processor's ``do_pan_and_scan``); None is its default, no."""
     max_source_pixels: int = 120_000_000
     """An image or frame with more pixels than this is refused before it is decoded."""
     max_decoded_bytes: int = 5 * 2**30

@@ -15,6 +15,8 @@ LIMITS = (
     *("fps", "num_frames", "min_frames", "max_frames", "min_patches", "max_patches", "image_grid_pinpoints"),
     *("image_seq_length", "num_image_tokens", "num_additional_image_tokens", "spatial_merge_size", "pooling_ratio"),
     *("tile_size", "max_num_tiles", "size_divisor", "do_pad"),
+    *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
+    "pan_and_scan_min_ratio_to_activate",
     *("vision_feature_select_strategy", "vision_aspect_ratio"),
 )
 

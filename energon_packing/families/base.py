@@ -19,6 +19,9 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
+FAMILY_FIELDS = ("pan_and_scan",)
+"""Fields of `EncoderConfig` that mean nothing to a family unless it names them in ``reads``."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPlan:
@@ -69,6 +72,8 @@ class VisionFamily(ABC):
     """Names of the Hugging Face processor classes that this family serves; the first family of a class is its own."""
     unread: ClassVar[tuple[str, ...]] = ()
     """Fields of `EncoderConfig` that this family has no use for; setting one is refused, never ignored."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Those of `FAMILY_FIELDS` that this family reads."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
@@ -88,7 +93,7 @@ class VisionFamily(ABC):
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = config
-        for name in self.unread:
+        for name in (*self.unread, *(name for name in FAMILY_FIELDS if name not in self.reads)):
             if getattr(config, name) is not None:
                 raise ConfigError(f"encoder.{name} means nothing to the family {self.name}; remove it.")
         if config.position_ids == "mrope" and not self.mrope:

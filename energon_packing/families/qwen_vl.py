@@ -10,8 +10,9 @@ import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.pixel_limits import set_pixel_limits
 from energon_packing.families.qwen_patches import QwenImagePatches
 from energon_packing.families.rope_positions import rope_positions
 from energon_packing.families.uniform_frames import listed_frames
@@ -43,8 +44,8 @@ class Qwen25VL(VisionFamily):
         self.images = processor.image_processor
         self.videos = processor.video_processor
         self.merge: int = self.images.merge_size
-        _set_limits(self.images, config.min_pixels, config.max_pixels)
-        _set_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
+        set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
+        set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
         if config.video_min_frames is not None:
             self.videos.min_frames = config.video_min_frames
         if config.video_max_frames is not None:
@@ -192,18 +193,3 @@ class Qwen2VL(Qwen25VL):
 
     def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
         return {}
-
-
-def _set_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
-    """Replaces the pixel limits of an image or video processor; both sides of ours then read the same numbers."""
-    if smallest is None and largest is None:
-        return
-    size = processor.size
-    low = size["shortest_edge"] if smallest is None else smallest
-    high = size["longest_edge"] if largest is None else largest
-    if low > high:
-        raise ConfigError(
-            f"The pixel limits {low} to {high} leave no size; set both encoder.min_pixels and encoder.max_pixels "
-            "(or encoder.video_min_pixels and encoder.video_max_pixels)."
-        )
-    processor.size = type(size)(shortest_edge=low, longest_edge=high)

@@ -24,6 +24,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
 from energon_packing.families.llava_onevision import LlavaOneVision
@@ -31,8 +32,8 @@ from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import build_family
 from energon_packing.report import offline_processors as offline
 
-LONGEST, SMALL = 20_000, 160
-"""Pixels of the longest side that is asked about, and of one whose pixels are really made."""
+LONGEST, SMALL, CROPPED = 20_000, 160, 1200
+"""Pixels of the longest side that is asked about, of one whose pixels are really made, and of one that has crops."""
 REFUSALS = (ValueError, TypeError, ZeroDivisionError, RuntimeError)
 """What the processors raise for a size that they cannot serve."""
 
@@ -89,8 +90,9 @@ def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300,
             family = make()
             for _ in range(share[0]):
                 _compare_size(family, tally, *random_size(random))
+            side = CROPPED if family.config.pan_and_scan else SMALL
             for _ in range(share[1]):
-                _compare_written(family, tally, "image", random.randint(1, SMALL), random.randint(1, SMALL))
+                _compare_written(family, tally, "image", random.randint(1, side), random.randint(1, side))
             if "video" in family.placeholders:
                 for _ in range(share[1]):
                     clip = random.randint(1, 60), random.choice([1.0, 7.5, 8.0, 23.976, 25.0, 60.0])
@@ -123,6 +125,8 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
         }
     if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5"):
         return {bounds: family(**config) for bounds, config in _QWEN.items()}
+    if name == "gemma3":
+        return {"": family(), "pan and scan": family(pan_and_scan=True)}
     return {"": family()}
 
 
@@ -166,9 +170,17 @@ def _count(family: VisionFamily, height: int, width: int, plan: MediaPlan | None
     if isinstance(family, Qwen25VL):
         patches = family.images.get_number_of_image_patches(height, width, {})
         return int(patches), plan.patches if plan else -1
+    if isinstance(family, Gemma3) and family.config.pan_and_scan:  # its arithmetic knows no crops
+        return _squares(family, height, width) * family.square_tokens, plan.tokens if plan else -1
     said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
     around = 2 if isinstance(family, InternVL) else 0  # it counts <img> and </img>
     return int(said["num_image_tokens"][0]) - around, plan.tokens if plan else -1
+
+
+def _squares(family: Gemma3, height: int, width: int) -> int:
+    pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
+    made = family.processor.image_processor(images=[pixels], do_pan_and_scan=True, input_data_format="channels_first")
+    return 1 + int(made["num_crops"][0])
 
 
 def _make_without_storage(family: VisionFamily, height: int, width: int) -> int | None:
@@ -186,7 +198,7 @@ def _make_without_storage(family: VisionFamily, height: int, width: int) -> int 
 
 
 def _planned_rows(family: VisionFamily, plan: MediaPlan) -> int:
-    if isinstance(family, InternVL | Llava):
+    if isinstance(family, InternVL | Llava | Gemma3):
         return plan.tiles
     if isinstance(family, Qwen25VL):
         return plan.patches
@@ -249,6 +261,8 @@ def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[
     indices = plan.frame_indices if plan is not None else ()
     if media.kind == "image":
         arguments["images"] = [torch.zeros(shape, dtype=torch.uint8)]  # type: ignore[arg-type]
+        if isinstance(family, Gemma3):
+            arguments["do_pan_and_scan"] = bool(family.config.pan_and_scan)
         pixels = "pixel_values"
     elif isinstance(family, Qwen25VL):
         arguments["videos"] = [torch.zeros((media.frames, *shape), dtype=torch.uint8)]  # type: ignore[arg-type]

@@ -142,6 +142,19 @@ def qwen2_vl(
     )
 
 
+def gemma3(side: int = 896, tokens: int = 256) -> Any:
+    """``Gemma3Processor`` on squares of ``side`` pixels and ``tokens`` tokens."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    start, end = "<start_of_image>", "<end_of_image>"
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": side, "width": side}),
+        tokenizer=tokenizer(boi_token=start, eoi_token=end, image_token="<image_soft_token>"),
+        image_seq_length=tokens,
+        chat_template=chatml(start),
+    )
+
+
 def glm4v() -> Any:
     """``Glm4vProcessor``, which has no family of its own: for the generic one."""
     from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
@@ -170,6 +183,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "llava_onevision_1_5": lambda: qwen2_vl("llava_onevision_1_5"),
+    "gemma3": gemma3,
     "huggingface": glm4v,
 }
 """Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""

@@ -12,6 +12,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.families.base import MediaPlan
+from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.llava_onevision import LlavaOneVision
 from energon_packing.families.qwen_vl import Qwen25VL
 
@@ -60,6 +61,8 @@ def media_arguments(
     images = [entry for plan, entry in zip(measured.plans, media, strict=True) if plan.kind == "image"]
     if images:
         result["images"] = [images]
+        if isinstance(family, Gemma3):
+            result["do_pan_and_scan"] = bool(family.config.pan_and_scan)
     clips = [
         (plan, medium, entry)
         for plan, medium, entry in zip(measured.plans, conversation.media, media, strict=True)

@@ -18,7 +18,7 @@ from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.families import registry
-from energon_packing.report.offline_processors import glm4v, internvl
+from energon_packing.report.offline_processors import gemma3, glm4v, internvl
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -94,9 +94,10 @@ def rows(ours, samples):
 SAMPLES = [[(90, 30)], [], [(31, 33), (120, 40), (50, 50)], [(200, 300)]]
 
 
-@pytest.mark.parametrize("name", ["internvl", "llava", "llava_next", "llava_onevision"])
+@pytest.mark.parametrize("name", ["internvl", "llava", "llava_next", "llava_onevision", "gemma3"])
 def test_a_pack_holds_the_tiles_of_its_samples_in_order_and_counts_them(name):
-    ours = encoder(internvl(28, 4)) if name == "internvl" else small(name)
+    others = {"internvl": lambda: internvl(28, 4), "gemma3": lambda: gemma3(56, 4)}
+    ours = encoder(others[name]()) if name in others else small(name)
     made = rows(ours, SAMPLES)
     batch = thd.assemble([row for _, row in made])
     assert batch.visual_counts["pixel_values"] == tuple(measured.images for measured, _ in made)

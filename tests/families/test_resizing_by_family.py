@@ -18,7 +18,7 @@ from energon_packing.report.offline_processors import internvl, llava_next, proc
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 FAMILIES = [
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
-    *("llava_onevision_1_5", "huggingface"),
+    *("llava_onevision_1_5", "gemma3", "huggingface"),
 ]
 
 
@@ -64,7 +64,7 @@ def test_the_page_says_what_a_family_can_make_smaller(name):
     assert documented()[name] == (", ".join(found) or "no")
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_next", "llava_onevision", "huggingface"])
+@pytest.mark.parametrize("name", ["llava", "llava_next", "llava_onevision", "gemma3", "huggingface"])
 def test_a_sample_that_its_family_cannot_resize_is_dropped_by_the_limits_own_reason(name):
     limits = LimitsConfig(max_visual_tokens=10, when_over=("resize",), min_active_ratio=0.0)
     with pytest.raises(SampleRejected) as caught:

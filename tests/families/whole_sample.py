@@ -36,8 +36,9 @@ def sides():
 
 
 @st.composite
-def conversations(draw, *, kinds=("image",), frames=(1, 12), most=4):
-    """Any order and number of media of the given kinds and of texts, in one or two rounds."""
+def conversations(draw, *, kinds=("image",), frames=(1, 12), most=4, side=None):
+    """Any order and number of media of the given kinds and of texts, in one or two rounds; ``side`` draws a side."""
+    side = sides() if side is None else side
     media: list[Media] = []
     turns: list[Turn] = []
     for _ in range(draw(st.integers(1, 2))):
@@ -47,7 +48,7 @@ def conversations(draw, *, kinds=("image",), frames=(1, 12), most=4):
             if kind == "text":
                 parts.append(draw(st.sampled_from(TEXTS)))
                 continue
-            width, height = draw(sides()), draw(sides())
+            width, height = draw(side), draw(side)
             parts.append(MediaPart(index=len(media)))
             name = f"m{len(media)}"
             if kind == "image":
@@ -72,13 +73,14 @@ def random_pixels(plans, media) -> list[torch.Tensor]:
     return [torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes]
 
 
-def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=lambda plan, tensor: tensor):
+def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=lambda plan, tensor: tensor, **call):
     """Our ids, our visual inputs, and what the processor makes of the same sample in one call.
 
     Args:
         encoder: on the processor.
         conversation: the sample.
         prepare: what stands between the decoded frames of a video and the processor's call.
+        call: further arguments of that call.
     """
     measured = encoder.measure(conversation)
     ids, _ = measured.expand()
@@ -89,7 +91,7 @@ def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=
         conversation.to_messages(), tokenize=False, chat_template=encoder.template.source
     )
     pairs = list(zip(measured.plans, tensors, strict=True))
-    arguments = {}
+    arguments = dict(call)
     if images := [tensor for plan, tensor in pairs if plan.kind == "image"]:
         arguments["images"] = [images]
     if videos := [prepare(plan, tensor) for plan, tensor in pairs if plan.kind == "video"]:

@@ -1,0 +1,114 @@
+"""Gemma 3: one square of 256 tokens per image, and with pan-and-scan one more per crop of a long image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+
+SIGLIP_PATCH = 14
+"""Pixels along a side of a patch of Gemma 3's vision encoder; its processor does not hold the number."""
+
+
+class Gemma3(VisionFamily):
+    """Geometry of ``Gemma3Processor`` and ``Gemma3ImageProcessor`` (transformers 5).
+
+    Every image is resized to one square of ``image_seq_length`` tokens. With ``encoder.pan_and_scan`` an image whose
+    side ratio is at least ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own
+    between words that the processor writes.
+
+    The processor passes its own defaults for these settings to the image processor, also over those of
+    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``), so that a file cannot turn pan-and-scan on; a caller of
+    the processor passes ``do_pan_and_scan=True``, and a configuration of ours says ``encoder.pan_and_scan``.
+    """
+
+    name = "gemma3"
+    processor_classes = ("Gemma3Processor",)
+    unread = (
+        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
+        *("video_fps", "video_min_frames", "video_max_frames"),
+    )
+    reads = ("pan_and_scan",)
+    mrope = False
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        tokenizer = self.tokenizer
+        self._start: str = tokenizer.boi_token
+        self._end: str = tokenizer.eoi_token
+        self.image_token: str = tokenizer.image_token
+        for token in (self._start, self._end):
+            self.check_token(token)
+        # The chat template writes the start token for an image.
+        self.placeholders = {"image": self._start}
+        self.placeholder_ids = {"image": self.check_token(self.image_token)}
+        self.reserved = (self._start, self._end, self.image_token)
+        self.square_tokens: int = processor.image_seq_length
+        self.images = processor.image_processor
+        size = self.images.size
+        if not size.height or not size.width:
+            raise ConfigError(
+                f"The image processor resizes to {dict(size)}; the family {self.name} needs height and width in "
+                "preprocessor_config.json."
+            )
+        self._patches = size.height // SIGLIP_PATCH, size.width // SIGLIP_PATCH
+        for name, value in type(processor).valid_processor_kwargs._defaults["images_kwargs"].items():
+            if name.startswith("pan_and_scan"):
+                setattr(self.images, name, value)
+        self.images.do_pan_and_scan = bool(config.pan_and_scan)
+
+    def plan(self, media: Media) -> MediaPlan:
+        """One square, or one and its crops, as the processor's own rule cuts them.
+
+        Raises:
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``.
+        """
+        if media.kind != "image":
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
+        return MediaPlan(
+            kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares
+        )
+
+    def _crops(self, height: int, width: int) -> int:
+        # Asked of the processor with an image that has no storage: its crops are views, whatever the size.
+        blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
+        return len(
+            self.images.pan_and_scan_batched(
+                blank,
+                self.images.pan_and_scan_min_crop_size,
+                self.images.pan_and_scan_max_num_crops,
+                self.images.pan_and_scan_min_ratio_to_activate,
+            )
+        )
+
+    def replacement(self, plan: MediaPlan) -> str:
+        """Each square between its tokens and line breaks; crops after the processor's words about them."""
+        square = f"\n\n{self._start}{self.image_token}{self._end}\n\n"
+        if plan.tiles == 1:
+            return square
+        crops = " ".join([square] * (plan.tiles - 1))
+        return f"Here is the original image {square} and here are some crops to help you see better {crops}"
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
+
+        Raises:
+            SampleRejected: ``media_changed`` where an image became another number of squares than was planned.
+        """
+        if not media:
+            return {}
+        made = self.images(images=list(media), input_data_format="channels_first", return_tensors="pt")
+        for plan, crops in zip(plans, made["num_crops"], strict=True):
+            if 1 + int(crops) != plan.tiles:
+                raise SampleRejected("media_changed", f"an image became {1 + int(crops)} tiles, measured {plan.tiles}")
+        return {"pixel_values": made["pixel_values"]}

@@ -22,6 +22,7 @@ from energon_packing.encoders.decoding import check_grids, decodable, decode_med
 from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
+from energon_packing.encoders.joinable_rows import PADDED_MEDIA
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.placeholders import Placeholders, check_reserved, own_template
@@ -243,7 +244,8 @@ class ConversationEncoder(SampleEncoder):
         Returns:
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
-            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets.
+            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets;
+            ``padded_media`` where the family's images need `energon_packing.encoders.joinable_rows` to share a pack.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -260,16 +262,21 @@ class ConversationEncoder(SampleEncoder):
         else:
             positions = np.arange(len(ids), dtype=np.int64)
         positions = positions + measured.position_start
-        return spread(measured.extras, learned) | {
-            "key": measured.key,
-            "expected_length": measured.length,
-            "position_start": measured.position_start,
-            "input_ids": torch.from_numpy(ids),
-            "labels": torch.from_numpy(labels),
-            "loss_mask": torch.from_numpy(loss_mask),
-            "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
-            "visual_inputs": self._render_media(measured, read),
-        }
+        padded = {PADDED_MEDIA: self.family.padded} if self.family.padded and measured.plans else {}
+        return (
+            spread(measured.extras, learned)
+            | padded
+            | {
+                "key": measured.key,
+                "expected_length": measured.length,
+                "position_start": measured.position_start,
+                "input_ids": torch.from_numpy(ids),
+                "labels": torch.from_numpy(labels),
+                "loss_mask": torch.from_numpy(loss_mask),
+                "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
+                "visual_inputs": self._render_media(measured, read),
+            }
+        )
 
     def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         if not measured.plans:

@@ -16,6 +16,7 @@ from megatron.energon import WorkerConfig, stateless
 
 from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
@@ -107,7 +108,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """The samples of one micro-batch, one after the other without padding."""
         batch = thd.assemble(
-            [row for sample in samples for row in sample.rows],
+            joinable([row for sample in samples for row in sample.rows]),
             extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
         )
         pack = self._pack_of(samples, batch)

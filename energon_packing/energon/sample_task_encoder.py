@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.cookers import RECORD_COOKER
@@ -170,7 +171,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     @stateless
     def batch(self, samples: list[RenderedSample]) -> SampleBatch:
         """Pads the rows of a micro-batch to one length and joins their media."""
-        rows = [sample.rows[0] for sample in samples]
+        rows = joinable([sample.rows[0] for sample in samples])
         lengths = [len(row["input_ids"]) for row in rows]
         width = self.max_length if self.pad_to_max_length else -(-max(lengths) // self.multiple) * self.multiple
         ledger = self._worker_ledger()

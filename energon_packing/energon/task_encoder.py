@@ -21,6 +21,7 @@ from energon_packing import thd
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
@@ -269,7 +270,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             ]
         unweighted = {name: torch.zeros(len(filler["input_ids"])) for filler in fillers for name in extra}
         batch = thd.assemble(
-            [*rows, *(filler | unweighted for filler in fillers)],
+            joinable([*rows, *(filler | unweighted for filler in fillers)]),
             multiple=self.multiple,
             extra_fields=extra,
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,

@@ -74,6 +74,9 @@ class VisionFamily(ABC):
     """Fields of `EncoderConfig` that this family has no use for; setting one is refused, never ignored."""
     reads: ClassVar[tuple[str, ...]] = ()
     """Those of `FAMILY_FIELDS` that this family reads."""
+    padded: ClassVar[tuple[str, ...]] = ()
+    """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
+    larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None

@@ -12,6 +12,7 @@ Three questions are asked, and each row of the result says how often:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
 from energon_packing.families.llava_onevision import LlavaOneVision
+from energon_packing.families.pixtral import Pixtral
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import build_family
 from energon_packing.report import offline_processors as offline
@@ -127,6 +129,13 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
         return {bounds: family(**config) for bounds, config in _QWEN.items()}
     if name == "gemma3":
         return {"": family(), "pan and scan": family(pan_and_scan=True)}
+    if name == "pixtral":
+        ministral = functools.partial(offline.pixtral, edge=1540, patch=14, merge=2)
+        return {
+            "": family(),
+            "Ministral 3": lambda: build_family(ministral(), EncoderConfig()),
+            "narrow": family(max_pixels=200_704),
+        }
     return {"": family()}
 
 
@@ -172,6 +181,11 @@ def _count(family: VisionFamily, height: int, width: int, plan: MediaPlan | None
         return int(patches), plan.patches if plan else -1
     if isinstance(family, Gemma3) and family.config.pan_and_scan:  # its arithmetic knows no crops
         return _squares(family, height, width) * family.square_tokens, plan.tokens if plan else -1
+    if isinstance(family, Pixtral):  # it counts the tokens that end the rows, and takes 1 or 3 rows for the colours
+        if height in (1, 3):
+            return (0, 0) if plan else (0, -1)
+        said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(said["num_image_tokens"][0]), plan.tokens + len(plan.runs) if plan else -1
     said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
     around = 2 if isinstance(family, InternVL) else 0  # it counts <img> and </img>
     return int(said["num_image_tokens"][0]) - around, plan.tokens if plan else -1
@@ -193,14 +207,23 @@ def _make_without_storage(family: VisionFamily, height: int, width: int) -> int 
     if isinstance(family, Llava):
         made = images(images=[[pixels]], input_data_format="channels_first")["pixel_values"]
         return len(made[0]) if made[0].dim() == 4 else len(made)
+    if isinstance(family, Pixtral):
+        made = images(images=[pixels], patch_size=family.side, input_data_format="channels_first")
+        return _patches(family, made["image_sizes"])
     made = images(images=[pixels], input_data_format="channels_first")
     return len(made["pixel_values"])
+
+
+def _patches(family: Pixtral, sizes: Any) -> int:
+    """Patches of resized images ``(height, width)``; their tensor ``[images, 3, H, W]`` does not tell."""
+    patch = family.processor.patch_size
+    return sum(int(height) // patch * (int(width) // patch) for height, width in sizes)
 
 
 def _planned_rows(family: VisionFamily, plan: MediaPlan) -> int:
     if isinstance(family, InternVL | Llava | Gemma3):
         return plan.tiles
-    if isinstance(family, Qwen25VL):
+    if isinstance(family, Qwen25VL | Pixtral):
         return plan.patches
     return plan.tokens * family.processor.image_processor.merge_size**2  # a plan of the generic one counts tokens
 
@@ -209,6 +232,8 @@ def _same_reason(family: VisionFamily, error: Exception, rejected: SampleRejecte
     """Whether a rejection tells the processor's own reason; the LLaVA ones raise where no resolution fits a side."""
     if str(error) in rejected.detail:
         return True
+    if isinstance(family, Pixtral):  # it divides by what it has rounded down to 0
+        return min(height, width) * int(family.images.size.longest_edge) <= max(height, width)
     if isinstance(family, Llava) and hasattr(family.images, "image_grid_pinpoints"):
         from transformers.image_processing_utils import select_best_resolution
 
@@ -278,6 +303,9 @@ def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[
     made = family.processor(text=[text], return_tensors="pt", **arguments)
     if "video_metadata" in made:
         indices = tuple(int(index) for index in made["video_metadata"][0].frames_indices)
+    count = int((made["input_ids"] == family.placeholder_ids[media.kind]).sum())
+    if isinstance(family, Pixtral):
+        return count, _patches(family, made["image_sizes"]), indices
     rows = made[pixels]
     many = rows.shape[1] if rows.dim() == 5 else len(rows)
-    return int((made["input_ids"] == family.placeholder_ids[media.kind]).sum()), many, indices
+    return count, many, indices

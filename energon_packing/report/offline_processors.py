@@ -155,6 +155,19 @@ def gemma3(side: int = 896, tokens: int = 256) -> Any:
     )
 
 
+def pixtral(edge: int = 1024, patch: int = 16, merge: int = 1) -> Any:
+    """``PixtralProcessor``; Ministral 3 has an ``edge`` of 1540, a ``patch`` of 14 and a ``merge`` of 2."""
+    from transformers import PixtralImageProcessor, PixtralProcessor
+
+    return PixtralProcessor(
+        image_processor=PixtralImageProcessor(size={"longest_edge": edge}, patch_size=patch),
+        tokenizer=tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]"),
+        patch_size=patch,
+        spatial_merge_size=merge,
+        chat_template=chatml("[IMG]"),
+    )
+
+
 def glm4v() -> Any:
     """``Glm4vProcessor``, which has no family of its own: for the generic one."""
     from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
@@ -184,6 +197,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "llava_onevision": llava_onevision,
     "llava_onevision_1_5": lambda: qwen2_vl("llava_onevision_1_5"),
     "gemma3": gemma3,
+    "pixtral": pixtral,
     "huggingface": glm4v,
 }
 """Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""

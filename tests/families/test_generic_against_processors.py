@@ -9,17 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llava_against_processor import PINPOINTS, SIDE
-from transformers import (
-    PixtralImageProcessor,
-    PixtralProcessor,
-)
 from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family, load_processor
-from energon_packing.report.offline_processors import chatml, glm4v, internvl, llava, llava_next, tokenizer
+from energon_packing.report.offline_processors import glm4v, internvl, llava, llava_next, pixtral, tokenizer
 
 
 @cache
@@ -71,15 +67,9 @@ def test_a_family_of_its_own_and_the_generic_one_measure_alike():
             assert generic(name).family.plan(image(*size)).tokens == own.plan(image(*size)).tokens
 
 
-def pixtral() -> PixtralProcessor:
-    words = tokenizer(image_token="[IMG]", image_break_token="[IMG_BREAK]", image_end_token="[IMG_END]")
-    images = PixtralImageProcessor(patch_size=16, size={"longest_edge": 128})
-    return PixtralProcessor(image_processor=images, tokenizer=words, patch_size=16, chat_template=chatml("[IMG]"))
-
-
 def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():
     with pytest.raises(ConfigError, match="not one run"):
-        encoder(pixtral(), family="huggingface")
+        encoder(pixtral(128), family="huggingface")
     with pytest.raises(ConfigError, match=r"pixel_values of .* cannot be joined"):
         encoder(llava_next(SIDE, PINPOINTS), family="huggingface")
 

@@ -13,13 +13,15 @@ from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F40
 from whole_sample import encoder
 
 from energon_packing import thd
-from energon_packing.report.offline_processors import gemma3
+from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.report.offline_processors import gemma3, pixtral
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),
+    "pixtral": ("ministral3/modeling_ministral3.py", "Ministral3Model", {"pixel_values", "image_sizes"}),
 }
 """Family -> file under ``megatron/bridge/models``, class, and the visual inputs that a sample of images brings."""
-PROCESSORS = {"gemma3": lambda: gemma3(56, 4)}
+PROCESSORS = {"gemma3": lambda: gemma3(56, 4), "pixtral": lambda: pixtral(112, 14, 2)}
 
 
 def forward_arguments(file: str, model: str) -> set[str]:
@@ -38,7 +40,7 @@ def forward_arguments(file: str, model: str) -> set[str]:
 def test_a_pack_brings_the_visual_inputs_that_the_models_forward_reads(name):
     file, model, expected = FORWARDS[name]
     ours = encoder(PROCESSORS[name](), family=name)
-    batch = thd.assemble([row for _, row in rows(ours, SAMPLES)])
+    batch = thd.assemble(joinable([row for _, row in rows(ours, SAMPLES)]))
     container = batch.to_bridge()["visual_inputs"]
     assert type(container).__module__ in sys.modules
     given = {spec.name for spec in fields(container) if getattr(container, spec.name) is not None}

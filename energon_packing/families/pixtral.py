@@ -1,0 +1,115 @@
+"""Pixtral, Mistral Small 3.1 and Ministral 3: native resolution, one run of placeholders per row of the image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.base import MediaPlan, VisionFamily, require
+
+
+class Pixtral(VisionFamily):
+    """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5).
+
+    An image whose longer side is over ``longest_edge`` is made smaller, and both sides are rounded up to whole tokens
+    of ``patch_size * spatial_merge_size`` pixels. Each row of tokens ends with a token of its own, the last one with
+    another: they teach nothing, and the vision encoder gives them no feature.
+
+    ``encoder.max_pixels`` becomes the ``longest_edge`` of the largest square under it in whole tokens.
+    """
+
+    name = "pixtral"
+    processor_classes = ("PixtralProcessor",)
+    unread = (
+        *("min_pixels", "video_min_pixels", "video_max_pixels"),
+        *("video_fps", "video_min_frames", "video_max_frames"),
+    )
+    mrope = False
+    padded = ("pixel_values",)
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self.image_token: str = processor.image_token
+        self._break: str = processor.image_break_token
+        self._end: str = processor.image_end_token
+        for token in (self._break, self._end):
+            self.check_token(token)
+        self.placeholders = {"image": self.image_token}
+        self.placeholder_ids = {"image": self.check_token(self.image_token)}
+        self.reserved = (self.image_token, self._break, self._end)
+        self.images = processor.image_processor
+        self.merge: int = processor.spatial_merge_size
+        self.side: int = processor.patch_size * self.merge
+        if not self.images.size.longest_edge:
+            raise ConfigError(
+                f"The image processor resizes to {dict(self.images.size)}; the family {self.name} needs longest_edge "
+                "in preprocessor_config.json."
+            )
+        if config.max_pixels is not None:
+            edge = math.isqrt(config.max_pixels) // self.side * self.side
+            if not edge:
+                raise ConfigError(
+                    f"encoder.max_pixels={config.max_pixels} holds no token of {self.side}x{self.side} pixels."
+                )
+            self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
+
+    def plan(self, media: Media) -> MediaPlan:
+        """Rows and columns of tokens after the processor's own resizing.
+
+        Raises:
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry`` where the processor leaves
+                no pixel of the shorter side.
+        """
+        from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+        if media.kind != "image":
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
+        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        edge = self.images.size.longest_edge
+        resized = get_resize_output_image_size(
+            np.broadcast_to(np.uint8(0), (3, height, width)),  # it wants an image, of which it reads the shape
+            size=(edge, edge),
+            patch_size=(self.side, self.side),
+            input_data_format="channels_first",  # not guessed from the shape: a side of 1 or 3 pixels is no colour
+        )
+        rows, columns = resized[0] // self.side, resized[1] // self.side
+        if not rows or not columns:
+            raise SampleRejected(
+                "media_geometry",
+                f"image {media.name!r} of {width}x{height} pixels has no pixel left along its shorter side when its "
+                f"longer one becomes {edge}",
+            )
+        return MediaPlan(kind="image", grid=(1, rows * self.merge, columns * self.merge), runs=(columns,) * rows)
+
+    def replacement(self, plan: MediaPlan) -> str:
+        """One placeholder per row, each with the token that ends the row, or the image, after it."""
+        return (self.image_token + self._break) * (len(plan.runs) - 1) + self.image_token + self._end
+
+    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """``pixel_values`` ``[images, 3, H, W]``, padded below and to the right to the largest of the sample, and
+        ``image_sizes`` ``[images, 2]`` (height, width without that padding), by which the models cut it off again.
+
+        Raises:
+            SampleRejected: ``media_changed`` where an image became another size than was planned.
+        """
+        if not media:
+            return {}
+        made = self.images(
+            images=list(media), patch_size=self.side, input_data_format="channels_first", return_tensors="pt"
+        )
+        patch = self.side // self.merge
+        planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]
+        if made["image_sizes"].tolist() != planned:
+            raise SampleRejected(
+                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, measured as {planned}"
+            )
+        return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}

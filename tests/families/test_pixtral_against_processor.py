@@ -1,0 +1,200 @@
+"""Pixtral and Ministral 3, whose images stand in one run of tokens per row, against processor and model."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_families_in_packs import SAMPLES, rows
+from transformers import Mistral3Config, Mistral3Model, MistralConfig, PixtralVisionConfig
+from transformers.image_utils import SizeDict
+from whole_sample import both_ways, conversations, encoder, image, random_pixels, video
+
+from energon_packing import PackingConfig, PackingTaskEncoder, thd
+from energon_packing.encoders.joinable_rows import joinable
+from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.report.offline_processors import pixtral, processor_of
+
+PUBLISHED = {"pixtral": (1024, 16, 1), "ministral3": (1540, 14, 2)}
+SMALL = {"pixtral": (160, 16, 1), "ministral3": (252, 14, 2)}
+
+
+@cache
+def published(name: str):
+    return encoder(pixtral(*PUBLISHED[name]))
+
+
+@cache
+def small(name: str):
+    return encoder(pixtral(*SMALL[name]))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@settings(max_examples=2000, deadline=None)
+@given(width=st.integers(1, 20000), height=st.integers(1, 20000))
+def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(name, width, height):
+    family = published(name).family
+    if height in (1, 3):  # there the processor takes the rows for the colours, and counts another image
+        return
+    (said,) = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
+    try:
+        plan = family.plan(image(width, height))
+    except SampleRejected as rejected:
+        assert "no pixel left" in rejected.detail  # noqa: PT017
+        assert min(width, height) * PUBLISHED[name][0] <= max(width, height)
+    else:
+        assert plan.tokens + len(plan.runs) == said > 0
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@settings(max_examples=300, deadline=None)
+@given(
+    width=st.one_of(st.sampled_from([1, 3]), st.integers(1, 20000)),
+    height=st.one_of(st.sampled_from([1, 3]), st.integers(1, 20000)),
+)
+def test_an_image_of_any_size_becomes_the_planned_patches(name, width, height):
+    """The whole image processor on an image without storage, so that no size is too large."""
+    family = published(name).family
+    try:
+        made = family.processor.image_processor(
+            images=[torch.empty(3, height, width, dtype=torch.uint8, device="meta")],
+            patch_size=family.side,
+            input_data_format="channels_first",
+        )
+    except ValueError:
+        with pytest.raises(SampleRejected, match="no pixel left"):
+            family.plan(image(width, height))
+        return
+    patch = PUBLISHED[name][1]
+    planned = family.plan(image(width, height)).grid[1:]
+    assert [[side * patch for side in planned]] == [list(size) for size in made["image_sizes"]]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@settings(max_examples=60, deadline=None)
+@given(conversation=conversations(kinds=("image",)))
+def test_tokens_and_pixels_equal_the_processor_on_the_whole_sample(name, conversation):
+    ours = small(name)
+    try:
+        ids, visual, whole, _ = both_ways(ours, conversation)
+    except SampleRejected:
+        images = [torch.zeros(3, medium.height, medium.width, dtype=torch.uint8) for medium in conversation.media]
+        with pytest.raises(ValueError, match="Size must contain"):
+            ours.processor(text=["[IMG]" * len(images)], images=[images])
+        return
+    assert ids.tolist() == whole["input_ids"][0].tolist()
+    assert set(visual) == set(whole) - {"input_ids", "attention_mask"}
+    for key, tensor in visual.items():
+        assert tensor.dtype == whole[key].dtype
+        assert torch.equal(tensor, whole[key]), key
+
+
+def test_every_row_of_an_image_is_a_run_of_its_own_and_the_tokens_between_teach_nothing():
+    ours = small("ministral3")
+    (measured, row), *_ = rows(ours, [[(112, 84)]])
+    assert measured.plans[0].runs == (4, 4, 4)
+    ids = row["input_ids"].tolist()
+    words = ours.tokenizer.convert_ids_to_tokens(ids)
+    first = words.index("[IMG]")
+    line = ["[IMG]"] * 4
+    assert words[first : first + 15] == [*line, "[IMG_BREAK]", *line, "[IMG_BREAK]", *line, "[IMG_END]"]
+    ends = {ours.tokenizer.convert_tokens_to_ids(token) for token in ("[IMG]", "[IMG_BREAK]", "[IMG_END]")}
+    everything = encoder(pixtral(*SMALL["ministral3"]), train_on="all")
+    (_, trained), *_ = rows(everything, [[(112, 84)]])
+    assert not ends & set(trained["labels"].tolist())
+
+
+def tiny_model() -> Mistral3Model:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    _, patch, merge = SMALL["ministral3"]
+    vision = PixtralVisionConfig(**sizes, head_dim=8, image_size=252, patch_size=patch)
+    text = MistralConfig(**sizes, num_key_value_heads=2, vocab_size=64)
+    config = Mistral3Config(vision_config=vision, text_config=text, spatial_merge_size=merge, vision_feature_layer=-1)
+    torch.manual_seed(0)
+    return Mistral3Model(config).eval()
+
+
+def test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alone():
+    ours, model = small("ministral3"), tiny_model()
+    made = rows(ours, SAMPLES)
+    batch = thd.assemble(joinable([row for _, row in made]))
+    with torch.no_grad():
+        joined = model.get_image_features(**batch.visual_inputs, return_dict=True).pooler_output
+        alone = [
+            features
+            for _, row in made
+            if row["visual_inputs"]
+            for features in model.get_image_features(**row["visual_inputs"], return_dict=True).pooler_output
+        ]
+    assert [len(features) for features in joined] == [plan.tokens for measured, _ in made for plan in measured.plans]
+    for ours_joined, ours_alone in zip(joined, alone, strict=True):
+        torch.testing.assert_close(ours_joined, ours_alone)
+
+
+def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():
+    ours = small("pixtral")
+    made = rows(ours, SAMPLES)
+    batch = thd.assemble(joinable([row for _, row in made]))
+    media = [medium for measured, _ in made for medium in measured.media]
+    plans = [plan for measured, _ in made for plan in measured.plans]
+    apart = [row["visual_inputs"]["pixel_values"] for _, row in made if row["visual_inputs"]]
+    assert len({tensor.shape[1:] for tensor in apart}) > 1
+    together = ours.family.pixels(plans, random_pixels(plans, media))
+    assert batch.visual_inputs["pixel_values"].shape == together["pixel_values"].shape
+    assert torch.equal(batch.visual_inputs["image_sizes"], together["image_sizes"])
+    assert batch.visual_counts["pixel_values"] == tuple(len(measured.plans) for measured, _ in made)
+    flat = iter(batch.visual_inputs["pixel_values"])
+    for tensor in apart:
+        for alone in tensor:
+            padded = next(flat)
+            assert torch.equal(padded[:, : alone.shape[1], : alone.shape[2]], alone)
+            assert not padded[:, alone.shape[1] :].any()
+            assert not padded[:, :, alone.shape[2] :].any()
+
+
+def test_rows_that_were_not_made_alike_are_refused_and_not_joined_anyhow():
+    with pytest.raises(PackingError, match="cannot follow"):
+        thd.assemble([row for _, row in rows(small("pixtral"), SAMPLES)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(limit=st.integers(28 * 28, 400_000), width=st.integers(1, 3000), height=st.integers(1, 3000))
+def test_no_image_is_over_max_pixels_after_its_sides_were_rounded_up(limit, width, height):
+    ours = encoder(pixtral(*PUBLISHED["ministral3"]), max_pixels=limit)
+    try:
+        plan = ours.family.plan(image(width, height))
+    except SampleRejected:
+        return
+    assert plan.patches * 14 * 14 <= limit
+    made = ours.processor.image_processor(
+        images=[torch.empty(3, height, width, dtype=torch.uint8, device="meta")],
+        patch_size=28,
+        input_data_format="channels_first",
+    )
+    assert np.prod(made["image_sizes"][0]) == plan.patches * 14 * 14
+
+
+def test_what_the_family_cannot_do_is_refused_by_name():
+    with pytest.raises(SampleRejected, match="takes no videos"):
+        small("pixtral").family.plan(video(8, 2.0, 30, 30))
+    for name, value in (("min_pixels", 1000), ("video_fps", 2.0), ("position_ids", "mrope"), ("max_pixels", 100)):
+        with pytest.raises(ConfigError, match=name):
+            encoder(processor_of("pixtral"), **{name: value})
+    processor = pixtral()
+    processor.image_processor.size = SizeDict(height=100, width=100)
+    with pytest.raises(ConfigError, match="longest_edge"):
+        encoder(processor)
+
+
+def test_the_packing_encoder_takes_images_of_several_sizes():
+    ours = small("pixtral")
+    made = [row for _, row in rows(ours, SAMPLES)]
+    packing = PackingConfig(seq_length=1024, dummy_image=True)
+    batch = PackingTaskEncoder(ours, packing)._assemble(made)
+    assert torch.equal(batch.visual_inputs["pixel_values"], thd.assemble(joinable(made)).visual_inputs["pixel_values"])
+    text = [row for row in made if not row["visual_inputs"]]
+    assert len(PackingTaskEncoder(ours, packing)._assemble(text).visual_inputs["pixel_values"]) == 1

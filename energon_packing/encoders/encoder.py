@@ -56,6 +56,10 @@ class ConversationEncoder(SampleEncoder):
         self.processor = load_processor(config) if processor is None else processor
         self.family = build_family(self.processor, config)
         self.tokenizer = self.family.tokenizer
+        if clash := sorted(set(config.extra_fields) & set(self.family.token_fields)):
+            raise ConfigError(
+                f"encoder.extra_fields names {clash[0]!r}, which the family {self.family.name} makes itself; rename it."
+            )
         chosen = modality or config.modality
         self.kinds = frozenset(MODALITIES[chosen])
         missing = sorted(self.kinds - set(self.family.placeholders))
@@ -90,6 +94,11 @@ class ConversationEncoder(SampleEncoder):
         """Token that fills the padding of a row."""
         token_id = self.tokenizer.pad_token_id
         return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """Those of the family: ``mm_token_type_ids`` of GLM-4.1V."""
+        return self.family.token_fields
 
     def accepts(self, conversation: Conversation) -> bool:
         """Whether all media are of the encoder's modality."""
@@ -245,7 +254,8 @@ class ConversationEncoder(SampleEncoder):
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
             ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets;
-            ``padded_media`` where the family's images need `energon_packing.encoders.joinable_rows` to share a pack.
+            each of `token_fields` as int64 ``[L]``; ``padded_media`` where the family's images need
+            `energon_packing.encoders.joinable_rows` to share a pack.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -262,21 +272,20 @@ class ConversationEncoder(SampleEncoder):
         else:
             positions = np.arange(len(ids), dtype=np.int64)
         positions = positions + measured.position_start
-        padded = {PADDED_MEDIA: self.family.padded} if self.family.padded and measured.plans else {}
-        return (
-            spread(measured.extras, learned)
-            | padded
-            | {
-                "key": measured.key,
-                "expected_length": measured.length,
-                "position_start": measured.position_start,
-                "input_ids": torch.from_numpy(ids),
-                "labels": torch.from_numpy(labels),
-                "loss_mask": torch.from_numpy(loss_mask),
-                "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
-                "visual_inputs": self._render_media(measured, read),
-            }
-        )
+        row: dict[str, Any] = spread(measured.extras, learned)
+        row |= {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
+        if self.family.padded and measured.plans:
+            row[PADDED_MEDIA] = self.family.padded
+        return row | {
+            "key": measured.key,
+            "expected_length": measured.length,
+            "position_start": measured.position_start,
+            "input_ids": torch.from_numpy(ids),
+            "labels": torch.from_numpy(labels),
+            "loss_mask": torch.from_numpy(loss_mask),
+            "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
+            "visual_inputs": self._render_media(measured, read),
+        }
 
     def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
         if not measured.plans:

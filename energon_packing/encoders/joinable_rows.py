@@ -11,21 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.nn.functional import pad
 
 PADDED_MEDIA = "padded_media"
 """Key of a row: names of its visual inputs ``[images, channels, height, width]`` that may be padded further."""
 
 
-def joinable(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def joinable(rows: Sequence[Mapping[str, Any]], token_fields: Sequence[str] = ()) -> list[Mapping[str, Any]]:
     """The rows, with the images that they name under `PADDED_MEDIA` padded with zeros below and to the right.
 
     Args:
         rows: of the samples that will share a pack; they are not changed.
+        token_fields: names of int64 ``[L]`` inputs; a row that has none (of text, or of another encoder) gets zeros.
     """
+    rows = [_with_fields(row, token_fields) for row in rows]
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
     if not names:
-        return list(rows)
+        return rows
     result = [dict(row) for row in rows]
     for name in sorted(names):
         holding = [row for row in result if name in (row.get("visual_inputs") or {})]
@@ -36,3 +39,10 @@ def joinable(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             if any(missing):
                 row["visual_inputs"] = {**row["visual_inputs"], name: pad(images, missing)}
     return list(result)
+
+
+def _with_fields(row: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    missing = [name for name in names if name not in row]
+    if not missing:
+        return row
+    return {**row, **{name: torch.zeros(len(row["input_ids"]), dtype=torch.int64) for name in missing}}

@@ -66,6 +66,11 @@ class SampleEncoder(ABC):
         """Token that fills the padding of a row."""
         return 0
 
+    @property
+    def token_fields(self) -> tuple[str, ...]:
+        """Names of further inputs of the model in its rows, int64 ``[L]``; 0 on padding and in rows without them."""
+        return ()
+
     def accepts(self, conversation: Conversation) -> bool:
         """Whether this encoder takes the conversation; of several encoders the first that does measures it."""
         return True

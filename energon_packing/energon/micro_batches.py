@@ -108,8 +108,8 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """The samples of one micro-batch, one after the other without padding."""
         batch = thd.assemble(
-            joinable([row for sample in samples for row in sample.rows]),
-            extra_fields=dict.fromkeys(self.encoder.config.extra_fields, 0.0),
+            joinable([row for sample in samples for row in sample.rows], self.token_fields),
+            extra_fields=dict.fromkeys((*self.encoder.config.extra_fields, *self.token_fields), 0),
         )
         pack = self._pack_of(samples, batch)
         pack.occupied = batch.real_tokens  # nothing is aligned here; the run's form of a row does that later

@@ -51,7 +51,7 @@ class SampleBatch(Batch):
         position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
         lengths: int64 ``[B]``, tokens of each sample.
         visual_inputs: name -> tensor, the media of all rows in order.
-        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``.
+        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as int64.
         keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
     """
@@ -193,7 +193,9 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             position_ids=stacked("position_ids", 0),
             lengths=torch.tensor(lengths),
             visual_inputs=dict(visual_inputs or {}),
-            extras={name: stacked(name, 0.0) for name in self.encoder.config.extra_fields},
+            extras={
+                name: stacked(name, 0.0) for name in (*self.encoder.config.extra_fields, *self.encoder.token_fields)
+            },
             keys=keys,
             dropped=ledger.take_dropped(),
         )

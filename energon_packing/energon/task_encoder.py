@@ -90,6 +90,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             )
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
+        self.token_fields = tuple(dict.fromkeys(name for each in self.encoders for name in each.token_fields))
         self.dummy = DummyImage(_with_images(self.encoders)) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -270,9 +271,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
             ]
         unweighted = {name: torch.zeros(len(filler["input_ids"])) for filler in fillers for name in extra}
         batch = thd.assemble(
-            joinable([*rows, *(filler | unweighted for filler in fillers)]),
+            joinable([*rows, *(filler | unweighted for filler in fillers)], self.token_fields),
             multiple=self.multiple,
-            extra_fields=extra,
+            extra_fields=extra | dict.fromkeys(self.token_fields, 0),
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,
             pad_token_id=self.encoder.pad_token_id,
         )

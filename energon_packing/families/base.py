@@ -77,6 +77,8 @@ class VisionFamily(ABC):
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
+    token_fields: ClassVar[tuple[str, ...]] = ()
+    """Names of what `token_values` gives: inputs of the model with one whole number per token, 0 on padding."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
@@ -137,6 +139,18 @@ class VisionFamily(ABC):
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
         """Positions ``[3, L]`` int64 of one sample alone (expanded ids ``[L]``): here counted on all axes alike."""
         return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))
+
+    def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Each of ``token_fields`` for one sample: int64 ``[L]`` of its expanded ids ``[L]``."""
+        return {}
+
+    def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
+        """Which tokens ``[L]`` stand for media: 1 of an image, 2 of a video, else 0; 1 where both have one token."""
+        kinds = np.zeros(len(input_ids), dtype=np.int64)
+        for number, kind in ((2, "video"), (1, "image")):
+            if kind in self.placeholder_ids:
+                kinds[input_ids == self.placeholder_ids[kind]] = number  # type: ignore[index]
+        return kinds
 
     def check_token(self, token: str) -> int:
         """Id of a token that the family cannot do without.

@@ -9,6 +9,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
 from energon_packing.families.gemma3 import Gemma3
+from energon_packing.families.glm4v import Glm4v
 from energon_packing.families.hugging_face import HuggingFace
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
@@ -34,7 +35,7 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
 for _family in (
     *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
     *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
-    *(Gemma3, Pixtral),
+    *(Gemma3, Pixtral, Glm4v),
     *(HuggingFace, Text),
 ):
     register_family(_family)

@@ -26,6 +26,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.gemma3 import Gemma3
+from energon_packing.families.glm4v import Glm4v
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
 from energon_packing.families.llava_onevision import LlavaOneVision
@@ -125,7 +126,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
             )
             for bounds, (low, high) in _TILES.items()
         }
-    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5"):
+    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v"):
         return {bounds: family(**config) for bounds, config in _QWEN.items()}
     if name == "gemma3":
         return {"": family(), "pan and scan": family(pan_and_scan=True)}
@@ -292,6 +293,8 @@ def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[
     elif isinstance(family, Qwen25VL):
         arguments["videos"] = [torch.zeros((media.frames, *shape), dtype=torch.uint8)]  # type: ignore[arg-type]
         metadata = {"total_num_frames": media.frames, "fps": media.fps}
+        if isinstance(family, Glm4v):  # reads the duration too, which readers of files give as this
+            metadata["duration"] = media.frames / media.fps  # type: ignore[operator]
         arguments |= {"video_metadata": [metadata], "do_sample_frames": True, "fps": family.video_fps}
         arguments["return_metadata"] = True
         pixels = "pixel_values_videos"

@@ -168,15 +168,42 @@ def pixtral(edge: int = 1024, patch: int = 16, merge: int = 1) -> Any:
     )
 
 
-def glm4v() -> Any:
-    """``Glm4vProcessor``, which has no family of its own: for the generic one."""
+GLM_TOKENS = {
+    **{"image_token": "<|image|>", "image_start": "<|begin_of_image|>", "image_end": "<|end_of_image|>"},
+    **{"video_token": "<|video|>", "video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"},
+}
+GLM_TEMPLATE_MEDIA = (
+    "<|begin_of_image|><|image|><|end_of_image|>",
+    "<|begin_of_video|><|video|><|end_of_video|>",
+)
+
+
+def glm4v(images: dict[str, int] | None = None, videos: dict[str, int] | None = None) -> Any:
+    """``Glm4vProcessor`` of GLM-4.1V and GLM-4.5V.
+
+    Args:
+        images: ``shortest_edge`` and ``longest_edge`` (areas in pixels, of two frames); None leaves the published ones.
+        videos: the same, of all frames of a video.
+    """
     from transformers import Glm4vImageProcessor, Glm4vProcessor, Glm4vVideoProcessor
 
     return Glm4vProcessor(
-        image_processor=Glm4vImageProcessor(size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}),
-        video_processor=Glm4vVideoProcessor(),
-        tokenizer=tokenizer(image_token="<|image|>", video_token="<|video|>", begin="<|begin_of_image|>"),
-        chat_template=chatml("<|begin_of_image|><|image|>"),
+        image_processor=Glm4vImageProcessor(**({} if images is None else {"size": images})),
+        video_processor=Glm4vVideoProcessor(**({} if videos is None else {"size": videos})),
+        tokenizer=tokenizer(**GLM_TOKENS),
+        chat_template=chatml(*GLM_TEMPLATE_MEDIA),
+    )
+
+
+def glm46v() -> Any:
+    """``Glm46VProcessor``, which has no family of its own: for the generic one."""
+    from transformers import Glm46VImageProcessor, Glm46VProcessor, Glm46VVideoProcessor
+
+    return Glm46VProcessor(
+        image_processor=Glm46VImageProcessor(size={"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 30}),
+        video_processor=Glm46VVideoProcessor(),
+        tokenizer=tokenizer(**GLM_TOKENS),
+        chat_template=chatml(*GLM_TEMPLATE_MEDIA),
     )
 
 
@@ -198,7 +225,8 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "llava_onevision_1_5": lambda: qwen2_vl("llava_onevision_1_5"),
     "gemma3": gemma3,
     "pixtral": pixtral,
-    "huggingface": glm4v,
+    "glm4v": glm4v,
+    "huggingface": glm46v,
 }
 """Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""
 

@@ -136,7 +136,10 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> PackView:
 
 def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[Mapping[str, Any], ...]:
     """What a segment brings; ``tokens`` are its own, ``[L]``."""
-    runs = {kind: _runs(tokens, token_id) for kind, token_id in family.placeholder_ids.items()}
+    kinds = family.visual_kinds(tokens)
+    runs = {
+        kind: _runs(kinds, number) for number, kind in ((1, "image"), (2, "video")) if kind in family.placeholder_ids
+    }
     found: list[Mapping[str, Any]] = []
     for kind, grids, pixels in (
         ("image", "image_grid_thw", "pixel_values"),
@@ -145,7 +148,7 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
         own = _share(batch, pixels, segment)
         if own is None:
             continue
-        known: list[int] = runs.get(kind, [])  # type: ignore[call-overload]
+        known = runs.get(kind, [])
         grid_rows = _share(batch, grids, segment)
         if grid_rows is not None:
             found += _in_one_piece(kind, grid_rows.tolist(), list(own.shape[1:]), known)

@@ -18,7 +18,7 @@ from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.families import registry
-from energon_packing.report.offline_processors import gemma3, glm4v, internvl
+from energon_packing.report.offline_processors import gemma3, glm46v, internvl
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -30,13 +30,13 @@ def documented_family():
     before = dict(registry._FAMILIES)
     scope: dict[str, object] = {}
     exec(compile(code.split("```")[0], str(PAGE), "exec"), scope)
-    yield scope["Glm4v"]
+    yield scope["Glm46V"]
     registry._FAMILIES.clear()
     registry._FAMILIES.update(before)
 
 
 def test_the_documented_family_equals_its_processor(documented_family):
-    ours = encoder(glm4v())
+    ours = encoder(glm46v())
     assert type(ours.family) is documented_family
     compared = 0
 

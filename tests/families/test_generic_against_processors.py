@@ -15,7 +15,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family, load_processor
-from energon_packing.report.offline_processors import glm4v, internvl, llava, llava_next, pixtral, tokenizer
+from energon_packing.report.offline_processors import glm46v, internvl, llava, llava_next, pixtral, tokenizer
 
 
 @cache
@@ -23,11 +23,11 @@ def generic(name: str):
     if name == "qwen2_5_vl":
         processor = load_processor(EncoderConfig(processor=str(processor_path(name))))
     else:
-        processor = {"glm4v": glm4v, "llava": lambda: llava(SIDE), "internvl": lambda: internvl(28, 4)}[name]()
+        processor = {"glm46v": glm46v, "llava": lambda: llava(SIDE), "internvl": lambda: internvl(28, 4)}[name]()
     return encoder(processor, family="huggingface")
 
 
-@pytest.mark.parametrize("name", ["glm4v", "llava", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["glm46v", "llava", "internvl", "qwen2_5_vl"])
 @settings(max_examples=25)
 @given(conversation=conversations(kinds=("image",)))
 def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conversation):
@@ -45,7 +45,7 @@ def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conve
         assert torch.equal(tensor, whole[key]), key
 
 
-@pytest.mark.parametrize("name", ["glm4v", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["glm46v", "internvl", "qwen2_5_vl"])
 @settings(max_examples=300)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_costs_what_the_processor_counts_or_both_refuse(name, width, height):
@@ -100,8 +100,8 @@ def test_an_image_that_becomes_other_tokens_than_were_counted_is_rejected(monkey
 
 def test_it_is_chosen_by_name_only_and_takes_no_videos():
     with pytest.raises(ConfigError, match="'huggingface' asks the processor itself"):
-        build_family(glm4v(), EncoderConfig())
+        build_family(glm46v(), EncoderConfig())
     with pytest.raises(SampleRejected, match="takes no videos"):
-        generic("glm4v").family.plan(video(8, 2.0, 30, 30))
+        generic("glm46v").family.plan(video(8, 2.0, 30, 30))
     with pytest.raises(ConfigError, match="no image_token"):
         build_family(tokenizer(), EncoderConfig(family="huggingface"))

@@ -18,7 +18,7 @@ from energon_packing.report.offline_processors import internvl, llava_next, proc
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 FAMILIES = [
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
-    *("llava_onevision_1_5", "gemma3", "pixtral", "huggingface"),
+    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "huggingface"),
 ]
 
 

@@ -9,19 +9,20 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F401  (the second is a fixture)
 from whole_sample import encoder
 
-from energon_packing import thd
-from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.report.offline_processors import gemma3, pixtral
+from energon_packing import PackingConfig, PackingTaskEncoder
+from energon_packing.report.offline_processors import gemma3, glm4v, pixtral
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),
+    "glm4v": ("glm_vl/modeling_glm_45v.py", "GLM45VModel", {"pixel_values", "image_grid_thw"}),
     "pixtral": ("ministral3/modeling_ministral3.py", "Ministral3Model", {"pixel_values", "image_sizes"}),
 }
 """Family -> file under ``megatron/bridge/models``, class, and the visual inputs that a sample of images brings."""
-PROCESSORS = {"gemma3": lambda: gemma3(56, 4), "pixtral": lambda: pixtral(112, 14, 2)}
+PROCESSORS = {"gemma3": lambda: gemma3(56, 4), "glm4v": glm4v, "pixtral": lambda: pixtral(112, 14, 2)}
 
 
 def forward_arguments(file: str, model: str) -> set[str]:
@@ -35,14 +36,30 @@ def forward_arguments(file: str, model: str) -> set[str]:
     return {argument.arg for argument in (*forward.args.args, *forward.args.kwonlyargs)}
 
 
+def assembled(ours, made):
+    """A pack as the packing encoder assembles it."""
+    return PackingTaskEncoder(ours, PackingConfig(seq_length=2048))._assemble(made)
+
+
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.usefixtures("bridges_container")
 def test_a_pack_brings_the_visual_inputs_that_the_models_forward_reads(name):
     file, model, expected = FORWARDS[name]
     ours = encoder(PROCESSORS[name](), family=name)
-    batch = thd.assemble(joinable([row for _, row in rows(ours, SAMPLES)]))
+    batch = assembled(ours, [row for _, row in rows(ours, SAMPLES)])
     container = batch.to_bridge()["visual_inputs"]
     assert type(container).__module__ in sys.modules
     given = {spec.name for spec in fields(container) if getattr(container, spec.name) is not None}
     assert given == expected
     assert given <= forward_arguments(file, model)
+
+
+@pytest.mark.usefixtures("bridges_container")
+def test_a_pack_of_glm4v_brings_the_token_types_that_the_model_counts_positions_by():
+    ours = encoder(glm4v())
+    for samples in (SAMPLES, [[], []]):
+        batch = assembled(ours, [row for _, row in rows(ours, samples)])
+        types = batch.to_bridge()["mm_token_type_ids"]
+        assert types.shape == batch.tokens.shape
+        assert torch.equal(types == 1, batch.tokens == ours.family.placeholder_ids["image"])
+    assert "mm_token_type_ids" in forward_arguments(*FORWARDS["glm4v"][:2])

@@ -1,0 +1,128 @@
+"""GLM-4.1V and GLM-4.5V: a video as one run of image tokens per time step, each with its second in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.errors import SampleRejected
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.families.uniform_frames import listed_frames
+
+TEXT, IMAGE, VIDEO = 0, 1, 2
+"""Values of ``mm_token_type_ids``."""
+
+
+class Glm4v(Qwen25VL):
+    """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5).
+
+    Resizing counts time steps: the limits hold for height times width times frames, of an image for the two frames that
+    it is repeated to. A time step of a video is written as an image; what tells the two apart is the frame of tokens
+    around the video, from which ``mm_token_type_ids`` follow. The model counts positions by them.
+    """
+
+    name = "glm4v"
+    processor_classes = ("Glm4vProcessor",)
+    unread = ("video_min_frames",)
+    token_fields = ("mm_token_type_ids",)
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        self._start, self._end = "<|begin_of_image|>", "<|end_of_image|>"
+        clip = "<|begin_of_video|>", "<|end_of_video|>"
+        for token in (self._start, self._end):
+            self.check_token(token)
+        self._clip_ids = tuple(self.check_token(token) for token in clip)
+        image_id = self.check_token(self.image_token)
+        self.placeholder_ids = {"image": image_id, "video": image_id}
+        self.reserved = (self.image_token, self.video_token, self._start, self._end, *clip)
+
+    def _image_grid(self, height: int, width: int) -> tuple[int, int]:
+        return self._grid(self.images, self.images.temporal_patch_size, height, width)
+
+    def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        return self._grid(self.videos, frames, height, width)
+
+    def _grid(self, processor: Any, frames: int, height: int, width: int) -> tuple[int, int]:
+        from transformers.models.glm4v.image_processing_glm4v import smart_resize
+
+        size, patch = processor.size, processor.patch_size
+        rows, columns = smart_resize(
+            num_frames=frames,
+            height=height,
+            width=width,
+            temporal_factor=processor.temporal_patch_size,
+            factor=patch * processor.merge_size,
+            min_pixels=size.shortest_edge,
+            max_pixels=size.longest_edge,
+        )
+        return rows // patch, columns // patch
+
+    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+        """Frames that the video processor takes of a clip, of an odd number the last one twice.
+
+        The processor has no greatest number of frames; ``encoder.video_max_frames`` takes so many of them, rounded down
+        to whole time steps, evenly over the clip.
+        """
+        from transformers.video_utils import VideoMetadata
+
+        # As transformers' readers of video files give it; without it the processor rounds up to whole seconds.
+        clip = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+        indices = tuple(int(index) for index in self.videos.sample_frames(clip, fps=self.video_fps))
+        most, step = self.config.video_max_frames, int(self.videos.temporal_patch_size)
+        if most is None or len(indices) <= most:
+            return indices
+        most = max(step, most - most % step)
+        return tuple(indices[round(at * (len(indices) - 1) / (most - 1))] for at in range(most))
+
+    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
+        total, fps, step = media.frames or 0, media.fps or 0.0, self.videos.temporal_patch_size
+        listed = listed_frames(media, self.config.video_max_frames)
+        if total > 0 and fps > 0:
+            taken = len(self.sample_frames(total, fps) if listed is None else listed)
+            if taken < step:
+                raise SampleRejected(
+                    "too_few_frames",
+                    f"video {media.name!r}: {taken} of {total} frames at {fps:g} fps are taken "
+                    f"(video_fps={self.video_fps:g}, video_max_frames={self.config.video_max_frames}); the "
+                    f"processor of {self.name} needs at least {step} (t:{taken} must be larger than "
+                    f"temporal_factor:{step})",
+                )
+        return super()._plan_video(media, height, width)
+
+    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
+        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
+
+    def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        """Those of the first frame of each time step; the processor takes every second one, whatever its step is."""
+        return seconds[::2]
+
+    def replacement(self, plan: MediaPlan) -> str:
+        """The image's placeholder; of a video each time step as an image, before its second."""
+        if plan.kind == "image":
+            return self.image_token
+        return "".join(f"{self._start}{self.image_token}{self._end}{int(seconds)}" for seconds in plan.timestamps)
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        if plan.kind == "image":
+            return [(*plan.grid, 1)]
+        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]
+
+    def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
+        """As ``Glm4vProcessor.create_mm_token_type_ids``: 1 on tokens of images, 2 on those of videos, else 0."""
+        start, end = self._clip_ids
+        inside = np.cumsum(input_ids == start) > np.cumsum(input_ids == end)
+        return np.where(input_ids == self.placeholder_ids["image"], np.where(inside, VIDEO, IMAGE), TEXT)
+
+    def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """``mm_token_type_ids`` ``[L]``, which the model counts positions by, also of a text without media."""
+        return {"mm_token_type_ids": self.visual_kinds(input_ids).astype(np.int64)}

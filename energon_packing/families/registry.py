@@ -18,6 +18,7 @@ from energon_packing.families.llava_onevision import LlavaOneVision
 from energon_packing.families.llava_onevision_1_5 import LlavaOneVision15
 from energon_packing.families.pixtral import Pixtral
 from energon_packing.families.qianfan_vl import QianfanVL
+from energon_packing.families.qwen3_5_vl import Qwen35VL
 from energon_packing.families.qwen3_vl import Qwen3VL
 from energon_packing.families.qwen_vl import Qwen2VL, Qwen25VL
 from energon_packing.families.text import Text
@@ -35,7 +36,7 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
 for _family in (
     *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
     *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
-    *(Gemma3, Pixtral, Glm4v),
+    *(Gemma3, Pixtral, Glm4v, Qwen35VL),
     *(HuggingFace, Text),
 ):
     register_family(_family)

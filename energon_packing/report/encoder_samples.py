@@ -110,5 +110,5 @@ def build_encoder(family: str, pixels: tuple[int, int] | None) -> ConversationEn
     low, high = pixels or (None, None)
     # No floor under the share of targets: the pixels of a sample are measured whatever its answer.
     settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high, "limits": LimitsConfig(min_active_ratio=0.0)}
-    name = family if family in ("qianfan_vl", "llava_onevision_1_5", "huggingface") else "auto"
+    name = family if family in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
     return ConversationEncoder(EncoderConfig(family=name, **settings), processor=processor_of(family))

@@ -115,7 +115,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
     """Sets of processor bounds by a short name -> the family under them."""
 
     def family(**config: Any) -> Callable[[], VisionFamily]:
-        named = name if name in ("llava_onevision_1_5", "huggingface") else "auto"
+        named = name if name in ("llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
         return lambda: build_family(offline.processor_of(name), EncoderConfig(family=named, **config))
 
     if name in ("internvl", "qianfan_vl"):
@@ -126,7 +126,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
             )
             for bounds, (low, high) in _TILES.items()
         }
-    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v"):
+    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v", "qwen3_5_vl"):
         return {bounds: family(**config) for bounds, config in _QWEN.items()}
     if name == "gemma3":
         return {"": family(), "pan and scan": family(pan_and_scan=True)}

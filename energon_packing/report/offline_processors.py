@@ -168,6 +168,30 @@ def pixtral(edge: int = 1024, patch: int = 16, merge: int = 1) -> Any:
     )
 
 
+def qwen3_5_vl(images: dict[str, int] | None = None, videos: dict[str, int] | None = None) -> Any:
+    """``Qwen3VLProcessor`` as Qwen3.5's checkpoints have it.
+
+    Args:
+        images: ``shortest_edge`` and ``longest_edge`` (areas in pixels); None leaves the published ones.
+        videos: the same, of all frames of a video.
+    """
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    half = [0.5, 0.5, 0.5]
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216} if images is None else images
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=size, patch_size=16, image_mean=half, image_std=half),
+        video_processor=Qwen3VLVideoProcessor(**({} if videos is None else {"size": videos})),
+        tokenizer=tokenizer(
+            image_token="<|image_pad|>",
+            video_token="<|video_pad|>",
+            vision_start_token="<|vision_start|>",
+            vision_end_token="<|vision_end|>",
+        ),
+        chat_template=chatml(*QWEN_TEMPLATE_MEDIA),
+    )
+
+
 GLM_TOKENS = {
     **{"image_token": "<|image|>", "image_start": "<|begin_of_image|>", "image_end": "<|end_of_image|>"},
     **{"video_token": "<|video|>", "video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"},
@@ -226,6 +250,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "gemma3": gemma3,
     "pixtral": pixtral,
     "glm4v": glm4v,
+    "qwen3_5_vl": qwen3_5_vl,
     "huggingface": glm46v,
 }
 """Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""

@@ -18,7 +18,7 @@ from energon_packing.report.offline_processors import internvl, llava_next, proc
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 FAMILIES = [
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
-    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "huggingface"),
+    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "qwen3_5_vl", "huggingface"),
 ]
 
 
@@ -35,7 +35,7 @@ def documented() -> dict[str, str]:
 def of_family(name: str, **settings):
     if name == "huggingface":
         return encoder(processor_of("llava"), family="huggingface", **settings)
-    named = {"family": name} if name in ("qianfan_vl", "llava_onevision_1_5") else {}
+    named = {"family": name} if name in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl") else {}
     base = {"llava_onevision_1_5": "qwen2_5_vl", "qianfan_vl": "internvl"}.get(name, name)
     return encoder(processor_of(base), **named, **settings)
 

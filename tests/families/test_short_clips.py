@@ -11,7 +11,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 from energon_packing.report.offline_processors import processor_of
 
-BY_RATE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5")
+BY_RATE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "llava_onevision_1_5")
 ALL_FRAMES = ("internvl", "llava_onevision")
 WIDTH, HEIGHT = 96, 64
 

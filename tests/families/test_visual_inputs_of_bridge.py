@@ -14,15 +14,21 @@ from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F40
 from whole_sample import encoder
 
 from energon_packing import PackingConfig, PackingTaskEncoder
-from energon_packing.report.offline_processors import gemma3, glm4v, pixtral
+from energon_packing.report.offline_processors import gemma3, glm4v, pixtral, qwen3_5_vl
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),
     "glm4v": ("glm_vl/modeling_glm_45v.py", "GLM45VModel", {"pixel_values", "image_grid_thw"}),
+    "qwen3_5_vl": ("qwen_vl/modelling_qwen3_vl/model.py", "Qwen3VLModel", {"pixel_values", "image_grid_thw"}),
     "pixtral": ("ministral3/modeling_ministral3.py", "Ministral3Model", {"pixel_values", "image_sizes"}),
 }
 """Family -> file under ``megatron/bridge/models``, class, and the visual inputs that a sample of images brings."""
-PROCESSORS = {"gemma3": lambda: gemma3(56, 4), "glm4v": glm4v, "pixtral": lambda: pixtral(112, 14, 2)}
+PROCESSORS = {
+    "gemma3": lambda: gemma3(56, 4),
+    "glm4v": glm4v,
+    "qwen3_5_vl": qwen3_5_vl,
+    "pixtral": lambda: pixtral(112, 14, 2),
+}
 
 
 def forward_arguments(file: str, model: str) -> set[str]:

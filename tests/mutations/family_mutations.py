@@ -1,0 +1,86 @@
+"""The traps of Gemma 3, Pixtral and GLM-4.1V; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+GEMMA = "tests/families/test_gemma3_against_processor.py::"
+PIXTRAL = "tests/families/test_pixtral_against_processor.py::"
+GLM = "tests/families/test_glm4v_against_processor.py::"
+WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
+
+FAMILY_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=2,
+        name="time steps of a GLM video are counted as images",
+        test=WHOLE_GLM,
+        oracle="Hugging Face's model",
+        edits=(("families/glm4v.py", "np.where(inside, VIDEO, IMAGE)", "IMAGE"),),
+    ),
+    Mutation(
+        trap=2,
+        name="a pack gives a dummy image the token types of text",
+        test=GLM + "test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own",
+        oracle="the definition",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                "for filler in fillers for name in extra}",
+                "for filler in fillers for name in (*extra, *self.token_fields)}",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=22,
+        name="the crops of pan-and-scan cost no token",
+        test=GEMMA + "test_an_image_of_any_size_becomes_the_crops_that_the_image_processor_makes",
+        oracle="Hugging Face's processor",
+        edits=(
+            (
+                "families/gemma3.py",
+                "runs=(self.square_tokens,) * squares",
+                "runs=(self.square_tokens,)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=22,
+        name="a token of a Pixtral image is taken for a pixel larger",
+        test=PIXTRAL + "test_an_image_of_any_size_costs_the_tokens_that_the_processor_says",
+        oracle="Hugging Face's processor",
+        edits=(
+            (
+                "families/pixtral.py",
+                "patch_size=(self.side, self.side),",
+                "patch_size=(self.side + 1, self.side + 1),",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=23,
+        name="images of a pack are padded above and to the left",
+        test=PIXTRAL + "test_the_model_gives_samples_joined_in_a_pack_the_features_that_each_has_alone",
+        oracle="Hugging Face's model",
+        edits=(
+            (
+                "encoders/joinable_rows.py",
+                "(0, width - images.shape[-1], 0, height - images.shape[-2])",
+                "(width - images.shape[-1], 0, height - images.shape[-2], 0)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=26,
+        name="a cap on the frames of a GLM video keeps the first ones",
+        test=GLM + "test_video_max_frames_takes_whole_time_steps_evenly_over_the_clip",
+        oracle="the definition",
+        edits=(("families/glm4v.py", "indices[round(at * (len(indices) - 1) / (most - 1))]", "indices[at]"),),
+    ),
+    Mutation(
+        trap=27,
+        name="a time step of a GLM video is told by its last frame",
+        test=WHOLE_GLM,
+        oracle="Hugging Face's processor",
+        edits=(("families/glm4v.py", "return seconds[::2]", "return seconds[1::2]"),),
+    ),
+)

@@ -55,8 +55,9 @@ class PackedBatch:
             bias by ``~padding_mask`` (the docstrings in ``router.py`` say the opposite; ``z_loss_func`` and
             ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` say the same as here).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
-        cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None where
-            every segment is as long as it is real, that is for an alignment multiple of 1.
+        cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
+            alignment multiple of 1. Where it equals ``cu_seqlens`` the two are one tensor, also after a move to a
+            device: Transformer Engine tells padding from none by that from version 2.18 on.
         max_seqlen: the longest physical segment, in tokens.
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
         visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,
@@ -94,6 +95,19 @@ class PackedBatch:
     boundary_padding: int | None = None
     cp_size: int = 1
     cp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        real, physical = self.cu_seqlens, self.cu_seqlens_padded
+        # Not on a device, where the comparison would wait for it; there `_map` keeps what holds on the host.
+        if physical is None or physical is real or physical.device.type != "cpu" or real.device.type != "cpu":
+            return
+        if physical.dtype == real.dtype and torch.equal(physical, real):
+            object.__setattr__(self, "cu_seqlens_padded", real)
+
+    @property
+    def pad_between_seqs(self) -> bool:
+        """Whether any segment is shorter than its place; Transformer Engine's argument of that name."""
+        return self.cu_seqlens_padded is not None and self.cu_seqlens_padded is not self.cu_seqlens
 
     @property
     def num_samples(self) -> int:
@@ -133,7 +147,9 @@ class PackedBatch:
         changed: dict[str, Any] = {}
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if isinstance(value, torch.Tensor):
+            if spec.name == "cu_seqlens_padded" and value is self.cu_seqlens:
+                changed[spec.name] = changed["cu_seqlens"]  # one tensor stays one
+            elif isinstance(value, torch.Tensor):
                 changed[spec.name] = change(value)
             elif spec.name in ("visual_inputs", "extra") and value:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}

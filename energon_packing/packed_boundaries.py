@@ -40,7 +40,7 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     return replace(
         batch,
         cu_seqlens=repeat_last(batch.cu_seqlens),
-        cu_seqlens_padded=None if padded is None else repeat_last(padded),
+        cu_seqlens_padded=None if padded is None else repeat_last(padded),  # one tensor again where they are equal
         max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
         boundary_padding=spare,
     )
@@ -49,9 +49,8 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
 def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
     """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, of whatever version is installed.
 
-    ``pad_between_seqs`` is set where that version has it: True as soon as any padding exists, also where it lies
-    only behind the last sample (Transformer Engine treats both alike). ``cp_partition_mode`` is ``"zigzag"`` where
-    the version knows it.
+    ``pad_between_seqs`` is set where that version has it, from what the host knows of the row, so that no release of
+    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` where the version knows it.
 
     Args:
         total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``: required by state-space
@@ -68,7 +67,7 @@ def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
         "cu_seqlens_kv_padded": padded,
         "max_seqlen_q": batch.max_seqlen,
         "max_seqlen_kv": batch.max_seqlen,
-        "pad_between_seqs": padded is not None and batch.real_tokens != batch.total_tokens,
+        "pad_between_seqs": batch.pad_between_seqs,
         "cp_partition_mode": "zigzag",
     }
     if total_tokens:

@@ -5,8 +5,10 @@ and cumulative lengths say where each begins. The rules about boundaries here:
 
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
   both, also where they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
-* A row of fixed width leaves a tail. With a multiple above 1 the last segment's physical end takes it. With a multiple
-  of 1 there is no place to hide it, so it becomes one last, fully masked segment: a segment, never a sample.
+* A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
+* No kernel has to guess (`energon_packing.packing.visible_padding`): with a multiple above 1 a row is wholly aligned,
+  and then both boundaries are one tensor; or some padding stands before the start of its last segment. Where the last
+  sample alone would be padded, a masked segment of one multiple follows it.
 * ``max_seqlen`` is the longest *physical* segment, since kernels size their tiles by it.
 
 This module needs NumPy and PyTorch, nothing else; Megatron is imported by the two functions that speak to it.
@@ -32,6 +34,7 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
 from energon_packing.packed_boundaries import packed_seq_params, pad_cu_seqlens
 from energon_packing.packed_rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, unpack, verify_targets
+from energon_packing.packing.visible_padding import hides_padding
 from energon_packing.thd_checks import INVARIANTS, check_media, check_thd
 
 __all__ = [
@@ -83,10 +86,11 @@ def assemble(
 
     Args:
         multiple: every segment is padded to a multiple of this many tokens (see `alignment_multiple`).
-        width: the row's length in tokens; None makes the row as long as its segments.
+        width: the row's length in tokens; None makes the row as long as its segments, and one multiple longer where
+            only its last sample is padded.
         pad_token_id: token of padding.
         total_multiple: the row's length becomes a multiple of this, for kernels that want one (16 for FP8, 32 for
-            MXFP8, times the ranks that share a row); the tail is handled as with ``width``.
+            MXFP8, times the ranks that share a row); the tail is a masked segment, as with ``width``.
         extra_fields: name -> padding value of further token-aligned fields.
 
     Padding has label -100, weight 0, ``padding_mask`` True, and positions that go on counting from the sample's last
@@ -96,7 +100,8 @@ def assemble(
     Raises:
         ConfigError: a multiple, width or extra field that cannot work.
         PackingError: a row that breaks the contract above, by key; also a last token with a target (it would be the
-            first token of the next sample), and a weight on a position without a target.
+            first token of the next sample), a weight on a position without a target, and a width that leaves no room
+            for the masked segment after a last sample that alone is padded (`visible_order` puts another one last).
     """
     multiple = _positive("multiple", multiple)
     total_multiple = _positive("total_multiple", total_multiple)
@@ -118,18 +123,21 @@ def assemble(
     lengths = np.array([row["input_ids"].shape[0] for row in arrays], dtype=np.int64)
     physical = -(-lengths // multiple) * multiple
     occupied = int(physical.sum())
+    hidden = hides_padding(lengths.tolist(), multiple)
     if width is None:
         step = math.lcm(multiple, total_multiple)
-        width = -(-occupied // step) * step
+        width = -(-(occupied + hidden) // step) * step
     elif occupied > width:
         raise PackingError(
             f"{len(rows)} samples ({keys[0]} to {keys[-1]}) occupy {occupied} tokens after alignment to {multiple}, "
             f"more than the row's {width}"
         )
     tail = width - occupied
-    if multiple > 1:
-        physical[-1] += tail
-        tail = 0
+    if hidden and not tail:
+        raise PackingError(
+            f"sample {keys[-1]} ends the row of {width} tokens and is the only one with padding behind it, which kernels "
+            f"take for none; put it before another sample, or leave {multiple} tokens for a masked segment"
+        )
 
     starts = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(physical, out=starts[1:])
@@ -159,10 +167,11 @@ def assemble(
         positions[..., width - tail :] = np.arange(tail)
     verify_targets(keys, starts, lengths, labels, loss_mask)
 
-    real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)
+    real, places = (np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32) for _ in range(2))
     real[1 : len(rows) + 1] = np.cumsum(lengths)
+    places[: len(rows) + 1] = starts
     if tail:
-        real[-1] = width
+        real[-1], places[-1] = real[-2] + tail, width
     position_starts = tuple(int(row.get("position_start") or 0) for row in rows)
     visual_inputs, visual_counts = join_visual_inputs(keys, rows)
     return PackedBatch(
@@ -172,7 +181,7 @@ def assemble(
         position_ids=torch.from_numpy(positions)[..., None, :] if axes else torch.from_numpy(positions)[None],
         padding_mask=torch.from_numpy(padding)[None],
         cu_seqlens=torch.from_numpy(real),
-        cu_seqlens_padded=torch.from_numpy(starts.astype(np.int32)) if multiple > 1 else None,
+        cu_seqlens_padded=torch.from_numpy(places) if multiple > 1 else None,
         max_seqlen=max(int(physical.max()), tail),
         total_tokens=width,
         visual_inputs=visual_inputs,

@@ -24,6 +24,7 @@ INVARIANTS = {
     "covers_row": "the last physical boundary and total_tokens are the length of the row",
     "padded_presence": "padded boundaries exist for an alignment multiple above 1, and only then",
     "aligned": "every physical length is a multiple of the alignment",
+    "padding_is_visible": "padding that exists shows before the start of the last segment, where kernels look for it",
     "max_seqlen": "max_seqlen is the longest physical segment (or more where boundaries have a fixed length)",
     "samples": "keys and lengths of the samples agree with the boundaries; only a masked tail is a segment without one",
     "visual_counts": "each visual input has as many entries as its samples brought",
@@ -57,6 +58,7 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
     count = batch.num_segments
     found = list(_boundaries(batch, real, physical, count))
     found += _alignment(batch, np.diff(physical[: count + 1]), multiple)
+    found += _visibility(real[: count + 1], physical[: count + 1])
     if found:
         return found
     found += _samples(batch, np.diff(real[: count + 1]))
@@ -186,11 +188,20 @@ def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Itera
         yield f"max_seqlen: it is {batch.max_seqlen}, the longest physical segment has {longest} tokens"
 
 
+def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
+    """As Transformer Engine 2.2 to 2.17.1 compares the two; a row that looks unpadded there has to be unpadded."""
+    if real[-1] != physical[-1] and (real[:-1] == physical[:-1]).all():
+        yield (
+            f"padding_is_visible: only the last segment is padded, {real[-1] - real[-2]} tokens in a place of "
+            f"{physical[-1] - physical[-2]}"
+        )
+
+
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
     rows = samples + batch.fillers  # that fillers hold nothing but padding, `_content` checks
     tails = real.size - rows
-    if rows < 1 or keys != samples or tails not in (0, 1) or (tails and batch.cu_seqlens_padded is not None):
+    if rows < 1 or keys != samples or tails not in (0, 1):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
         return
     wrong = np.flatnonzero(real[:samples] != np.asarray(batch.sample_lengths))

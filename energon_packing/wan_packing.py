@@ -13,13 +13,14 @@ all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
 from energon_packing.errors import ConfigError, PackingError
+from energon_packing.packing.visible_padding import hides_padding
 
 BRIDGE_TEXT_LENGTH = 512
 """Tokens that Bridge's Wan data path pads every text to."""
@@ -62,6 +63,8 @@ class WanPack:
         grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
         video_metadata: one entry a video.
         keys: one a video.
+        fillers: clips of nothing but zeros after the videos, counted in every field but these two: one where a video
+            that is alone has the only padding, which a kernel would take for none (see `pack_wan`).
     """
 
     video_latents: torch.Tensor
@@ -74,6 +77,7 @@ class WanPack:
     grid_sizes: torch.Tensor
     video_metadata: tuple[Any, ...]
     keys: tuple[str, ...]
+    fillers: int = 0
 
     def to_bridge(self) -> dict[str, Any]:
         """The batch that Bridge's ``wan_step`` reads."""
@@ -87,7 +91,8 @@ class WanPack:
             "seq_len_kv_padded",
             "grid_sizes",
         )
-        return {name: getattr(self, name) for name in names} | {"video_metadata": list(self.video_metadata)}
+        metadata = [*self.video_metadata, *({} for _ in range(self.fillers))]
+        return {name: getattr(self, name) for name in names} | {"video_metadata": metadata}
 
     @property
     def num_samples(self) -> int:
@@ -97,7 +102,7 @@ class WanPack:
     @property
     def real_tokens(self) -> int:
         """Patches without padding."""
-        return int(self.seq_len_q.sum())
+        return int(self.seq_len_q[: self.num_samples].sum())
 
     @property
     def total_tokens(self) -> int:
@@ -127,6 +132,10 @@ class WanPack:
 
         cu = self.boundaries()
         longest_q, longest_kv = int(self.seq_len_q_padded.max()), int(self.seq_len_kv_padded.max())
+        known = {spec.name for spec in fields(PackedSeqParams)}
+        aligned = {side: torch.equal(cu[f"cu_seq_len_{side}"], cu[f"cu_seq_len_{side}_padded"]) for side in ("q", "kv")}
+        for side in (side for side, whole in aligned.items() if whole):
+            cu[f"cu_seq_len_{side}_padded"] = cu[f"cu_seq_len_{side}"]  # one tensor: from 2.18 on that means no padding
         made = {}
         for name, keys, longest in (("self_attention", "q", longest_q), ("cross_attention", "kv", longest_kv)):
             made[name] = PackedSeqParams(
@@ -137,6 +146,7 @@ class WanPack:
                 cu_seqlens_kv_padded=cu[f"cu_seq_len_{keys}_padded"],
                 max_seqlen_q=longest_q,
                 max_seqlen_kv=longest,
+                **({"pad_between_seqs": not (aligned["q"] and aligned[keys])} if "pad_between_seqs" in known else {}),
             )
         return made
 
@@ -168,6 +178,30 @@ def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tenso
     return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
 
 
+def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
+    """Positions of clips in an order in which neither attention hides its padding; the given one wherever it does not.
+
+    Args:
+        patches: of each clip.
+        text_tokens: of each clip.
+        multiple: both are padded to a multiple of it, clip by clip.
+    """
+    order = list(range(len(patches)))
+    if len(order) > 1 and _hidden(patches, text_tokens, multiple):
+        order[-2:] = reversed(order[-2:])
+    return order
+
+
+def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> bool:
+    """Whether a kernel that looks for padding before the last clip finds none although there is some.
+
+    Keys of the second attention are text; padding that shows among the patches shows there as well.
+    """
+    if any(length % multiple for length in patches):
+        return hides_padding(patches, multiple)
+    return hides_padding(text_tokens, multiple)
+
+
 def pack_wan(
     samples: Sequence[WanSample],
     *,
@@ -179,12 +213,15 @@ def pack_wan(
     """Lays videos side by side in one row, and their texts in another.
 
     Args:
-        samples: in the order of the row.
+        samples: in the order of the row; `clip_order` tells one that needs no filler.
         multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
             ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
         patch: patch size along frames, height and width.
         capacity: most patches of the row, padding included; None sets no limit.
         compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
+
+    Where the last video alone has padding, a filler of ``multiple`` patches and text tokens follows it, so that no
+    kernel takes the row for unpadded (`energon_packing.packing.visible_padding`); with ``compat="bridge"`` it does not.
 
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.
@@ -214,12 +251,20 @@ def pack_wan(
         if len(kinds) > 1:
             raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
+    fillers = int(
+        compat == "none" and _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
+    )
+    if fillers:
+        videos.append(videos[0].new_zeros(multiple, videos[0].shape[1]))
+        texts.append(texts[0].new_zeros(multiple, texts[0].shape[1]))
+        masks.append(torch.zeros(multiple, dtype=torch.bfloat16))
+        grids.append((multiple, 1, 1))
     lengths = {"q": [len(video) for video in videos], "kv": [len(text) for text in texts]}
     padded = {kind: [-(-length // multiple) * multiple for length in each] for kind, each in lengths.items()}
     if capacity is not None and sum(padded["q"]) > capacity:
         raise PackingError(
             f"{len(samples)} videos ({samples[0].key} to {samples[-1].key}) occupy {sum(padded['q'])} patches after "
-            f"alignment to {multiple}, more than the row's {capacity}"
+            f"alignment to {multiple}{' and with a masked clip' if fillers else ''}, more than the row's {capacity}"
         )
     sizes = {
         name: torch.tensor(values, dtype=torch.int32)
@@ -237,6 +282,7 @@ def pack_wan(
         grid_sizes=torch.tensor(grids, dtype=torch.int32),
         video_metadata=tuple(sample.metadata for sample in samples),
         keys=tuple(sample.key for sample in samples),
+        fillers=fillers,
         **sizes,
     )
 

@@ -1,4 +1,4 @@
-"""Benchmarks: ``scripts/bench.py loader|packing|thd|encoders|exactness|parity|train|budget [options]``.
+"""Benchmarks: ``scripts/bench.py loader|packing|thd|rows|encoders|exactness|parity|train|budget [options]``.
 
 Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-NAMES = ("loader", "packing", "thd", "encoders", "exactness", "parity", "train", "budget")
+NAMES = ("loader", "packing", "thd", "rows", "encoders", "exactness", "parity", "train", "budget")
 
 
 class Results(io.TextIOBase):

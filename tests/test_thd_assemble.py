@@ -55,10 +55,13 @@ def test_padding_only_at_the_tail_counts_as_padding_between_sequences():
     pytest.importorskip("megatron.core")
     aligned = thd.assemble(rows_of(8, 4), multiple=4)
     with_tail = thd.assemble(rows_of(8, 4), multiple=4, width=16)
-    assert with_tail.cu_seqlens_padded.tolist() == [0, 8, 16]
-    assert with_tail.cu_seqlens.tolist() == [0, 8, 12]
+    assert with_tail.cu_seqlens_padded.tolist() == with_tail.cu_seqlens.tolist() == [0, 8, 12, 16]
+    padded_last = thd.assemble(rows_of(8, 3), multiple=4)
+    assert padded_last.cu_seqlens_padded.tolist() == [0, 8, 12, 16]
+    assert padded_last.cu_seqlens.tolist() == [0, 8, 11, 15]
     assert thd.packed_seq_params(aligned).pad_between_seqs is False
-    assert thd.packed_seq_params(with_tail).pad_between_seqs is True
+    assert thd.packed_seq_params(with_tail).pad_between_seqs is False
+    assert thd.packed_seq_params(padded_last).pad_between_seqs is True
 
 
 def test_multiple_one_emits_no_padded_boundaries():
@@ -82,7 +85,7 @@ def test_total_tokens_is_the_length_of_the_row():
 def test_max_seqlen_follows_the_padding_and_the_tail():
     assert thd.assemble(rows_of(5, 3)).max_seqlen == 5
     assert thd.assemble(rows_of(5, 3), multiple=8).max_seqlen == 8
-    assert thd.assemble(rows_of(5, 3), multiple=4, width=120).max_seqlen == 112
+    assert thd.assemble(rows_of(5, 3), multiple=4, width=120).max_seqlen == 108
     assert thd.assemble(rows_of(5, 3), width=126).max_seqlen == 118
 
 
@@ -125,8 +128,9 @@ def test_padding_of_mrope_rows_counts_on_from_the_largest_axis():
     row = make_row(4)
     row["position_ids"] = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 5]])
     batch = thd.assemble([row], multiple=8)
-    assert batch.position_ids.shape == (3, 1, 8)
-    assert batch.position_ids[:, 0, 4:].tolist() == [[6, 7, 8, 9]] * 3
+    assert batch.position_ids.shape == (3, 1, 16)
+    assert batch.position_ids[:, 0, 4:8].tolist() == [[6, 7, 8, 9]] * 3
+    assert batch.position_ids[:, 0, 8:].tolist() == [[*range(8)]] * 3
 
 
 @pytest.mark.parametrize(("field", "value"), [("labels", 17), ("loss_mask", 1.0)])

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from energon_packing import thd
+from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import BRIDGE_KEYS, TOKEN_FIELDS
 
@@ -67,6 +68,12 @@ CORRUPTIONS = {
     ],
     "padded_presence": [lambda b: replace(b, cu_seqlens_padded=None)],
     "aligned": [lambda b: set_at(b, "cu_seqlens_padded", 1, 7)],
+    "padding_is_visible": [
+        # Whoever pretends that all padding but the last sample's is content; and the row as it was without a segment.
+        lambda b: replace(b, cu_seqlens=torch.tensor([0, 8, 20, 23], dtype=torch.int32)),
+        lambda b: replace(b, cu_seqlens=torch.tensor([0, 20, 22, 23], dtype=torch.int32),
+                          cu_seqlens_padded=torch.tensor([0, 20, 22, 24], dtype=torch.int32)),
+    ],
     "max_seqlen": [lambda b: replace(b, max_seqlen=5), lambda b: replace(b, max_seqlen=24)],
     "samples": [
         lambda b: replace(b, sample_lengths=(5, 12)),
@@ -138,7 +145,8 @@ def test_a_batch_after_one_with_many_segments_reuses_no_old_boundary():
     many = make_batch(*range(1, 40))
     kept = many.cu_seqlens.clone()
     one = make_batch(6)
-    assert one.cu_seqlens.tolist() == [0, 6]
+    assert one.cu_seqlens.tolist() == [0, 6, 10]
+    assert one.cu_seqlens_padded.tolist() == [0, 8, 12]
     assert thd.check_thd(one, multiple=4) == []
     assert torch.equal(many.cu_seqlens, kept)
 
@@ -179,6 +187,36 @@ def test_a_batch_comes_unchanged_out_of_a_data_loader_worker():
     for row, received in zip(lengths, loader, strict=True):
         assert_same(received, make_batch(*row))
         assert thd.check_thd(received, multiple=4) == []
+
+
+def test_boundaries_without_padding_are_one_tensor_wherever_the_batch_has_been(monkeypatch):
+    # Transformer Engine tells by that from 2.18 on; two equal tensors cost it a slower kernel.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    aligned, padded = make_batch(8, 12, width=24), make_batch(5, 12, width=24)
+    travels = {
+        "here": lambda b: b,
+        "pickle": lambda b: pickle.loads(pickle.dumps(b)),
+        "worker": lambda b: next(iter(DataLoader([b], batch_size=None, num_workers=1))),
+        "pinned": lambda b: b.pin_memory(),
+        "device": lambda b: b.to("meta"),
+        "worker, pinned, device": lambda b: next(iter(DataLoader([b], batch_size=None, num_workers=1)))
+        .pin_memory().to("meta"),
+        "another rank": lambda b: pack_from_bytes(pack_to_bytes(b)),
+        "rank, device": lambda b: pack_from_bytes(pack_to_bytes(b)).to("meta"),
+        "slice": lambda b: thd.slice_for_context_parallel(b, 2, 1),
+        "fixed arrays": lambda b: thd.pad_cu_seqlens(replace(b, visual_inputs=None), max_segments=6),
+    }  # fmt: skip
+    for name, travel in travels.items():
+        there = travel(aligned)
+        assert there.cu_seqlens_padded is there.cu_seqlens, name
+        assert there.pad_between_seqs is False, name
+        there = travel(padded)
+        assert there.cu_seqlens_padded is not there.cu_seqlens, name
+        assert there.pad_between_seqs is True, name
+        if there.cp_size == 1:
+            mapping = replace(travel(aligned), visual_inputs=None).to_bridge()
+            assert mapping["cu_seqlens_q_padded"] is mapping["cu_seqlens_q"], name
+            assert mapping["cu_seqlens_kv_padded"] is mapping["cu_seqlens_q"], name
 
 
 def test_moving_and_pinning_reach_every_tensor(monkeypatch):
@@ -284,7 +322,7 @@ def test_fixed_boundary_arrays_repeat_the_last_boundary_and_pass_every_check(mul
     assert torch.equal(fixed.boundaries, batch.boundaries)
     assert thd.check_thd(fixed, multiple=multiple) == []
     if multiple > 1:
-        assert fixed.cu_seqlens_padded.tolist() == [0, 8, 20, 32, 32, 32, 32, 32, 32]
+        assert fixed.cu_seqlens_padded.tolist() == [0, 8, 20, 24, 32, 32, 32, 32, 32]
         assert_same(thd.reassemble([thd.slice_for_context_parallel(fixed, 2, rank) for rank in range(2)]), fixed)
 
 
@@ -296,8 +334,8 @@ def test_rows_that_fill_a_fixed_boundary_array_still_keep_the_common_max_seqlen(
 
 def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
     batch = text_batch(5, 12, 3, multiple=4, width=32)
-    with pytest.raises(PackingError, match="3 segments, more than max_segments=2"):
-        thd.pad_cu_seqlens(batch, max_segments=2)
+    with pytest.raises(PackingError, match="4 segments, more than max_segments=3"):
+        thd.pad_cu_seqlens(batch, max_segments=3)
     with pytest.raises(PackingError, match="more than max_seqlen=8"):
         thd.pad_cu_seqlens(batch, max_segments=4, max_seqlen=8)
     with pytest.raises(PackingError, match="text models"):

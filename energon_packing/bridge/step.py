@@ -1,6 +1,6 @@
 """A forward step for packed rows: Bridge's own, plus what the installed Bridge drops on the way to the model.
 
-`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds two things:
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds three things:
 
 * **Padding reaches the routers.** Both steps drop ``padding_mask``, so experts balance their load over padding tokens
   too. Here every layer with experts gets the mask of its own tokens. It travels on the row's ``PackedSeqParams``, which
@@ -8,8 +8,9 @@
   that of the right micro-batch where several are in flight.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
   declare packed rows; those stages would attend across samples.
-
-A dense model on the first or last stage gets exactly Bridge's step.
+* **Attention is told whether samples are padded.** Bridge leaves ``PackedSeqParams.pad_between_seqs`` unset, and
+  Transformer Engine then infers it: up to 2.17.1 wrongly where the last sample alone is padded, from 2.18 on as True
+  also where nothing is. Here it is what the host knows; without padding both boundaries are one tensor, too.
 
     from energon_packing.bridge.step import forward_step
     pretrain(cfg, forward_step)
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,9 +69,27 @@ def forward_step(
         if packed:
             added.enter_context(_declared_packed(state.cfg.dataset))
             mask = batch.get("padding_mask")
-            if mask is not None and _hook_expert_layers(inner):
-                added.enter_context(_travelling(mask, inner, model))
+            if mask is not None and not _hook_expert_layers(inner):
+                mask = None
+            added.enter_context(_travelling(pads_between_sequences(batch), mask, inner, model))
         return step(state, iter((batch,)), model, return_schedule_plan)
+
+
+def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
+    """Whether any segment of a packed row is shorter than its place.
+
+    By value on the host. Boundaries that lie on a device are not waited for: two tensors count as padding there, which
+    is right for every row, and slower than needed for one without padding.
+
+    Args:
+        batch: with ``cu_seqlens_q`` and, where segments are aligned, ``cu_seqlens_q_padded``; int32.
+    """
+    real, physical = batch["cu_seqlens_q"], batch.get("cu_seqlens_q_padded")
+    if physical is None or physical is real:
+        return False
+    if real.device.type != "cpu" or physical.device.type != "cpu":
+        return True
+    return not torch.equal(real, physical)
 
 
 def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence_parallel: bool) -> torch.Tensor:
@@ -158,13 +177,22 @@ def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: di
 
 
 @contextlib.contextmanager
-def _travelling(mask: torch.Tensor, inner: Any, model: Any) -> Iterator[None]:
-    """Puts the mask on the ``PackedSeqParams`` that the model is called with."""
-    groups, config = get_pg_collection(model), get_model_config(model)
+def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Iterator[None]:
+    """Puts what the host knows on the ``PackedSeqParams`` that the model is called with."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        """Puts this rank's part of the mask, ``[1, tokens of the rank]``, on the boundaries of the call."""
-        params = keywords["packed_seq_params"]
+        """Completes the boundaries of the call: padding or none, and this rank's part of the mask ``[1, tokens]``."""
+        params = keywords.get("packed_seq_params")
+        if params is None:
+            return
+        if hasattr(params, "pad_between_seqs"):  # the installed Megatron-Core may be older than the field
+            params.pad_between_seqs = padded
+        if params.cu_seqlens_q_padded is not None and not padded:
+            params.cu_seqlens_q_padded = params.cu_seqlens_q
+            params.cu_seqlens_kv_padded = params.cu_seqlens_kv
+        if mask is None:
+            return
+        groups, config = get_pg_collection(model), get_model_config(model)
         device = params.cu_seqlens_q.device
         local = local_padding_mask(
             mask.to(device=device, non_blocking=True), params, groups, sequence_parallel=config.sequence_parallel

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch.nn import functional
 
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
@@ -84,6 +85,30 @@ def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
         position_starts=batch.position_starts[:samples],
         fillers=fillers,
     )
+
+
+def aligned_filler(row: Mapping[str, Any], multiple: int, pad_token_id: int) -> dict[str, Any]:
+    """The filler with padding tokens of its own at its end, so that there is none between it and the row's end.
+
+    All of a filler is padding for the loss and the routers; for attention all of it is one segment as long as its
+    place, which no kernel can take for anything else.
+
+    Args:
+        row: of `energon_packing.thd.assemble`, without targets.
+        multiple: the length becomes a multiple of this.
+        pad_token_id: token of the padding.
+    """
+    length = len(row["input_ids"])
+    more = -length % multiple
+    positions = row["position_ids"]
+    after = int(positions[..., -1].max()) + 1
+    padded = {
+        "input_ids": functional.pad(row["input_ids"], (0, more), value=pad_token_id),
+        "labels": functional.pad(row["labels"], (0, more), value=IGNORE_INDEX),
+        "loss_mask": functional.pad(row["loss_mask"], (0, more)),
+        "position_ids": torch.cat([positions, torch.arange(after, after + more).expand(*positions.shape[:-1], -1)], -1),
+    }
+    return {**row, **padded, "attention_mask": None, "expected_length": length + more}
 
 
 def needs_dummy(rows: Sequence[Mapping[str, Any]]) -> bool:

@@ -63,6 +63,8 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         ConfigError: no sample in a micro-batch, a setting that nothing reads, or as `PackingTaskEncoder`.
     """
 
+    aligns_rows = False
+
     def __init__(
         self,
         encoder: EncoderConfig,

@@ -28,7 +28,7 @@ from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
-from energon_packing.energon.dummy_image import DummyImage, mask_fillers, needs_dummy
+from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers, needs_dummy
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.lowered_limits import lower_limits
 from energon_packing.energon.samples import (
@@ -45,6 +45,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits, Size
 from energon_packing.packing.policy import pack_lengths
+from energon_packing.packing.visible_padding import visible_order
 
 
 class PackingTaskEncoder(WindowTaskEncoder):
@@ -68,6 +69,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     packing: PackingConfig
     limits: PackLimits
+    aligns_rows = True
+    """Whether rows are padded here, segment by segment; a subclass may leave that to the trainer."""
 
     def __init__(
         self,
@@ -104,6 +107,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
             patches=packing.max_patches_per_pack,
             segments=packing.max_segments_per_pack,
             cost=packing.max_cost_per_pack,
+            # Where a dummy image has room, a masked segment has it too.
+            lone_room=self.aligns_rows and reserved == 0,
         )
         self.cookers = (*cookers, RECORD_COOKER)
         self._of_datasets = DatasetLimits(packing)
@@ -121,6 +126,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             },
             "seq_length": self.packing.seq_length,
             "multiple": self.multiple,
+            **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             "window": self.packing.window,
             "balance_window": self.packing.balance_window,
             "oversize": self.packing.oversize,
@@ -152,7 +158,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 if sample.conversation.is_pair:
                     measured = encoder.measure_pair(sample.conversation)
                 elif self.packing.oversize == "truncate":
-                    measured = encoder.measure(sample.conversation, truncate_to=self.limits.tokens)
+                    measured = self._truncated(encoder, sample.conversation)
                 else:
                     measured = encoder.measure(sample.conversation)
                 split = self._split(encoder, sample.conversation, measured)
@@ -169,6 +175,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
             split=split,
         )
 
+    def _truncated(self, encoder: SampleEncoder, conversation: Conversation) -> AnyMeasured:
+        """The sample, cut where it is longer than a row, or fills one but for the masked segment that it needs."""
+        measured = encoder.measure(conversation, truncate_to=self.limits.tokens)
+        less = self.limits.tokens - self.multiple
+        if less and self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units:
+            return encoder.measure(conversation, truncate_to=less)
+        return measured
+
     def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
         """The pieces of a sample that fits no pack, where the configuration wants them; pairs are never split."""
         if self.packing.oversize != "split" or not isinstance(measured, Measured):
@@ -176,9 +190,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
             return None
         limits = self.limits
+        # Every piece may be alone in its row, and what fits must not depend on whether a length happens to be aligned.
+        most = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1)
 
         def fits(tokens: int, images: int, patches: int) -> bool:
-            return limits.holds(Size(length=tokens, images=images, patches=patches))
+            return tokens <= most and limits.holds(Size(length=tokens, images=images, patches=patches))
 
         return encoder.split(
             conversation, measured, fits, at=self.packing.split_at, positions=self.packing.split_positions
@@ -192,6 +208,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def _check_size(self, measured: AnyMeasured) -> None:
         if self.limits.too_long(measured):
             aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
+            masked = self.limits.masked_units(measured) * self.multiple
+            aligned += f" and {masked} for a masked segment after it" if masked else ""
             reason = "oversize"
             less = "" if self.dummy is None else f" less {self.packing.seq_length - self.limits.tokens} for dummy_image"
             detail = (
@@ -230,11 +248,22 @@ class PackingTaskEncoder(WindowTaskEncoder):
             policy="best_fit",
             constraints={name: (costs[name], limit) for name, limit in self.limits.limited.items()},
         )
-        return [[good[int(position)] for position in group] for group in groups]
+        packs = [[good[int(position)] for position in group] for group in groups]
+        return [[pack[at] for at in self._visible([sample.measured for sample in pack])] for pack in packs]
+
+    def arrange(self, samples: Sequence[RenderedSample]) -> list[int]:
+        """The order of a pack's samples in its row: see `visible_order`."""
+        lengths = [[int(row["input_ids"].shape[0]) for row in sample.rows] for sample in samples]
+        return visible_order(lengths, self.multiple) if self.aligns_rows else list(range(len(samples)))
+
+    def _visible(self, measured: Sequence[AnyMeasured | None]) -> list[int]:
+        return visible_order([sample.segment_lengths for sample in measured if sample is not None], self.multiple)
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """Assembles the row of one pack."""
+        """Assembles the row of one pack, in the order given; a member that failed may have left a padded one last, and
+        its room to a masked segment.
+        """
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
             raise PackingError(f"a pack of {batch.total_tokens} tokens is over seq_length {self.packing.seq_length}")
@@ -269,6 +298,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                     "position_ids": positions.squeeze(0) if len(positions) == 1 else positions,
                 }
             ]
+        fillers = [aligned_filler(filler, self.multiple, self.encoder.pad_token_id) for filler in fillers]
         unweighted = {name: torch.zeros(len(filler["input_ids"])) for filler in fillers for name in extra}
         batch = thd.assemble(
             joinable([*rows, *(filler | unweighted for filler in fillers)], self.token_fields),

@@ -35,7 +35,7 @@ from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.packing.clip_limits import ClipLimits, clip_cost
 from energon_packing.text_to_video import TextToVideo
-from energon_packing.wan_packing import WanPack, WanSample, pack_wan
+from energon_packing.wan_packing import WanPack, WanSample, clip_order, pack_wan
 
 
 @edataclass
@@ -123,6 +123,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             text_tokens=self.packing.max_text_tokens_per_pack,
             segments=self.packing.max_segments_per_pack,
             cost=self.packing.max_cost_per_pack,
+            lone_room=config.encoder.compat == "none",
         )
         self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
         self._extra_fingerprint = dict(fingerprint or {})
@@ -140,6 +141,8 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             "max_cost_per_pack",
         )
         settings = {name: getattr(self.packing, name) for name in names}
+        if self.multiple > 1:
+            settings["padding"] = "visible before the last clip"
         return {**self.encoder.fingerprint(), **settings, "multiple": self.multiple, **self._extra_fingerprint}
 
     @stateless
@@ -162,8 +165,10 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     def _check_size(self, measured: MeasuredClip) -> None:
         if self.limits.too_long(measured):
             reason = "oversize"
+            room = self.limits.masked_units(measured) * self.multiple
+            masked = f" and {room} for a masked clip after it" if room else ""
             detail = (
-                f"{measured.length} patches ({'x'.join(map(str, measured.grid))}); a row holds "
+                f"{measured.length} patches ({'x'.join(map(str, measured.grid))}){masked}; a row holds "
                 f"packing.seq_length={self.packing.seq_length}"
             )
         else:
@@ -188,6 +193,11 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             sample, rows=(), clip=clip, measured=measured, changes=measured.changes, cost=clip_cost(measured.length)
         )
 
+    def arrange(self, samples: Sequence[RenderedClipSample]) -> list[int]:
+        """The order of a pack's clips in its row: see `clip_order`."""
+        measured = [sample.measured for sample in samples if sample.measured is not None]
+        return clip_order([clip.length for clip in measured], [clip.text_tokens for clip in measured], self.multiple)
+
     @stateless
     def pack_selected_samples(self, samples: list[RenderedClipSample]) -> ClipPack:
         """Lays the clips of one pack side by side.
@@ -196,28 +206,29 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             PackingError: a clip does not have the size that was measured.
         """
         batch = self._assemble([sample.clip for sample in samples if sample.clip is not None])
+        made_of = batch.num_samples
         measured = [sample.measured for sample in samples if sample.measured is not None]
         for name, made, planned in (
-            ("patches", batch.seq_len_q.tolist(), [clip.length for clip in measured]),
-            ("text tokens", batch.seq_len_kv.tolist(), [clip.text_tokens for clip in measured]),
-            ("grids", batch.grid_sizes.tolist(), [list(clip.grid) for clip in measured]),
+            ("patches", batch.seq_len_q[:made_of].tolist(), [clip.length for clip in measured]),
+            ("text tokens", batch.seq_len_kv[:made_of].tolist(), [clip.text_tokens for clip in measured]),
+            ("grids", batch.grid_sizes[:made_of].tolist(), [list(clip.grid) for clip in measured]),
         ):
             if made != planned:
                 raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, measured as {planned}")
         return ClipPack(
             **self.pack_fields(samples),
             batch=batch,
-            occupied=int(batch.seq_len_q_padded.sum()),
+            occupied=int(batch.seq_len_q_padded[:made_of].sum()),
         )
 
     def padding_pack(self) -> ClipPack:
-        """A pack of no sample: one masked clip of a single patch and one text token, all zeros."""
+        """A pack of no sample: one masked clip of as few patches and text tokens as need no padding, all zeros."""
         config = self.encoder.config
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         filler = WanSample(
             key="",
-            latent=torch.zeros(config.latent_channels, *config.patch, dtype=dtype),
-            text=torch.zeros(1, config.text_width, dtype=dtype),
+            latent=torch.zeros(config.latent_channels, self.multiple * config.patch[0], *config.patch[1:], dtype=dtype),
+            text=torch.zeros(self.multiple, config.text_width, dtype=dtype),
             metadata={},
         )
         batch = self._assemble([filler])

@@ -44,6 +44,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         order: the order in which a block of plans is emitted, given the plans and the block's number.
         fewest: a number of packs that the samples of a window will fill at least.
         render: decodes one sample.
+        arrange: the order of the rendered samples in their row, as positions; a function of the samples alone whose
+            result it leaves as it is, because a restored pack is arranged no more.
         assemble: makes the pack of the rendered ones.
         ledger: builds the ledger of this worker, on first use inside it.
         fingerprint: names and values that a saved state must agree with.
@@ -71,6 +73,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         order: Order,
         fewest: Callable[[Sequence[MeasuredSample]], int],
         render: Callable[[MeasuredSample], RenderedSample],
+        arrange: Callable[[Sequence[RenderedSample]], Sequence[int]],
         assemble: Callable[[list[RenderedSample]], Pack],
         ledger: Callable[[], Ledger],
         fingerprint: dict[str, Any],
@@ -80,7 +83,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.window = window
         self.balance_window = balance_window
         self._select, self._order, self._fewest = select, order, fewest
-        self._render, self._assemble = render, assemble
+        self._render, self._arrange, self._assemble = render, arrange, assemble
         self._make_ledger = ledger
         self._ledger: Ledger | None = None
         self.fingerprint = fingerprint
@@ -225,6 +228,9 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             delays.append(self._arrived - 1 - arrival)
         if not rendered:
             return None
+        # After rendering, since a sample that fails changes which one is last.
+        order = self._arrange(rendered)
+        rendered, restore_keys, delays = ([of[at] for at in order] for of in (rendered, restore_keys, delays))
         with self._pack_index.ctx() as index:
             pack = self._assemble(rendered)
         pack.index = index

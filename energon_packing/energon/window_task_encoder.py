@@ -56,6 +56,10 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """Cost of the measured samples of one pack."""
         raise NotImplementedError
 
+    def arrange(self, samples: Sequence[Any]) -> list[int]:
+        """The order of rendered samples in their row, as positions."""
+        raise NotImplementedError
+
     @stateless
     def batch(self, samples: list[Any]) -> Any:
         """A packed row is a whole micro-batch; there is nothing to stack."""
@@ -138,6 +142,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             order=self._order,
             fewest=self._fewest,
             render=self.postencode_sample,
+            arrange=self.arrange,
             assemble=self.pack_selected_samples,
             ledger=functools.partial(self._ledger, worker_config),
             fingerprint=self.loader_fingerprint(worker_config),

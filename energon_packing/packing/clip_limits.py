@@ -43,6 +43,7 @@ class ClipLimits:
         text_tokens: of all clips, alignment padding included; None for no limit.
         segments: clips.
         cost: of all clips by `pack_cost`, in patches without attention.
+        lone_room: a clip alone in its row that has the only padding needs room for a masked clip of one multiple.
     """
 
     patches: int
@@ -50,6 +51,7 @@ class ClipLimits:
     text_tokens: int | None = None
     segments: int | None = None
     cost: float | None = None
+    lone_room: bool = False
     _row: PackLimits = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,15 +83,18 @@ class ClipLimits:
         return text | self._row.costs(clips)
 
     def too_long(self, clip: SizedClip) -> bool:
-        """Whether a clip has more patches than a whole row."""
-        return self._row.too_long(clip)
+        """Whether a clip, with the masked clip that it may need, has more patches than a whole row."""
+        return self.length_units(clip) + self.masked_units(clip) > self.units
+
+    def masked_units(self, clip: SizedClip) -> int:
+        """Alignment units of the masked clip that follows a clip which is alone in its row."""
+        return int(self.lone_room and (clip.length % self.multiple != 0 or clip.text_tokens % self.multiple != 0))
 
     def exceeded(self, clip: SizedClip) -> str | None:
         """The first limit besides patches that a clip exceeds alone, as part of a sentence; None where it fits."""
-        if self.text_tokens is not None and self.text_place(clip) > self.text_tokens:
-            return (
-                f"{self.text_place(clip)} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
-            )
+        text = self.text_place(clip) + self.masked_units(clip) * self.multiple
+        if self.text_tokens is not None and text > self.text_tokens:
+            return f"{text} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
         return self._row.exceeded(clip)
 
 

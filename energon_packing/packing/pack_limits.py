@@ -12,6 +12,7 @@ from typing import Protocol
 
 from energon_packing.errors import ConfigError
 from energon_packing.packing.balance import LINEAR, pack_cost
+from energon_packing.packing.visible_padding import hides_padding
 
 
 class Sized(Protocol):
@@ -53,8 +54,10 @@ class PackLimits:
         multiple: tokens that every segment is padded to a multiple of.
         images: images of all samples, tiles counted one by one where the family cuts images up; None for no limit.
         patches: rows of vision input of all media.
-        segments: samples; a masked tail of a row of fixed width comes on top.
+        segments: samples; a masked tail comes on top, of a row of fixed width or after a sample alone.
         cost: of all segments by `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+        lone_room: a sample whose last segment is the only padded one needs room for a masked segment of one multiple
+            when it is alone in a row (`energon_packing.packing.visible_padding`); beside others it needs none.
     """
 
     tokens: int
@@ -63,6 +66,7 @@ class PackLimits:
     patches: int | None = None
     segments: int | None = None
     cost: float | None = None
+    lone_room: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.multiple < 1 or self.tokens % self.multiple:
@@ -95,6 +99,10 @@ class PackLimits:
         """Alignment units that a sample occupies."""
         return sum(-(-length // self.multiple) for length in _segments(sample))
 
+    def masked_units(self, sample: Sized) -> int:
+        """Alignment units of the masked segment that follows a sample which is alone in its row."""
+        return int(self.lone_room and hides_padding(_segments(sample), self.multiple))
+
     def costs(self, samples: Sequence[Sized]) -> dict[str, list[int]]:
         """For each limited name one cost a sample."""
         measures = {
@@ -106,8 +114,8 @@ class PackLimits:
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 
     def too_long(self, sample: Sized) -> bool:
-        """Whether a sample is longer than a whole row."""
-        return self.length_units(sample) > self.units
+        """Whether a sample, with the masked segment that it may need, is longer than a whole row."""
+        return self.length_units(sample) + self.masked_units(sample) > self.units
 
     def holds(self, sample: Sized) -> bool:
         """Whether a pack holds the sample alone."""

@@ -120,6 +120,7 @@ def stopped_after(cell: Cell, seed: int) -> int | None:
         order=lambda plans, block: range(len(plans)),
         fewest=lambda held: 0,
         render=_render,
+        arrange=lambda rendered: range(len(rendered)),
         assemble=_assemble,
         ledger=lambda: ledger,
         fingerprint={},

@@ -135,8 +135,8 @@ def assemble(
     tail = width - occupied
     if hidden and not tail:
         raise PackingError(
-            f"sample {keys[-1]} ends the row of {width} tokens and is the only one with padding behind it, which kernels "
-            f"take for none; put it before another sample, or leave {multiple} tokens for a masked segment"
+            f"sample {keys[-1]} ends the row of {width} tokens and is the only one with padding behind it, which "
+            f"kernels take for none; put it before another sample, or leave {multiple} tokens for a masked segment"
         )
 
     starts = np.zeros(len(rows) + 1, dtype=np.int64)

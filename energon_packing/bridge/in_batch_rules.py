@@ -1,4 +1,4 @@
-"""Rules about runs that stay on Megatron-Bridge's in-batch packing. Imports neither torch nor Bridge.
+"""Rules about runs that stay on Megatron-Bridge's own packing. Imports neither torch nor Bridge.
 
 Rules 1, 12 and 16 of Bridge are in `packing_mode_rules`, `batch_rules` and `length_rules`; what the forward steps and
 the loader do with such a run, nobody checks before GPUs are taken.
@@ -6,8 +6,10 @@ the loader do with such a run, nobody checks before GPUs are taken.
 
 from __future__ import annotations
 
+import re
+
 from energon_packing.bridge.rule import Finding, Rule, collector
-from energon_packing.bridge.run_view import PACKING_STEPS, RunView
+from energon_packing.bridge.run_view import PACKING_STEPS, RunView, installed_version
 
 IN_BATCH_RULES: list[Rule] = []
 _rule = collector(IN_BATCH_RULES)
@@ -53,4 +55,48 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
         why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
         f"have up to {size * length}",
         mend=f"leave memory for {size * length} tokens, or take mode 'packs', whose rows never exceed {length}",
+    )
+
+
+FIRST_TO_TELL_BY_OBJECT = (2, 18)
+"""Release of Transformer Engine from which two boundary tensors always count as padding between sequences."""
+
+
+def _packer_of_bridge(view: RunView) -> str | None:
+    """The part of Bridge that lays the rows of a run out, None for rows of ours and of one sample."""
+    if view.enable_in_batch_packing:
+        return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
+    if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
+        return "offline packing"
+    if view.dataset_kind == "energon" and view.packing_buffer_size and view.bridge_packs_natively:
+        return "online packing"
+    return None
+
+
+def _cut_over_ranks(view: RunView) -> bool:
+    """Whether lengths of a row of Bridge's are cut for the steps of a ring."""
+    if max(view.context_parallel, view.eval_context_parallel or 1) == 1 or _packer_of_bridge(view) is None:
+        return False
+    kinds = (view.cp_comm_type,) if isinstance(view.cp_comm_type, str) else view.cp_comm_type
+    return not kinds or any("p2p" in kind for kind in kinds)
+
+
+@_rule(
+    id="ours-42-visible-padding",
+    checks="rows show their padding before their last sample, where Transformer Engine looks for it",
+    place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
+    applies=_cut_over_ranks,
+    severity="warning",
+)
+def _padding_is_visible(view: RunView) -> Finding | None:
+    installed = installed_version("transformer-engine")
+    numbers = tuple(int(number) for number in re.findall(r"\d+", installed or "")[:2])
+    if numbers >= FIRST_TO_TELL_BY_OBJECT:
+        return None
+    return Finding(
+        why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that where "
+        "the last sample alone is padded, as any sample alone in its row may be; Transformer Engine before 2.18 "
+        f"({installed or 'none'} is installed) then loses keys over {view.context_parallel} ranks in silence",
+        mend="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
+        "context_parallel_size 1",
     )

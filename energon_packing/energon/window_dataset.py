@@ -230,7 +230,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             return None
         # After rendering, since a sample that fails changes which one is last.
         order = self._arrange(rendered)
-        rendered, restore_keys, delays = ([of[at] for at in order] for of in (rendered, restore_keys, delays))
+        rendered = [rendered[at] for at in order]
+        restore_keys, delays = [restore_keys[at] for at in order], [delays[at] for at in order]
         with self._pack_index.ctx() as index:
             pack = self._assemble(rendered)
         pack.index = index

@@ -4,7 +4,8 @@
 
 Prints one JSON line for each kind of row: ours, and as a control the rows in which the last sample's place takes all
 that is left over (ours until November 2026; Megatron-Bridge's packers). The oracle is `energon_packing.report.p2p_cut`;
-its result is compared with the attention of each sample alone. ``masked_share`` is what masked segments cost in rows of no width of their own.
+its result is compared with the attention of each sample alone. ``masked_share`` is what masked segments cost where rows
+have no width of their own.
 """
 
 from __future__ import annotations

@@ -55,21 +55,31 @@ def attention_over_ranks(
         float ``[T, width]``; 0 where no step computes a row.
     """
     out = np.zeros_like(value)
-    whole, half = np.diff(real // ranks), np.diff(real // (2 * ranks))
+    whole, first, second = lengths_of_steps(real, physical, ranks=ranks, padded=padded)
     for segment, (start, stop) in enumerate(zip(physical[:-1].tolist(), physical[1:].tolist(), strict=True)):
         chunk = (stop - start) // (2 * ranks)
-        if padded:
-            length = int(real[segment + 1] - real[segment])
-            rank = np.arange(ranks)
-            first = np.clip(length - rank * chunk, 0, chunk)
-            second = np.clip(length - (2 * ranks - 1 - rank) * chunk, 0, chunk)
-            shown = _shown(chunk, ranks, first + second, first, second)
-        else:
-            halves = np.full(ranks, half[segment])
-            shown = _shown(chunk, ranks, np.full(ranks, whole[segment]), halves, halves)
+        shown = _shown(chunk, ranks, whole[:, segment], first[:, segment], second[:, segment])
         here = slice(start, stop)
         out[here] = masked_attention(query[here], key[here], value[here], shown)
     return out
+
+
+def lengths_of_steps(
+    real: np.ndarray, physical: np.ndarray, *, ranks: int, padded: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How many tokens of each segment a step takes for real on each rank, int ``[ranks, segments]`` three times.
+
+    Of both pieces that the rank holds, where a step has both; of the first alone (keys of an earlier rank); of the
+    second alone (queries that meet a later rank). Without padding they are the boundaries divided by the ranks.
+    """
+    if not padded:
+        whole, half = np.diff(real // ranks), np.diff(real // (2 * ranks))
+        return np.tile(whole, (ranks, 1)), np.tile(half, (ranks, 1)), np.tile(half, (ranks, 1))
+    lengths, chunk = np.diff(real)[None], np.diff(physical)[None] // (2 * ranks)
+    rank = np.arange(ranks)[:, None]
+    first = np.clip(lengths - rank * chunk, 0, chunk)
+    second = np.clip(lengths - (2 * ranks - 1 - rank) * chunk, 0, chunk)
+    return first + second, first, second
 
 
 def masked_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, shown: np.ndarray) -> np.ndarray:

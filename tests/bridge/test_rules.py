@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from energon_packing.bridge import in_batch_rules
 from energon_packing.bridge.config_view import view_of_config
 from energon_packing.bridge.rules import RULES, judge, rule_that_bridge_named, violations
 from energon_packing.bridge.run_facts import DataFacts, TokenFacts
@@ -233,6 +234,37 @@ OWN = [
         "error",
     ),
     ("ours-41-in-batch-row-length", IN_BATCH, {"defer_in_batch_packing_to_step": True}, "note"),
+    ("ours-42-visible-padding", IN_BATCH | {"context_parallel": 2}, {"context_parallel": 1}, "warning"),
+    (
+        "ours-42-visible-padding",
+        IN_BATCH | {"context_parallel": 1, "eval_context_parallel": 2, "world_size": 2, "global_batch_size": 4},
+        {"context_parallel": 1, "eval_context_parallel": None},
+        "warning",
+    ),
+    (
+        "ours-42-visible-padding",
+        IN_BATCH | {"context_parallel": 2, "cp_comm_type": ("p2p", "a2a")},
+        {"cp_comm_type": "a2a"},
+        "warning",
+    ),
+    (
+        "ours-42-visible-padding",
+        IN_BATCH | {"context_parallel": 2, "defer_in_batch_packing_to_step": True, "step": "qwen3_vl_step"},
+        {"enable_in_batch_packing": False, "enable_offline_packing": True},
+        "warning",
+    ),
+    (
+        "ours-42-visible-padding",
+        {"dataset_kind": "gpt_sft", "pad_seq_to_multiple": 4, "context_parallel": 2},
+        {"dataset_kind": "packed_energon", "pad_seq_to_multiple": None},
+        "warning",
+    ),
+    (
+        "ours-42-visible-padding",
+        {"dataset_kind": "energon", "packing_buffer_size": 64, "bridge_version": "0.7.0", "context_parallel": 2},
+        {"packing_buffer_size": None},
+        "warning",
+    ),
 ]
 
 
@@ -245,6 +277,29 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_mended(
     assert outcome(rule, dataclasses.replace(view, **mended)) in ("ok", "not applicable")
     expected = [rule] if severity == "error" else []
     assert [found.rule.id for found in violations(view)] == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (None, "warning"),
+        ("2.2", "warning"),
+        ("2.9.0", "warning"),
+        ("2.17.1", "warning"),
+        ("2.18", "ok"),
+        ("2.20.2+cu13", "ok"),
+    ],
+)
+def test_bridges_own_packers_are_warned_about_until_transformer_engine_asks_no_more(monkeypatch, version, expected):
+    monkeypatch.setattr(in_batch_rules, "installed_version", lambda name: version)
+    assert outcome("ours-42-visible-padding", packed(**IN_BATCH, context_parallel=2)) == expected
+
+
+def test_a_run_on_bridges_in_batch_packing_is_warned_about_and_not_refused():
+    view = packed(**IN_BATCH, context_parallel=2)
+    assert "ours-42-visible-padding" not in [judgement.rule.id for judgement in violations(view)]
+    finding = next(j.finding for j in judge(view) if j.rule.id == "ours-42-visible-padding")
+    assert "in-batch packing" in finding.why
 
 
 def unfinished(view: RunView) -> set[str]:

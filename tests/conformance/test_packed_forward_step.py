@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError
+from energon_packing.report.p2p_cut import infers_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -201,9 +204,70 @@ def test_a_middle_stage_sees_the_boundaries_also_of_a_data_set_that_does_not_dec
     assert "packed_seq_params" not in bridges.called  # the middle stage would attend across samples
     ours = Stage()
     forward_step(state, iter([batch]), ours)
-    assert ours.called["packed_seq_params"].cu_seqlens_q.tolist() == [0, 20, 32, 37]
-    assert ours.called["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 24, 40, 64]
+    assert ours.called["packed_seq_params"].cu_seqlens_q.tolist() == [0, 20, 32, 37, 53]
+    assert ours.called["packed_seq_params"].cu_seqlens_q_padded.tolist() == [0, 24, 40, 48, 64]
+    assert ours.called["packed_seq_params"].pad_between_seqs is True
     assert vars(state.cfg.dataset) == {}  # nothing stays behind
+
+
+def copied(mapping, how):
+    """The batch as it reaches a step that did not read it itself: tensor by tensor, so that none is another one."""
+    return {name: how(value) if isinstance(value, torch.Tensor) else value for name, value in mapping.items()}
+
+
+@pytest.mark.parametrize("way", ["as it is", "copied", "pickled", "pinned by a data loader"])
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "width", "padded"),
+    [
+        ((24, 16), 8, None, False),
+        ((24, 16), 8, 64, False),
+        ((24, 13), 8, None, True),
+        ((13,), 8, None, True),
+        ((20, 16), 8, 40, True),
+        ((20, 13), 1, 64, False),
+    ],
+)
+def test_the_model_is_told_whether_samples_are_padded_and_need_not_guess(
+    way, lengths, multiple, width, padded, state, make_samples, monkeypatch
+):
+    from megatron.bridge.training import gpt_step
+
+    from energon_packing.bridge.step import forward_step
+
+    samples = make_samples("text", 2)
+    batch = thd.assemble([samples.draw("text", n) for n in lengths], multiple=multiple, width=width).to_bridge()
+    if way == "copied":
+        batch = copied(batch, torch.clone)
+    elif way == "pickled":
+        batch = pickle.loads(pickle.dumps(batch))
+    elif way == "pinned by a data loader":
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: self.clone())
+        batch = pin_memory(batch)
+    groups_speak_for_themselves(monkeypatch)
+    ours = Stage()
+    forward_step(state, iter([batch]), ours)
+    told = ours.called["packed_seq_params"]
+    assert told.pad_between_seqs is padded
+    if multiple > 1:
+        assert (told.cu_seqlens_q_padded is told.cu_seqlens_q) == (not padded)
+        assert (told.cu_seqlens_kv_padded is told.cu_seqlens_kv) == (not padded)
+    for release in ("2.16", "2.18"):  # as Transformer Engine reads what lies there, whether or not it is told
+        assert infers_padding(told.cu_seqlens_q, told.cu_seqlens_q_padded, release) is padded
+    state.cfg.dataset.enable_offline_packing = True
+    bridges = Stage()
+    gpt_step.forward_step(state, iter([batch]), bridges)
+    assert bridges.called["packed_seq_params"].pad_between_seqs is None  # a version that sets it needs our hook no more
+
+
+def test_boundaries_on_a_device_are_not_waited_for():
+    from energon_packing.bridge.step import pads_between_sequences
+
+    real = torch.tensor([0, 8, 16], dtype=torch.int32)
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded")
+    assert pads_between_sequences(dict(zip(names, (real.to("meta"), real.to("meta")), strict=True)))
+    there = real.to("meta")
+    assert not pads_between_sequences(dict(zip(names, (there, there), strict=True)))
+    assert not pads_between_sequences({"cu_seqlens_q": there})
 
 
 def test_a_schedule_plan_without_boundaries_is_refused(state, make_samples):

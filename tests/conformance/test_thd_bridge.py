@@ -166,7 +166,7 @@ def test_the_state_of_a_hybrid_model_resets_at_every_segment():
     batch = pack(4, 32)
     params = thd.packed_seq_params(batch)
     assert params.total_tokens == 32
-    assert params.seq_idx.tolist() == [[0] * 8 + [1] * 12 + [2] * 12]
+    assert params.seq_idx.tolist() == [[0] * 8 + [1] * 12 + [2] * 4 + [3] * 8]
     tail = thd.packed_seq_params(pack(1, 24))
     assert tail.seq_idx.tolist() == [[0] * 5 + [1] * 12 + [2] * 3 + [3] * 4]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing import thd
+from energon_packing.packing.visible_padding import hides_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
@@ -30,6 +31,7 @@ def row(length):
 )
 def test_every_token_of_any_row_belongs_to_the_segment_that_holds_it(lengths, multiple, spare, repeated):
     occupied = sum(-(-length // multiple) * multiple for length in lengths)
+    spare = max(spare, hides_padding(lengths, multiple))
     batch = thd.assemble([row(length) for length in lengths], multiple=multiple, width=occupied + spare * multiple)
     if repeated:
         batch = thd.pad_cu_seqlens(batch, max_segments=batch.num_segments + repeated)

@@ -167,7 +167,8 @@ def assemble(
         positions[..., width - tail :] = np.arange(tail)
     verify_targets(keys, starts, lengths, labels, loss_mask)
 
-    real, places = (np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32) for _ in range(2))
+    real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)
+    places = np.zeros_like(real)
     real[1 : len(rows) + 1] = np.cumsum(lengths)
     places[: len(rows) + 1] = starts
     if tail:

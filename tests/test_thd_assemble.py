@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,10 @@ def test_padding_only_at_the_tail_counts_as_padding_between_sequences():
     assert thd.packed_seq_params(aligned).pad_between_seqs is False
     assert thd.packed_seq_params(with_tail).pad_between_seqs is False
     assert thd.packed_seq_params(padded_last).pad_between_seqs is True
+    # Also in a row that hides it, as other packers make them.
+    hidden = replace(padded_last, cu_seqlens=torch.tensor([0, 8, 11], dtype=torch.int32),
+                     cu_seqlens_padded=torch.tensor([0, 8, 16], dtype=torch.int32))  # fmt: skip
+    assert thd.packed_seq_params(hidden).pad_between_seqs is True
 
 
 def test_multiple_one_emits_no_padded_boundaries():

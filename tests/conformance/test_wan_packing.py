@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.wan_packing import WanSample, pack_wan, patch_grid, to_patches
+from energon_packing.report.p2p_cut import infers_padding
+from energon_packing.wan_packing import WanSample, clip_order, pack_wan, patch_grid, to_patches
 
 
 def sample(grid, text, seed=0, key=None):
@@ -114,3 +115,48 @@ def test_what_cannot_be_packed_is_refused_in_a_sentence(change, options, error, 
     with pytest.raises(error, match=message):
         pack_wan([sample((1, 3, 3), 5, 1), WanSample(**fields)], **options)
     assert patch_grid((3, 4, 6), (1, 2, 2)) == (3, 2, 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes=SHAPES, multiple=st.sampled_from([1, 2, 4, 6, 8, 16]))
+def test_no_pack_of_videos_hides_its_padding_from_either_attention(shapes, multiple):
+    samples = [sample(grid, text, seed) for seed, (grid, text) in enumerate(shapes)]
+    patches = [grid[0] * grid[1] * grid[2] for grid, _ in shapes]
+    order = clip_order(patches, [text for _, text in shapes], multiple)
+    assert sorted(order) == list(range(len(samples)))
+    arranged = [samples[at] for at in order]
+    assert clip_order([patches[at] for at in order], [shapes[at][1] for at in order], multiple) == list(
+        range(len(order))
+    )
+    pack = pack_wan(arranged, multiple=multiple)
+    occupied = sum(-(-length // multiple) * multiple for length in patches)
+    assert pack.total_tokens == occupied + multiple * pack.fillers
+    assert pack.fillers == 0 or len(samples) == 1
+    assert pack_wan(arranged, multiple=multiple, capacity=pack.total_tokens).fillers == pack.fillers
+    assert pack.keys == tuple(each.key for each in arranged)
+    assert (pack.num_samples, pack.real_tokens) == (len(samples), sum(patches))
+    assert pack.loss_mask.sum() == sum(patches)
+    assert pack.positions().shape == (3, pack.total_tokens)
+    assert len(pack.to_bridge()["video_metadata"]) == len(pack.seq_len_q) == len(samples) + pack.fillers
+    for name, params in pack.packed_seq_params().items():
+        pairs = [
+            (params.cu_seqlens_q, params.cu_seqlens_q_padded),
+            (params.cu_seqlens_kv, params.cu_seqlens_kv_padded),
+        ]
+        has_padding = any(not torch.equal(*pair) for pair in pairs)
+        for release in ("2.9", "2.16", "2.18"):
+            assert any(infers_padding(*pair, release) for pair in pairs) is has_padding, (name, release)
+        assert params.pad_between_seqs is has_padding
+
+
+def test_a_video_that_leaves_no_room_for_the_masked_clip_is_refused_and_bridges_form_has_none():
+    lone = sample((1, 3, 3), 5, 1)
+    pack = pack_wan([lone], multiple=4)
+    assert pack.grid_sizes.tolist() == [[1, 3, 3], [4, 1, 1]]
+    assert pack.seq_len_q.tolist() == [9, 4]
+    assert pack.seq_len_q_padded.tolist() == [12, 4]
+    assert pack.seq_len_kv.tolist() == [5, 4]
+    assert not pack.video_latents[12:].any()
+    with pytest.raises(PackingError, match=r"occupy 16 patches .* masked clip, more than the row's 12"):
+        pack_wan([lone], multiple=4, capacity=12)
+    assert pack_wan([lone], multiple=4, capacity=12, compat="bridge").fillers == 0

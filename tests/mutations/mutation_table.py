@@ -27,6 +27,7 @@ TRAPS = {
     16: "the last token of a segment learns the first of the next",
     17: "the packed gradient is not the token-weighted gradient of the unpacked data",
     18: "padding has a label, a weight, or an effect on the losses of a mixture of experts",
+    47: "padding behind the last segment alone, which kernels take for none",
 }
 
 MOE = "router functions of Megatron-Core on the rows without padding"
@@ -59,6 +60,9 @@ BRIDGE = "tests/conformance/test_thd_bridge.py::"
 GLOO = "tests/conformance/test_gloo_gradients.py::"
 TRAP_TESTS = "tests/test_silent_traps.py::"
 STEP = "tests/conformance/test_packed_forward_step.py::"
+
+VISIBLE = "tests/test_visible_rows.py::"
+LOADED = "tests/energon/test_visible_rows_in_the_loader.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -161,8 +165,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "packed_boundaries.py",
-                "padded is not None and batch.real_tokens != batch.total_tokens",
-                "padded is not None and bool((padded[:-1] != batch.cu_seqlens[:-1]).any())",
+                '"pad_between_seqs": batch.pad_between_seqs',
+                '"pad_between_seqs": padded is not None and bool((padded[:-1] != batch.cu_seqlens[:-1]).any())',
             ),
         ),
         needs_bridge=True,
@@ -175,8 +179,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd.py",
-                "torch.from_numpy(starts.astype(np.int32)) if multiple > 1 else None",
-                "torch.from_numpy(starts.astype(np.int32))",
+                "torch.from_numpy(places) if multiple > 1 else None",
+                "torch.from_numpy(places)",
             ),
         ),
     ),
@@ -188,8 +192,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd.py",
-                "torch.from_numpy(starts.astype(np.int32)) if multiple > 1 else None",
-                "torch.from_numpy(starts.astype(np.int32)) if width != int(lengths.sum()) else None",
+                "torch.from_numpy(places) if multiple > 1 else None",
+                "torch.from_numpy(places) if width != int(lengths.sum()) else None",
             ),
         ),
     ),
@@ -377,6 +381,92 @@ MUTATIONS: tuple[Mutation, ...] = (
                 "mask = mask.chunk(cp, dim=1)[groups.cp.rank()]",
             ),
         ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=47,
+        name="a sample alone gets no masked segment",
+        test=VISIBLE + "test_random_rows_hide_no_padding_and_the_cut_over_ranks_gives_each_sample_its_own_attention",
+        oracle="each sample's own attention; Transformer Engine's cut over ranks, emulated",
+        edits=(("thd.py", "hidden = hides_padding(lengths.tolist(), multiple)", "hidden = False"),),
+    ),
+    Mutation(
+        trap=47,
+        name="the last sample's place takes the rest of a fixed width",
+        test=VISIBLE + "test_a_row_is_wholly_aligned_or_shows_its_padding_before_its_last_segment",
+        oracle="Transformer Engine's comparison",
+        edits=(
+            (
+                "thd.py",
+                "    tail = width - occupied\n",
+                "    tail = hidden = 0\n    physical[-1] += width - occupied\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=47,
+        name="a pack keeps the order in which it was chosen",
+        test=LOADED + "test_every_row_of_the_loader_shows_its_padding_and_none_exceeds_the_row",
+        oracle="Transformer Engine's comparison",
+        edits=(("packing/visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=47,
+        name="the capacity leaves no room for the masked segment",
+        test=LOADED + "test_a_sample_that_fills_its_row_but_for_the_masked_segment_is_too_long",
+        oracle="the row's length",
+        edits=(
+            (
+                "packing/pack_limits.py",
+                "return int(self.lone_room and hides_padding(_segments(sample), self.multiple))",
+                "return 0",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=47,
+        name="a restored pack has another order than the one that was emitted",
+        test=LOADED + "test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first",
+        oracle="the pack before the restore",
+        edits=(("energon/window_dataset.py", "[restore_keys[at] for at in order]", "restore_keys[::-1]"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=47,
+        name="a move to the device makes two boundary tensors of one",
+        test=BATCH + "test_boundaries_without_padding_are_one_tensor_wherever_the_batch_has_been",
+        oracle="Transformer Engine 2.18: distinct tensors count as padding",
+        edits=(
+            (
+                "packed_batch.py",
+                'if spec.name == "cu_seqlens_padded" and value is self.cu_seqlens:',
+                "if False:",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=47,
+        name="the forward step leaves the guess to the kernel",
+        test=STEP + "test_the_model_is_told_whether_samples_are_padded_and_need_not_guess",
+        oracle="the lengths of the rows",
+        edits=(("bridge/step.py", "            params.pad_between_seqs = padded\n", "            pass\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=47,
+        name="the check accepts hidden padding",
+        test=BATCH + "test_a_corrupted_batch_is_reported_under_the_name_of_its_invariant",
+        oracle="a corrupted batch for each invariant",
+        edits=(("thd_checks.py", "    if real[-1] != physical[-1] and", "    if False and"),),
+    ),
+    Mutation(
+        trap=47,
+        name="a video alone gets no masked clip",
+        test="tests/conformance/test_wan_packing.py::test_no_pack_of_videos_hides_its_padding_from_either_attention",
+        oracle="Transformer Engine's comparison",
+        edits=(("wan_packing.py", 'int(compat == "none" and', "int(False and"),),
         needs_bridge=True,
     ),
 )

@@ -25,6 +25,7 @@ from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
 from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger import NothingToPack
+from energon_packing.report.p2p_cut import infers_padding
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 SEQ_LENGTH, TEXT = 96, 64
@@ -151,7 +152,14 @@ def test_by_default_every_clip_and_text_is_aligned_for_the_whole_layout(run, loa
     for pack in load(config):
         for name in ("seq_len_q_padded", "seq_len_kv_padded"):
             assert (getattr(pack.batch, name) % 4 == 0).all()
-        assert pack.occupied == int(pack.batch.seq_len_q_padded.sum())
+        assert pack.occupied == int(pack.batch.seq_len_q_padded[: len(pack.keys)].sum())
+        boundaries = pack.batch.boundaries()
+        for side in ("q", "kv"):
+            real, physical = boundaries[f"cu_seq_len_{side}"], boundaries[f"cu_seq_len_{side}_padded"]
+            if side == "q" or torch.equal(boundaries["cu_seq_len_q"], boundaries["cu_seq_len_q_padded"]):
+                assert infers_padding(real, physical, "2.16") is (not torch.equal(real, physical))
+        assert pack.batch.total_tokens <= SEQ_LENGTH
+        assert int(pack.batch.seq_len_kv_padded.sum()) <= TEXT
 
 
 @pytest.mark.parametrize(("workers", "balance_window"), [(0, 1), (1, 2)])
@@ -258,6 +266,7 @@ def test_a_padding_pack_has_boundaries_and_nothing_to_learn(run):
     assert pack.padding
     assert not pack.batch.loss_mask.any()
     assert pack.batch.boundaries()["cu_seq_len_q_padded"].tolist() == [0, 4]
+    assert pack.batch.boundaries()["cu_seq_len_q"].tolist() == [0, 4]  # wholly aligned: nothing for a kernel to guess
     assert set(pack.batch.to_bridge()) == {
         "video_latents",
         "context_embeddings",

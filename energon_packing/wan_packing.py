@@ -251,9 +251,8 @@ def pack_wan(
         if len(kinds) > 1:
             raise PackingError(f"samples {samples[0].key} to {samples[-1].key}: {name}s differ in width or dtype")
     masks = [torch.ones(len(video), dtype=torch.bfloat16) for video in videos]
-    fillers = int(
-        compat == "none" and _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
-    )
+    hidden = _hidden([len(video) for video in videos], [len(text) for text in texts], multiple)
+    fillers = int(hidden and compat == "none")
     if fillers:
         videos.append(videos[0].new_zeros(multiple, videos[0].shape[1]))
         texts.append(texts[0].new_zeros(multiple, texts[0].shape[1]))

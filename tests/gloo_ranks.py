@@ -239,7 +239,7 @@ def allowed_keys(part: Any) -> torch.Tensor:
     own, every = by_rank[part.cp_rank], torch.cat(by_rank)
     segment = torch.bucketize(torch.arange(part.total_tokens), bounds, right=True) - 1
     inside = torch.arange(part.total_tokens) - bounds[segment]
-    content = inside < torch.tensor(part.sample_lengths)[segment]
+    content = inside < part.cu_seqlens.long().diff()[segment]  # as attention sees it, masked segments among them
     same = segment[own][:, None] == segment[every][None]
     before = own[:, None] >= every[None]
     return same & before & (content[every][None] | (own[:, None] == every[None]))

@@ -1,11 +1,12 @@
 """Whether packed rows mean to every kernel what they say: random rows through the cut of context parallelism.
 
     scripts/bench.py rows [--rows 10000] [--seed 0]
+    scripts/bench.py rows --fill [--samples 100000]
 
 Prints one JSON line for each kind of row: ours, and as a control the rows in which the last sample's place takes all
 that is left over (ours until November 2026; Megatron-Bridge's packers). The oracle is `energon_packing.report.p2p_cut`;
 its result is compared with the attention of each sample alone. ``masked_share`` is what masked segments cost where rows
-have no width of their own.
+have no width of their own. ``--fill`` prints what they cost on lists of lengths of real data instead.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ import numpy as np
 import torch
 
 from energon_packing import thd
+from energon_packing.packing.policy import pack_lengths
 from energon_packing.packing.visible_padding import hides_padding, visible_order
+from energon_packing.report.length_lists import synthetic_list
 from energon_packing.report.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
 
 MULTIPLES = tuple(range(2, 33))
 EXACT = 1e-9
 """Largest difference that counts as equal, in float64."""
+NAMES = ("a", "c", "d8", "d32", "e")
 WIDTH = 4
 """Of a head."""
 
@@ -169,12 +173,52 @@ def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         }
 
 
+def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8, 16, 32)) -> Iterator[dict[str, Any]]:
+    """What visible padding costs, one result for a list and a multiple, packed by the policy ``window``.
+
+    Args:
+        names: of the lists of `synthetic_list`.
+        samples: of each list.
+        multiples: alignments.
+    """
+    for name in names:
+        given = synthetic_list(name, samples).fitting(samples)
+        for multiple in multiples:
+            capacity = given.capacity // multiple
+            padded = given.lengths % multiple != 0
+            units = -(-given.lengths // multiple)
+            alone = padded & (units == capacity)  # fills its row but for its own padding
+            before = pack_lengths(units, capacity, policy="window")
+            kept, kept_padded = units[~alone], padded[~alone]
+            after = pack_lengths(kept, capacity, policy="window")
+            masked = sum(len(group) == 1 and bool(kept_padded[group[0]]) for group in after)
+            yield {
+                "benchmark": "rows.fill",
+                "list": name,
+                "multiple": multiple,
+                "samples": int(given.lengths.size),
+                "too_long": int(alone.sum()),
+                "packs_before": len(before),
+                "packs": len(after),
+                "fill_before": round(float(given.lengths.sum()) / (len(before) * given.capacity), 6),
+                "fill": round(float(given.lengths[~alone].sum()) / (len(after) * given.capacity), 6),
+                "rows_with_masked_segment": int(masked),
+                "masked_share": round(masked * multiple / (len(after) * given.capacity), 8),
+            }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the results as JSON lines; 1 where a row of ours hides its padding or is attended wrongly."""
     parser = argparse.ArgumentParser(prog="bench.py rows", description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000, help="random rows")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fill", action="store_true", help="what masked segments cost on lists of lengths")
+    parser.add_argument("--samples", type=int, default=100_000, help="of each list, with --fill")
     given = parser.parse_args(arguments)
+    if given.fill:
+        for result in fill(NAMES, given.samples):
+            print(json.dumps(result), flush=True)
+        return 0
     failed = False
     for result in measure(given.rows, given.seed):
         print(json.dumps(result), flush=True)

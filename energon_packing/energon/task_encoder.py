@@ -10,6 +10,7 @@ Energon's own ``packing_buffer_size`` stays usable: then steps 2 to 4 run in its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -155,12 +156,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
                     raise SampleRejected("bad_record", "the cooker gave no conversation")
                 number = self._accepting(sample.conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
-                if sample.conversation.is_pair:
-                    measured = encoder.measure_pair(sample.conversation)
-                elif self.packing.oversize == "truncate":
-                    measured = self._truncated(encoder, sample.conversation)
-                else:
-                    measured = encoder.measure(sample.conversation)
+                measured = self._measured(encoder, sample.conversation, most=self.limits.tokens)
+                if self._lacks_room(measured):
+                    tighter = self._tighter(encoder)
+                    measured = self._measured(tighter, sample.conversation, most=self.limits.tokens - self.multiple)
                 split = self._split(encoder, sample.conversation, measured)
                 if split is None:
                     self._check_size(measured)
@@ -175,13 +174,27 @@ class PackingTaskEncoder(WindowTaskEncoder):
             split=split,
         )
 
-    def _truncated(self, encoder: SampleEncoder, conversation: Conversation) -> AnyMeasured:
-        """The sample, cut where it is longer than a row, or fills one but for the masked segment that it needs."""
-        measured = encoder.measure(conversation, truncate_to=self.limits.tokens)
-        less = self.limits.tokens - self.multiple
-        if less and self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units:
-            return encoder.measure(conversation, truncate_to=less)
-        return measured
+    def _measured(self, encoder: SampleEncoder, conversation: Conversation, *, most: int) -> AnyMeasured:
+        """The measured sample; where the configuration says so, cut to `most` tokens."""
+        if conversation.is_pair:
+            return encoder.measure_pair(conversation)
+        if self.packing.oversize == "truncate" and most > 0:
+            return encoder.measure(conversation, truncate_to=most)
+        return encoder.measure(conversation)
+
+    def _lacks_room(self, measured: AnyMeasured) -> bool:
+        """Whether a sample fits a row, and the masked segment that it needs there when it is alone does not."""
+        return self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units
+
+    def _tighter(self, encoder: SampleEncoder) -> SampleEncoder:
+        """The encoder with less room for a sample, where it makes samples fit: by resizing, or by cutting turns."""
+        most = self.limits.tokens - self.multiple
+        if not isinstance(encoder, ConversationEncoder) or most < 1:
+            return encoder
+        limits = encoder.config.limits
+        if limits.max_tokens is None or not {"resize", "truncate"} & set(limits.when_over):
+            return encoder
+        return encoder.under(dataclasses.replace(limits, max_tokens=min(limits.max_tokens, most)))
 
     def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
         """The pieces of a sample that fits no pack, where the configuration wants them; pairs are never split."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from energon_packing import thd
-from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig
 from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
@@ -202,6 +202,31 @@ def test_a_sample_that_fills_its_row_but_for_the_masked_segment_is_too_long(text
 
     wide = encoder_of(seq_length=264, oversize="drop")
     assert measured(wide, text_of(encoder.encoder, 255)).problem is None
+
+
+def test_a_sample_that_is_made_to_fit_its_row_leaves_room_for_the_masked_segment(text_config):
+    # Three answers of 80 tokens and more; whatever fits is a row's length but for a few tokens.
+    parallel = ParallelConfig(context_parallel=4)  # multiple 8
+
+    def turns(last):
+        answers = (" a" * 100, " a" * last, " a" * 300)
+        said = [turn for answer in answers for turn in (("user", "b"), ("assistant", answer))]
+        return Conversation(key=f"t{last}", turns=tuple(Turn(role=role, parts=(text,)) for role, text in said))
+
+    limited = dataclasses.replace(text_config, limits=LimitsConfig(max_tokens=256, when_over=("truncate",)))
+    for config, oversize in ((text_config, "truncate"), (limited, "drop")):
+        encoder = PackingTaskEncoder(config, PackingConfig(seq_length=256, oversize=oversize), parallel)
+        lengths = set()
+        for last in range(80, 140):
+            found = measured(encoder, turns(last))
+            assert found.problem is None
+            pack = encoder.pack_selected_samples([encoder.postencode_sample(found)])
+            assert pack.batch.total_tokens <= 256
+            assert thd.check_thd(pack.batch, multiple=8) == []
+            lengths.add(found.measured.length)
+        assert lengths & set(range(241, 249))  # close to the limit
+        assert not lengths & set(range(249, 256))
+        assert 256 in lengths  # wholly aligned: it fills the row
 
 
 def test_micro_batches_for_bridges_own_packer_need_no_room(text_config):

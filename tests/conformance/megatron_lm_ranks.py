@@ -206,6 +206,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
                 "cu_seqlens": params.cu_seqlens_q,
                 "cu_seqlens_padded": params.cu_seqlens_q_padded,
                 "max_seqlen": params.max_seqlen_q,
+                "pad_between_seqs": params.pad_between_seqs,
                 "visual_inputs": None if batch.visual_inputs is None else dict(batch.visual_inputs),
             }
         )

@@ -133,6 +133,9 @@ def test_context_parallel_ranks_get_their_pieces_of_it_and_the_boundaries_of_the
             for name in ("cu_seqlens", "cu_seqlens_padded"):
                 assert torch.equal(own[name], expected[name])
             assert own["max_seqlen"] == expected["max_seqlen"]
+            # Told, not guessed by the kernel, on every rank.
+            padded = not torch.equal(own["cu_seqlens"], own["cu_seqlens_padded"])
+            assert own["pad_between_seqs"] is expected["pad_between_seqs"] is padded
 
 
 def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):

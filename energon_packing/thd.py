@@ -6,7 +6,7 @@ and cumulative lengths say where each begins. The rules about boundaries here:
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
   both, also where they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
 * A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
-* No kernel has to guess (`energon_packing.packing.visible_padding`): with a multiple above 1 a row is wholly aligned,
+* No kernel has to guess (`energon_packing.visible_padding`): with a multiple above 1 a row is wholly aligned,
   and then both boundaries are one tensor; or some padding stands before the start of its last segment. Where the last
   sample alone would be padded, a masked segment of one multiple follows it.
 * ``max_seqlen`` is the longest *physical* segment, since kernels size their tiles by it.
@@ -34,8 +34,8 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packed_batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
 from energon_packing.packed_boundaries import packed_seq_params, pad_cu_seqlens
 from energon_packing.packed_rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, unpack, verify_targets
-from energon_packing.packing.visible_padding import hides_padding
 from energon_packing.thd_checks import INVARIANTS, check_media, check_thd
+from energon_packing.visible_padding import hides_padding
 
 __all__ = [
     "IGNORE_INDEX",

@@ -34,7 +34,7 @@ HEAVY = (
 THD = ("thd", "packed_batch", "packed_rows", "packed_boundaries", "context_parallel", "thd_checks")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("alignment", "conversation", "drop_budget"),
+    ("alignment", "conversation", "drop_budget", "visible_padding"),
     ("packing", "text_to_video", "thd", "wan_packing"),
     ("config",),
     ("chat", "media", "ledger"),

@@ -408,7 +408,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a pack keeps the order in which it was chosen",
         test=LOADED + "test_every_row_of_the_loader_shows_its_padding_and_none_exceeds_the_row",
         oracle="Transformer Engine's comparison",
-        edits=(("packing/visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
+        edits=(("visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -2,6 +2,7 @@
 
 Train the 8B with ``vlm_step`` and the mixtures of experts with ``energon_packing.bridge.step.forward_step``, which
 keeps padding out of the routers' load balance; ``qwen3_vl_step``, which Bridge's recipes go with, refuses packed rows.
+None has sequence parallelism, with which Qwen3-VL loses gradients of images (rule ours-43-deepstack-over-tensor-ranks).
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ GPUS = {
 
 
 def qwen3_vl_8b_sft(data: str = BLEND) -> Any:
-    """8 GPUs: TP 2 with sequence parallelism, DP 4; on a blend of two data sets."""
-    cfg = use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=8192, global_batch_size=16)
-    cfg.model.sequence_parallel = True
-    return cfg
+    """8 GPUs: TP 2, DP 4; on a blend of two data sets."""
+    return use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=8192, global_batch_size=16)
 
 
 def qwen3_vl_8b_sft_long(data: str = DATA) -> Any:
-    """32 GPUs: TP 2 with sequence parallelism, CP 4, DP 4; rows of 65,536 tokens for long videos."""
+    """32 GPUs: TP 2, CP 4, DP 4; rows of 65,536 tokens for long videos."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_8b_sft_config(), data, seq_length=65536, global_batch_size=8)
-    cfg.model.sequence_parallel, cfg.model.context_parallel_size = True, 4
+    cfg.model.context_parallel_size = 4
     return cfg
 
 
@@ -70,10 +69,10 @@ def qwen3_vl_30b_a3b_peft(data: str = DATA) -> Any:
 
 
 def qwen3_vl_235b_a22b_sft(data: str = DATA) -> Any:
-    """256 GPUs: TP 4 with sequence parallelism, CP 2, EP 32 with whole experts, DP 32."""
+    """256 GPUs: PP 2, CP 4, EP 32, DP 32; TP 1, because this provider turns sequence parallelism on with TP."""
     cfg = use_packed_data(qwen_vl.qwen3_vl_235b_a22b_sft_config(), data, seq_length=16384, global_batch_size=32)
-    cfg.model.sequence_parallel, cfg.model.context_parallel_size = True, 2
-    cfg.model.expert_tensor_parallel_size = 1
+    cfg.model.tensor_model_parallel_size, cfg.model.expert_tensor_parallel_size = 1, 1
+    cfg.model.pipeline_model_parallel_size, cfg.model.context_parallel_size = 2, 4
     return cfg
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from energon_packing.bridge.run_facts import DataFacts, model_facts, processor_facts
@@ -22,7 +23,7 @@ def view_of_config(
     """
     parallel, packing, training = config.parallel, config.packing, config.training
     packed = not training.enable_in_batch_packing
-    return RunView(
+    view = RunView(
         dataset_kind="packed_energon",
         tensor_parallel=parallel.tensor_parallel,
         context_parallel=parallel.context_parallel,
@@ -66,3 +67,6 @@ def view_of_config(
         data=data,
         **({} if model_config is None else model_facts(model_config)),
     )
+    if view.model_forces_sequence_parallel and view.tensor_parallel > 1:
+        return dataclasses.replace(view, sequence_parallel=True)
+    return view

@@ -25,6 +25,7 @@ from energon_packing.errors import ConfigError, UserError
 _IN_CONTAINER = {
     "context_parallel": "model.context_parallel_size",
     "eval_context_parallel": "dist.eval_context_parallel_size",
+    "sequence_parallel": "model.sequence_parallel",
     "virtual_pipeline_parallel": "model.virtual_pipeline_model_parallel_size",
     "dataset_seq_length": "dataset.seq_length",
     "model_seq_length": "model.seq_length",
@@ -91,19 +92,19 @@ class ContainerRun:
 
     def measure(self, samples: int) -> None:
         """Measures so many samples of our data set in the container; see `RunSource.measure`."""
-        dataset, model = self.container.dataset, self.container.model
+        dataset, view = self.container.dataset, self.view()
         if not hasattr(dataset, "run_config"):
             raise ConfigError(
                 f"--measure reads our data set, and {self.name} has a {type(dataset).__name__}: give "
                 "--tokens-per-sample."
             )
         parallel = ParallelConfig(
-            tensor_parallel=model.tensor_model_parallel_size,
-            context_parallel=model.context_parallel_size,
-            sequence_parallel=bool(model.sequence_parallel),
-            eval_context_parallel=self.container.dist.eval_context_parallel_size,
+            tensor_parallel=view.tensor_parallel,
+            context_parallel=view.context_parallel,
+            sequence_parallel=view.sequence_parallel,
+            eval_context_parallel=view.eval_context_parallel,
         )
-        self.data = measured(dataset.run_config(parallel), parallel, samples, self.view())
+        self.data = measured(dataset.run_config(parallel), parallel, samples, view)
 
     def reads(self) -> RunReads:
         """What our data set in the container names."""

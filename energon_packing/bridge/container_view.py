@@ -5,6 +5,8 @@ So it imports neither torch nor Bridge, and settings that a later Bridge adds ar
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,31 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
     )
 
 
+def finalised(model: Any) -> Any:
+    """A model provider as its own ``finalize()`` leaves it; the given one stays as it is.
+
+    ``validate()`` finalises the model after the data set, and providers change settings there: that of Qwen3-VL with
+    experts turns sequence parallelism on at TP > 1, that of any GPT turns it off at TP 1, those of Qwen3-VL and
+    Qwen3.5-VL compute the loss per token at CP > 1.
+    """
+    if not hasattr(model, "finalize"):
+        return model
+    try:
+        changed = copy.deepcopy(model)
+    except (TypeError, RuntimeError):  # holds process groups: it is of a run that is set up, so it is final already
+        return model
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            changed.finalize()
+    except Exception:
+        pass
+    return changed
+
+
 def _of_model(model: Any) -> dict[str, Any]:
     """Fields of the view that the model's provider tells."""
+    final = finalised(model)
     sizes = getattr(model, "hierarchical_context_parallel_sizes", None)
     comm = getattr(model, "cp_comm_type", None)
     ids = {kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}
@@ -62,16 +87,19 @@ def _of_model(model: Any) -> dict[str, Any]:
         "expert_parallel": getattr(model, "expert_model_parallel_size", 1),
         "expert_tensor_parallel": getattr(model, "expert_tensor_parallel_size", None),
         "virtual_pipeline_parallel": getattr(model, "virtual_pipeline_model_parallel_size", None),
-        "sequence_parallel": bool(getattr(model, "sequence_parallel", False)),
+        "sequence_parallel": bool(getattr(final, "sequence_parallel", False)),
         "cp_comm_type": tuple(comm) if isinstance(comm, list | tuple) else comm,
         "hierarchical_context_parallel_sizes": None if sizes is None else tuple(sizes),
-        "calculate_per_token_loss": _per_token_loss(model),
+        "calculate_per_token_loss": bool(getattr(final, "calculate_per_token_loss", False)),
         "cuda_graph_impl": getattr(model, "cuda_graph_impl", "none"),
         "cuda_graph_modules": _names(getattr(model, "cuda_graph_modules", None))
         + _names(getattr(model, "cuda_graph_scope", None)),
         "inference_graph_scopes": _names(getattr(model, "inference_cuda_graph_scope", None)),
         "mtp_num_layers": getattr(model, "mtp_num_layers", None) or 0,
         "recompute_granularity": getattr(model, "recompute_granularity", None),
+        "vision_frozen": all(
+            getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
+        ),
         "num_moe_experts": getattr(model, "num_moe_experts", None),
         "num_layers": getattr(model, "num_layers", None),
         "head_dim": getattr(model, "kv_channels", None) or _quotient(model, "hidden_size", "num_attention_heads"),
@@ -173,12 +201,6 @@ def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
     unset = object()
     value = getattr(getattr(dataset, "task_encoder", None), "__default_failure_tolerance__", unset)
     return None if value is unset else int(value or 0)
-
-
-def _per_token_loss(model: Any) -> bool:
-    """The provider's value after its ``finalize()``: those of Qwen3-VL and Qwen3.5-VL turn it on at CP > 1."""
-    forced = type(model).__name__.startswith(("Qwen3VL", "Qwen35VL")) and (model.context_parallel_size or 1) > 1
-    return forced or bool(getattr(model, "calculate_per_token_loss", False))
 
 
 def _kind(dataset: Any) -> DatasetKind:

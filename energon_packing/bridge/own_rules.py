@@ -45,6 +45,11 @@ def _packed_qwen3_vl(view: RunView) -> bool:
     return view.family.startswith("qwen3vl")
 
 
+def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
+    trained = view.family.startswith("qwen3vl") and not view.vision_frozen
+    return trained and view.tensor_parallel > 1 and view.may_show_images
+
+
 def _energon_virtual_pipeline(view: RunView) -> bool:
     return view.dataset_kind in ("packed_energon", "energon") and view.virtual_pipeline_parallel is not None
 
@@ -186,4 +191,32 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
         "deepstack features in a list, through which recomputation passes no gradient",
         mend="set recompute_granularity to 'selective'",
         changes={"recompute_granularity": "selective"},
+    )
+
+
+@_rule(
+    id="ours-43-deepstack-over-tensor-ranks",
+    checks="tensor ranks see the whole row of deepstack features",
+    place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
+    applies=_qwen3_vl_over_tensor_ranks,
+)
+def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
+    # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 against 2.5443. No version is known
+    # that has equal gradients; the first that does ends this rule.
+    if not view.sequence_parallel:
+        return None
+    why = (
+        f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its own stretch "
+        "of the row for the deepstack features, and Bridge never adds them up"
+    )
+    if view.model_forces_sequence_parallel:  # how to do without TP is a decision
+        return Finding(
+            why=f"{why}; the provider of the mixture of experts turns it on at TP > 1 whatever is set",
+            mend="set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline "
+            "parallelism, rows by context parallelism), or freeze the vision model and its projection",
+        )
+    return Finding(
+        why=why,
+        mend="set sequence_parallel to false, or freeze the vision model and its projection",
+        changes={"sequence_parallel": False},
     )

@@ -32,6 +32,7 @@ _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _IN_YAML = {
     "context_parallel": "parallel.context_parallel",
     "eval_context_parallel": "parallel.eval_context_parallel",
+    "sequence_parallel": "parallel.sequence_parallel",
     "dataset_seq_length": "packing.seq_length",
     "model_seq_length": "training.model_seq_length",
     "pad_to_max_length": "packing.pad_to_max_length",

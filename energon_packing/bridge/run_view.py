@@ -94,6 +94,8 @@ class RunView:
     """Samples that Bridge's own online packing chooses from."""
     bridge_version: str | None = None
 
+    vision_frozen: bool = False
+    """Whether neither the vision encoder nor its projection is trained."""
     head_dim: int | None = None
     attention_backend: str | None = None
     fp8_recipe: str | None = None
@@ -214,6 +216,22 @@ class RunView:
     def family(self) -> str:
         """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
         return "".join(c for c in (self.model or "").lower() if c.isalnum())
+
+    @property
+    def may_show_images(self) -> bool:
+        """Whether images or videos may reach the model: not on data sets of text, nor with a tokenizer of text."""
+        if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
+            return False
+        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+
+    @property
+    def model_forces_sequence_parallel(self) -> bool:
+        """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever was set.
+
+        ``Qwen3VLMoEModelProvider.finalize`` of ``megatron/bridge/models/qwen_vl/qwen3_vl_provider.py``, 0.6.2 and 0.7.
+        A published name has its active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
+        """
+        return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
 
 
 def smallest_world_size(

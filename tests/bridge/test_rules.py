@@ -140,6 +140,24 @@ OWN = [
         {"recompute_granularity": "selective"},
         "error",
     ),
+    (
+        "ours-43-deepstack-over-tensor-ranks",
+        {"model": "Qwen3VL", "tensor_parallel": 2, "sequence_parallel": True},
+        {"sequence_parallel": False},
+        "error",
+    ),
+    (
+        "ours-43-deepstack-over-tensor-ranks",
+        {"model": "Qwen3VLMoE", "tensor_parallel": 2, "sequence_parallel": True},
+        {"vision_frozen": True},
+        "error",
+    ),
+    (
+        "ours-43-deepstack-over-tensor-ranks",
+        {"model": "Qwen3-VL-30B-A3B", "tensor_parallel": 2, "sequence_parallel": True},
+        {"processor_tokens": TokenFacts(size=10)},  # a tokenizer of text: no image reaches the model
+        "error",
+    ),
     ("ours-27-no-virtual-pipeline", {"virtual_pipeline_parallel": 2}, {"virtual_pipeline_parallel": 1}, "error"),
     ("bridge-16-fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
     (

@@ -17,7 +17,7 @@ from energon_packing.cli.main import cli
 
 GOOD = """
 packing: {seq_length: 4096}
-parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
+parallel: {tensor_parallel: 2, context_parallel: 2}
 training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
 """
 

@@ -224,6 +224,15 @@ FAULTS: dict[str, Fault] = {
         "overlap_grad_reduce": False,
         "recompute_granularity": "full",
     },
+    "deepstack over ranks": lambda v, r: {
+        "model": "Qwen3VL",
+        "overlap_grad_reduce": False,
+        "recompute_granularity": None,
+        "dataset_kind": "energon",
+        "dataset_micro_batch_size": v.micro_batch_size,
+        "sequence_parallel": True,
+        **lengths(v, v.dataset_seq_length * v.tensor_parallel),
+    },
     "virtual stages": lambda v, r: {"virtual_pipeline_parallel": 2},
     "evaluated packs": lambda v, r: {
         "dataset_kind": "gpt_sft",

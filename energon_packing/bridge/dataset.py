@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import sys
 import typing
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.container_view import view_of
+from energon_packing.bridge.container_view import finalised, view_of
 from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks
@@ -31,6 +32,8 @@ from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -84,10 +87,8 @@ class PackedEnergonDatasetConfig(DatasetProvider):
     packing: Any = field(default_factory=PackingSection)
     """Window, policy, limits of a pack, drop budget. The fields of `energon_packing.config.PackingConfig`."""
 
-    _run_layout = (True, None)
-    """Sequence parallelism and evaluation CP, as `finalize` found them in the run. A data set is not told of either;
-    without a run it aligns as if there were sequence parallelism, which is always valid and wastes at most
-    ``CP * TP - 1`` tokens a sample. No annotation: it is no setting."""
+    _run = None
+    """The ``ConfigContainer`` of the run, see `follow`. No annotation: it is no setting."""
 
     _evaluation_groups = None
     """Process groups of an evaluation with another layout, see `evaluate_on`; no setting either."""
@@ -133,11 +134,15 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             raise ConfigError(f"dataset.compare_every is {self.compare_every}; compare each pack (1) or fewer.")
         self.run_config(ParallelConfig())
         container = _container_under_validation()
-        if container is not None and container.dataset is self:
-            _enforce_escaped_rules(container)
-            _refuse_skipped_steps(container)
-            sequence_parallel = bool(getattr(container.model, "sequence_parallel", False))
-            self._run_layout = (sequence_parallel, container.dist.eval_context_parallel_size)
+        if container is None or container.dataset is not self:
+            _log.warning(
+                "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
+                "were not enforced. Call cfg.validate()."
+            )
+            return
+        _enforce_rules(container)
+        _refuse_skipped_steps(container)
+        self.follow(container)
 
     def run_config(self, parallel: ParallelConfig) -> RunConfig:
         """The same settings as our own configuration.
@@ -172,14 +177,33 @@ class PackedEnergonDatasetConfig(DatasetProvider):
             group = getattr(groups, name, None)
             return 1 if group is None else group.size()
 
-        sequence_parallel, eval_context_parallel = self._run_layout
+        run = self._run
+        if run is None:
+            _log.warning(
+                "The data set knows no run: rows are aligned as if there were sequence parallelism, and for no other "
+                "context parallelism in evaluation. Call cfg.validate(), or cfg.dataset.follow(cfg)."
+            )
         return ParallelConfig(
             tensor_parallel=size("tp"),
             context_parallel=size("cp"),
             pipeline_parallel=size("pp"),
-            sequence_parallel=sequence_parallel and size("tp") > 1,
-            eval_context_parallel=eval_context_parallel,
+            sequence_parallel=size("tp") > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
+            eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
         )
+
+    def follow(self, container: ConfigContainer) -> None:
+        """Names the run whose layout rows are aligned to; it is read when the iterators are built.
+
+        A data set is not told of sequence parallelism and of the evaluation's context parallelism, and models change
+        the first in their own ``finalize()``, which runs after that of the data set. So nothing is read here, and the
+        final values count. `use_packed_data` and ``validate()`` call this; where neither does, call it yourself, for
+        example in an ``on_data_init_start`` callback. Without a run, rows are aligned as if there were sequence
+        parallelism, which wastes at most ``CP * TP - 1`` tokens a sample, and a warning says so.
+
+        Args:
+            container: of this run; with this data set.
+        """
+        self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
         """Names the process groups of the evaluation, where they are not those of the training.
@@ -276,16 +300,12 @@ def _refuse_unknown_names(dataset: PackedEnergonDatasetConfig) -> None:
             raise ConfigError(f"dataset.{name} is no setting; did you mean dataset.{near[0]}?")
 
 
-ESCAPED_RULES = ("bridge-06-", "bridge-07-", "bridge-09-", "bridge-10-", "bridge-13-")
-"""Rules that ``validate()`` applies to Bridge's own data set classes only; a run that breaks them starts all the same,
-and trains wrongly or dies on the GPUs. They are enforced here instead."""
-
-
 def _container_under_validation() -> ConfigContainer | None:
     """The ``ConfigContainer`` whose ``validate()`` is calling `finalize`; None for a direct call.
 
     ``finalize()`` gets no argument, and a data set is never told of the model: the caller's frame is the only place
-    where both are in sight before any GPU is taken. A test holds this against the installed Bridge.
+    where both are in sight before any GPU is taken. It serves to enforce rules; the layout is read later, see
+    `PackedEnergonDatasetConfig.follow`. A test holds this against the installed Bridge.
     """
     frame = sys._getframe(1)
     for _ in range(8):
@@ -298,10 +318,15 @@ def _container_under_validation() -> ConfigContainer | None:
     return None
 
 
-def _enforce_escaped_rules(container: ConfigContainer) -> None:
+def _enforce_rules(container: ConfigContainer) -> None:
+    """Enforces every rule of severity error that a container can break, as ``energon-packing validate`` does.
+
+    Bridge's ``validate()`` applies several of its own to its own data set classes only, and knows none of the others: a
+    run that breaks them starts all the same, and trains wrongly or dies on the GPUs.
+    """
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
-        if judgement.rule.id.startswith(ESCAPED_RULES) and judgement.finding is not None:
-            raise ConfigError(f"{judgement.finding.why} {judgement.finding.mend} (rule {judgement.rule.id})")
+        if judgement.finding is not None:
+            raise ConfigError(f"{judgement.finding.why}; {judgement.finding.mend} (rule {judgement.rule.id}).")
 
 
 def _refuse_skipped_steps(container: ConfigContainer) -> None:

@@ -46,6 +46,7 @@ def use_packed_data(
     cfg.dataset = PackedEnergonDatasetConfig(
         path=path, processor=str(named), seq_length=length, num_workers=num_workers
     )
+    cfg.dataset.follow(cfg)
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
     cfg.ddp.average_in_collective = False

@@ -119,13 +119,17 @@ def test_rows_are_aligned_as_the_validated_run_needs_it(container, monkeypatch, 
 def test_evaluation_at_more_context_parallelism_widens_the_alignment(container, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     container.dist.eval_context_parallel_size = 4
-    container.validation.eval_global_batch_size = 4
+    container.train.global_batch_size = container.validation.eval_global_batch_size = 4
     container.validate()
     assert container.dataset.parallel_config(None).multiple == 8
 
 
-def test_a_direct_finalize_needs_no_container(container):
+def test_a_direct_finalize_needs_no_container_and_says_that_it_found_none(container, caplog):
     container.dataset.finalize()
+    assert "was not called by ConfigContainer.validate()" in caplog.text
+    caplog.clear()
+    container.validate()
+    assert caplog.text == ""
 
 
 def test_bridges_own_packing_checks_see_our_rows(container):

@@ -26,7 +26,6 @@ _IN_CONTAINER = {
     "context_parallel": "model.context_parallel_size",
     "eval_context_parallel": "dist.eval_context_parallel_size",
     "sequence_parallel": "model.sequence_parallel",
-    "virtual_pipeline_parallel": "model.virtual_pipeline_model_parallel_size",
     "dataset_seq_length": "dataset.seq_length",
     "model_seq_length": "model.seq_length",
     "dataset_micro_batch_size": "dataset.micro_batch_size",

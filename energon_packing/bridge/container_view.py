@@ -68,7 +68,7 @@ def finalised(model: Any) -> Any:
             warnings.simplefilter("ignore")
             changed.finalize()
     except Exception:
-        pass
+        pass  # Bridge's own validate() raises it next, and the settings that a provider changes are changed before
     return changed
 
 
@@ -86,7 +86,6 @@ def _of_model(model: Any) -> dict[str, Any]:
         "pipeline_parallel": getattr(model, "pipeline_model_parallel_size", 1),
         "expert_parallel": getattr(model, "expert_model_parallel_size", 1),
         "expert_tensor_parallel": getattr(model, "expert_tensor_parallel_size", None),
-        "virtual_pipeline_parallel": getattr(model, "virtual_pipeline_model_parallel_size", None),
         "sequence_parallel": bool(getattr(final, "sequence_parallel", False)),
         "cp_comm_type": tuple(comm) if isinstance(comm, list | tuple) else comm,
         "hierarchical_context_parallel_sizes": None if sizes is None else tuple(sizes),

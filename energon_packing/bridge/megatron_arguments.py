@@ -54,7 +54,6 @@ ARGUMENTS: dict[str, tuple[str, _Read]] = {
     "--pipeline-model-parallel-size": ("pipeline_parallel", _number),
     "--expert-model-parallel-size": ("expert_parallel", _number),
     "--expert-tensor-parallel-size": ("expert_tensor_parallel", _number),
-    "--num-virtual-stages-per-pipeline-rank": ("virtual_pipeline_parallel", _number),
     "--sequence-parallel": ("sequence_parallel", _flag),
     "--cp-comm-type": ("cp_comm_type", _words),
     "--hierarchical-context-parallel-sizes": ("hierarchical_context_parallel_sizes", _numbers),

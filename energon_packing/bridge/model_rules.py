@@ -59,6 +59,11 @@ def _alignment_used(view: RunView) -> Finding | None:
     used = view.pad_seq_to_multiple or 1
     if used % view.multiple == 0:
         return None
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    width = view.packed_sequence_size or view.dataset_seq_length
+    # Context parallelism slices every sample; sequence parallelism alone cuts the row, whose width then decides.
+    if not wide and view.pad_to_max_length and width % view.multiple == 0:
+        return None
     return Finding(
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
         f"{view.multiple}: tokens of two samples would share a slice",

@@ -50,10 +50,6 @@ def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
     return trained and view.tensor_parallel > 1 and view.may_show_images
 
 
-def _energon_virtual_pipeline(view: RunView) -> bool:
-    return view.dataset_kind in ("packed_energon", "energon") and view.virtual_pipeline_parallel is not None
-
-
 @_rule(
     id="ours-17-token-weight",
     checks="a token weighs the same in every pack",
@@ -79,10 +75,11 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     applies=packed,
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
-    if view.mtp_num_layers == 0:
+    # Megatron-Core shifts labels at the real boundaries (roll_tensor): right where no padding stands between samples.
+    if view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
         return None
     reason = (
-        "Bridge documents it as unsupported over packed rows, and nobody tested it"
+        f"Megatron-Bridge {view.bridge_version or '0.6'} documents it as unsupported over packed rows"
         if view.multiple == 1
         else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; behind the first padded sample "
         "they lie elsewhere, and labels come from other samples"
@@ -140,23 +137,6 @@ def _packs_without_media(view: RunView) -> Finding | None:
         "gradient, and the reduction stops the run or hangs",
         mend="set ddp.overlap_grad_reduce to false, or align modality over ranks",
         changes={"overlap_grad_reduce": False},
-    )
-
-
-@_rule(
-    id="ours-27-no-virtual-pipeline",
-    checks="each rank has one loader to save",
-    place="megatron.bridge.training.checkpointing",
-    applies=_energon_virtual_pipeline,
-)
-def _no_virtual_pipeline(view: RunView) -> Finding | None:
-    if (view.virtual_pipeline_parallel or 1) == 1:
-        return None
-    return Finding(
-        why=f"virtual_pipeline_model_parallel_size is {view.virtual_pipeline_parallel}: Bridge saves the state of one "
-        "loader a rank, and each virtual stage has its own",
-        mend="leave virtual_pipeline_model_parallel_size unset",
-        changes={"virtual_pipeline_parallel": None},
     )
 
 

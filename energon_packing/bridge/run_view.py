@@ -40,7 +40,6 @@ class RunView:
     expert_parallel: int = 1
     expert_tensor_parallel: int | None = None
     """Tensor parallelism inside experts; None is that of the model."""
-    virtual_pipeline_parallel: int | None = None
     sequence_parallel: bool = False
     eval_context_parallel: int | None = None
     world_size: int = 1
@@ -166,8 +165,27 @@ class RunView:
     @property
     def bridge_packs_natively(self) -> bool:
         """Whether the installed Bridge has online packing of its own, which came with 0.7."""
-        numbers = re.findall(r"\d+", self.bridge_version or "")[:2]
-        return [int(number) for number in numbers] >= [0, 7]
+        return self.bridge_release >= (0, 7)
+
+    @property
+    def bridge_release(self) -> tuple[int, int]:
+        """First two numbers of the installed Bridge's version; without one that of 0.6, whose rules are the stricter.
+
+        A pre-release counts as the release: the development branch calls itself 0.7.0.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
+        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
+
+    @property
+    def goes_through_gpt_step(self) -> bool:
+        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because the model is one of text.
+
+        Without a name, and with our step, the model decides (`energon_packing.bridge.step`).
+        """
+        if self.step is not None and "energon_packing.bridge.step" not in self.step:
+            return self.step.endswith("gpt_step")
+        sees_or_hears = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
+        return re.search(sees_or_hears, self.family) is None
 
     @property
     def data_parallel(self) -> int:

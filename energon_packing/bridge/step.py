@@ -30,6 +30,7 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import get_model_config
 
+from energon_packing.bridge.run_view import RunView, installed_version
 from energon_packing.errors import ConfigError
 
 _ON_PARAMS = "energon_packing_padding_mask"
@@ -45,14 +46,15 @@ def forward_step(
         state: of the run.
         data_iterator: gives batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
         model: the model chunk of this rank, wrapped or not.
-        return_schedule_plan: as in Bridge; refused for packed rows.
+        return_schedule_plan: as in Bridge; refused for packed rows, but for ``gpt_step`` of 0.7.
 
     Returns:
         The model's output and its loss function.
 
     Raises:
         ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
-            plans take no boundaries, so every token would attend to the samples before its own.
+            plans take no boundaries, so every token would attend to the samples before its own. ``gpt_step`` of 0.7
+            gives them boundaries and mask.
     """
     inner = _innermost(model)
     step = _bridge_step(inner)
@@ -60,7 +62,7 @@ def forward_step(
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
     packed = batch.get("cu_seqlens_q") is not None
-    if packed and return_schedule_plan:
+    if packed and return_schedule_plan and not _plan_takes_boundaries(step):
         raise ConfigError(
             "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan takes no boundaries of packed rows; "
             "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
@@ -134,6 +136,12 @@ def _bridge_step(inner: Any) -> Any:
     else:
         from megatron.bridge.training.gpt_step import forward_step as step
     return step
+
+
+def _plan_takes_boundaries(step: Any) -> bool:
+    """Whether a step of the installed Bridge gives its schedule plan the boundaries of packed rows (rule ours-28)."""
+    view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
+    return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 
 @contextlib.contextmanager

@@ -111,11 +111,13 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     applies=packed,
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
-    if not view.overlap_moe_expert_parallel_comm:
+    # gpt_step of 0.7 gives its plan packed_seq_params and padding_mask; vlm_step gives neither, in both versions.
+    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
         return None
+    step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
     return Finding(
-        why="overlap_moe_expert_parallel_comm is on: the steps build a schedule plan without the boundaries of packed "
-        "rows, so every token attends to the samples before its own",
+        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_version or '0.6'} builds "
+        "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
         mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

@@ -135,6 +135,60 @@ OWN = [
         "error",
     ),
     (
+        "ours-28-no-schedule-plan",
+        {"overlap_moe_expert_parallel_comm": True, "model": "GPT", "bridge_version": "0.6.2"},
+        {"bridge_version": "0.7.0+067f987"},
+        "error",
+    ),
+    (
+        "ours-28-no-schedule-plan",
+        {"overlap_moe_expert_parallel_comm": True, "bridge_version": "0.7.0", "step": "vlm_step"},
+        {"step": "gpt_step"},
+        "error",
+    ),
+    (
+        "ours-28-no-schedule-plan",
+        {"overlap_moe_expert_parallel_comm": True, "bridge_version": "0.7.0", "model": "Qwen25VL"},
+        {"model": "Qwen3MoE"},
+        "error",
+    ),
+    (
+        "ours-18-no-multi-token-prediction",
+        {"mtp_num_layers": 1, "bridge_version": "0.6.2"},
+        {"bridge_version": "0.7.0"},
+        "error",
+    ),
+    (
+        "ours-18-no-multi-token-prediction",
+        {"mtp_num_layers": 1, "bridge_version": "0.7.0", "context_parallel": 2},
+        {"context_parallel": 1},
+        "error",
+    ),
+    (
+        "ours-30-alignment-used",
+        {
+            "dataset_kind": "gpt_sft",
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "pad_seq_to_multiple": 1,
+        },
+        {"pad_to_max_length": True},
+        "error",
+    ),
+    (
+        "ours-30-alignment-used",
+        {
+            "dataset_kind": "gpt_sft",
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "context_parallel": 2,
+            "pad_seq_to_multiple": 2,
+            "pad_to_max_length": True,
+        },
+        {"context_parallel": 1},
+        "error",
+    ),
+    (
         "ours-29-deepstack-gradient",
         {"model": "Qwen3VLMoE", "recompute_granularity": "full"},
         {"recompute_granularity": "selective"},
@@ -158,7 +212,6 @@ OWN = [
         {"processor_tokens": TokenFacts(size=10)},  # a tokenizer of text: no image reaches the model
         "error",
     ),
-    ("ours-27-no-virtual-pipeline", {"virtual_pipeline_parallel": 2}, {"virtual_pipeline_parallel": 1}, "error"),
     ("bridge-16-fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
     (
         "ours-30-alignment-used",

@@ -233,7 +233,6 @@ FAULTS: dict[str, Fault] = {
         "sequence_parallel": True,
         **lengths(v, v.dataset_seq_length * v.tensor_parallel),
     },
-    "virtual stages": lambda v, r: {"virtual_pipeline_parallel": 2},
     "evaluated packs": lambda v, r: {
         "dataset_kind": "gpt_sft",
         "dataset_micro_batch_size": None,

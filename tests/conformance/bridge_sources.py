@@ -1,0 +1,63 @@
+"""Source trees of Megatron-Bridge whose facts the rules and the table of families state: the installed one, and main.
+
+Nothing is imported from them: facts are read from syntax trees, so that a checkout of main needs no environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = "ENERGON_PACKING_BRIDGE_MAIN"
+"""Environment variable: a checkout of Megatron-Bridge's main branch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BridgeSource:
+    """The folder ``megatron/bridge`` of one version."""
+
+    folder: Path
+
+    @property
+    def version(self) -> str:
+        """``0.6.2``"""
+        numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)$", self.text("package_info.py"), re.MULTILINE)
+        return ".".join(numbers)
+
+    def text(self, path: str) -> str:
+        """A file, by its path below the folder."""
+        return (self.folder / path).read_text(encoding="utf-8")
+
+    def keywords_of_calls(self, path: str, function: str) -> list[set[str]]:
+        """Names of the keyword arguments of every call of a function or method in a file."""
+        calls = [node for node in ast.walk(ast.parse(self.text(path))) if isinstance(node, ast.Call)]
+        return [
+            {keyword.arg for keyword in call.keywords if keyword.arg}
+            for call in calls
+            if function in (getattr(call.func, "attr", None), getattr(call.func, "id", None))
+        ]
+
+
+def sources() -> list[object]:
+    """Parameters of a test: every version, skipped with a reason where it is not here."""
+    found = importlib.util.find_spec("megatron.bridge") if importlib.util.find_spec("megatron") else None
+    installed = Path(str(found.origin)).parent if found and found.origin else None
+    checkout = os.environ.get(CHECKOUT)
+    main = Path(checkout) / "src" / "megatron" / "bridge" if checkout else None
+    return [
+        pytest.param(
+            None if folder is None else BridgeSource(folder=folder),
+            id=name,
+            marks=() if folder is not None and folder.is_dir() else pytest.mark.skip(reason=missing),
+        )
+        for name, folder, missing in (
+            ("installed", installed, "Megatron-Bridge is not installed"),
+            ("main", main, f"{CHECKOUT} names no checkout of Megatron-Bridge"),
+        )
+    ]

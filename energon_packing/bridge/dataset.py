@@ -126,6 +126,7 @@ class PackedEnergonDatasetConfig(DatasetProvider):
         if not self.processor:
             raise ConfigError("dataset.processor is empty; name the model's Hugging Face processor.")
         check_mode(self)
+        _refuse_fixed_settings(self)
         if self.dataloader_type != "external":
             raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
@@ -298,6 +299,23 @@ def _refuse_unknown_names(dataset: PackedEnergonDatasetConfig) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if near:
             raise ConfigError(f"dataset.{name} is no setting; did you mean dataset.{near[0]}?")
+
+
+FIXED_SETTINGS = {
+    "data_sharding": "replicas always read different samples",
+    "pin_memory": "Energon's loader always pins memory where there is a GPU",
+    "drop_last": "packs come without end, so there is no last batch to keep",
+    "persistent_workers": "Energon keeps its loader processes for the whole run",
+}
+"""Settings that Bridge gives every data set and that its other loaders read; here each has one value, true."""
+
+
+def _refuse_fixed_settings(dataset: PackedEnergonDatasetConfig) -> None:
+    """Refuses a value that nothing would read. Bridge itself unsets ``persistent_workers`` where there is no worker."""
+    for name, reason in FIXED_SETTINGS.items():
+        unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
+        if not getattr(dataset, name) and not unset_by_bridge:
+            raise ConfigError(f"dataset.{name} is false, which this data set cannot be: {reason}. Leave it out.")
 
 
 def _container_under_validation() -> ConfigContainer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from types import SimpleNamespace
 
@@ -76,6 +77,10 @@ def test_a_micro_batch_of_two_is_refused_with_the_equivalent_length(container):
         ("processor", "", "dataset.processor is empty"),
         ("dataloader_type", "single", "'external'"),
         ("num_workers", -1, "0 or more"),
+        ("data_sharding", False, "dataset.data_sharding is false"),
+        ("pin_memory", False, "dataset.pin_memory is false"),
+        ("drop_last", False, "dataset.drop_last is false"),
+        ("persistent_workers", False, "dataset.persistent_workers is false"),
         ("do_validation", "no", "dataset: do_validation is 'no'; expected bool"),
         ("encoder", None, "dataset.encoder is None; it is a section"),
         ("seq_lenght", 512, "did you mean dataset.seq_length"),
@@ -138,3 +143,23 @@ def test_bridges_own_packing_checks_see_our_rows(container):
     container.train.global_batch_size = 2
     with pytest.raises((ConfigError, ValueError), match=r"[Mm]icro"):
         container.validate()
+
+
+def test_settings_that_every_loader_of_bridge_has_are_refused_or_have_one_value(container):
+    """Whatever Bridge adds to every data set is read, or is among the settings that we refuse by name."""
+    from megatron.bridge.data.base import DataloaderConfig
+
+    from energon_packing.bridge.dataset import FIXED_SETTINGS
+
+    read_by_us = {"dataloader_type", "num_workers", "trust_remote_code"}
+    read_by_bridge = {"dataloader_save", "dataloader_load"}  # where the position in the stream is kept
+    known = {entry.name for entry in dataclasses.fields(DataloaderConfig)}
+    assert known == read_by_us | read_by_bridge | set(FIXED_SETTINGS)
+    assert all(getattr(container.dataset, name) is True for name in FIXED_SETTINGS)
+
+
+def test_bridge_unsets_persistent_workers_where_there_are_none(container):
+    container.dataset.num_workers = 0
+    container.validate()
+    assert container.dataset.persistent_workers is False
+    container.validate()

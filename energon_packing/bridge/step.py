@@ -62,7 +62,7 @@ def forward_step(
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
     packed = batch.get("cu_seqlens_q") is not None
-    if packed and return_schedule_plan and not _plan_takes_boundaries(step):
+    if packed and return_schedule_plan and not _forwards_batches_whole(step):
         raise ConfigError(
             "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan takes no boundaries of packed rows; "
             "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
@@ -73,6 +73,8 @@ def forward_step(
             mask = batch.get("padding_mask")
             if mask is not None and not _hook_expert_layers(inner):
                 mask = None
+            if mask is not None:
+                _refuse_graphs(model, step)
             added.enter_context(_travelling(pads_between_sequences(batch), mask, inner, model))
         return step(state, iter((batch,)), model, return_schedule_plan)
 
@@ -138,8 +140,8 @@ def _bridge_step(inner: Any) -> Any:
     return step
 
 
-def _plan_takes_boundaries(step: Any) -> bool:
-    """Whether a step of the installed Bridge gives its schedule plan the boundaries of packed rows (rule ours-28)."""
+def _forwards_batches_whole(step: Any) -> bool:
+    """Whether a step of the installed Bridge gives models and schedule plans boundaries and mask: gpt_step of 0.7."""
     view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
@@ -175,6 +177,24 @@ def _hook_expert_layers(inner: Any) -> bool:
         found = bool(layers)
         setattr(inner, _HOOKED, found)
     return found
+
+
+def _refuse_graphs(model: Any, step: Any) -> None:
+    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks (rule ours-44).
+
+    For every batch, whatever its mask holds: ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has
+    a check of its own.
+
+    Raises:
+        ConfigError: ``cuda_graph_impl`` is ``transformer_engine`` and nobody else passes the mask.
+    """
+    graphs = getattr(get_model_config(model), "cuda_graph_impl", "none")
+    if graphs == "transformer_engine" and not _forwards_batches_whole(step):
+        raise ConfigError(
+            "cuda_graph_impl is 'transformer_engine': layers under CUDA graphs are called past their hooks, by which "
+            "the padding mask reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule "
+            "ours-44-padding-mask-under-graphs)."
+        )
 
 
 def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

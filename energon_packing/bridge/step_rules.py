@@ -25,6 +25,19 @@ def _packed_mixture(view: RunView) -> bool:
     return view.reaches_the_step_packed and mixture and known
 
 
+_ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
+"""Modules of ``cuda_graph_modules`` that hold the router; as `_validate_packed_moe_cuda_graph` of 0.7's gpt_step."""
+
+
+def _step_gives_the_mask_itself(view: RunView) -> bool:
+    return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
+
+
+def _masked_experts_under_graphs(view: RunView) -> bool:
+    masked = view.dataset_kind == "packed_energon" and view.reaches_the_step_packed
+    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
+
+
 def _packed_rows_over_cp(view: RunView) -> bool:
     wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
     follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
@@ -62,11 +75,46 @@ def _step_reads_packs(view: RunView) -> Finding | None:
 def _experts_see_padding(view: RunView) -> Finding | None:
     if view.multiple == 1 and not view.rows_of_one_width:
         return None
+    if _step_gives_the_mask_itself(view) and view.step is not None:
+        return None
+    why = (
+        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_version or '0.6'}: "
+        "padding is routed to experts and counts in their load balance"
+    )
+    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours-44
+        return Finding(
+            why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
+            "'transformer_engine'",
+            mend=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
+            changes={"cuda_graph_impl": "none", "step": OUR_STEP},
+        )
+    return Finding(why=why, mend=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+
+
+@_rule(
+    id="ours-44-padding-mask-under-graphs",
+    checks="experts get the padding mask under CUDA graphs",
+    place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
+    applies=_masked_experts_under_graphs,
+)
+def _mask_under_graphs(view: RunView) -> Finding | None:
+    scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
+    if _step_gives_the_mask_itself(view):
+        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
+            return None
+        return Finding(
+            why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, routers among them, which take no "
+            f"padding mask there: gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch",
+            mend="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
+            changes={"cuda_graph_impl": "none"},
+        )
+    if OUR_STEP not in (view.step or ""):  # Bridge's own steps drop the mask with and without graphs: ours-24
+        return None
     return Finding(
-        why=f"{view.step or 'the forward step'} drops padding_mask in Bridge 0.6.2: padding is routed to experts and "
-        "counts in their load balance",
-        mend=f"train with the forward step {OUR_STEP}.forward_step",
-        changes={"step": OUR_STEP},
+        why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
+        "which our forward step passes the padding mask, so experts would count padding",
+        mend="set cuda_graph_impl to 'none'",
+        changes={"cuda_graph_impl": "none"},
     )
 
 

@@ -49,6 +49,14 @@ IN_BATCH |= {
     "eval_global_batch_size": 2,
 }
 
+GRAPHS: dict[str, Any] = {
+    "num_moe_experts": 8,
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ("attn",),
+    "pad_cu_seqlens": True,
+    "pad_to_max_length": True,
+}
+
 # rule, a run that breaks it, a run like it that does not, severity
 OWN = [
     (
@@ -92,6 +100,30 @@ OWN = [
         "ours-24-experts-see-padding",
         {"num_moe_experts": 8, "pad_to_max_length": True, "step": "vlm_step"},
         {"pad_to_max_length": False},
+        "warning",
+    ),
+    (
+        "ours-44-padding-mask-under-graphs",
+        GRAPHS | {"step": "energon_packing.bridge.step", "bridge_version": "0.6.2"},
+        {"cuda_graph_impl": "none"},
+        "error",
+    ),
+    (
+        "ours-44-padding-mask-under-graphs",
+        GRAPHS | {"step": "energon_packing.bridge.step.forward_step", "model": "Qwen3MoE", "bridge_version": "0.6.2"},
+        {"bridge_version": "0.7.0"},
+        "error",
+    ),
+    (
+        "ours-44-padding-mask-under-graphs",
+        GRAPHS | {"step": "gpt_step", "cuda_graph_modules": ("attn", "moe_router"), "bridge_version": "0.7.0"},
+        {"cuda_graph_modules": ("attn",)},
+        "error",
+    ),
+    (
+        "ours-24-experts-see-padding",
+        GRAPHS | {"step": "gpt_step", "bridge_version": "0.6.2"},
+        {"bridge_version": "0.7.0"},
         "warning",
     ),
     (
@@ -432,6 +464,16 @@ def test_in_batch_packing_of_families_whose_collator_refuses_it_is_an_error() ->
     )
     assert outcome("ours-19-family-takes-packs", view) == "error"
     assert outcome("ours-19-family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "ok"
+
+
+def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
+    view = packed(**GRAPHS, step="vlm_step")
+    (found,) = [judgement for judgement in judge(view) if judgement.rule.id == "ours-24-experts-see-padding"]
+    assert found.finding is not None
+    assert found.finding.changes["cuda_graph_impl"] == "none"
+    mended = dataclasses.replace(view, **found.finding.changes)
+    assert violations(mended) == []
+    assert outcome("ours-44-padding-mask-under-graphs", mended) == "not applicable"
 
 
 def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:

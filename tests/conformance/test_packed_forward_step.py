@@ -276,3 +276,54 @@ def test_a_schedule_plan_without_boundaries_is_refused(state, make_samples):
     batch = thd.assemble([make_samples("text", 2).draw("text", 20)]).to_bridge()
     with pytest.raises(ConfigError, match="overlap_moe_expert_parallel_comm"):
         forward_step(state, iter([batch]), Stage(), return_schedule_plan=True)
+
+
+def test_megatron_core_calls_a_layer_under_transformer_engines_graphs_past_its_hooks():
+    """What the padding mask would have to travel by."""
+    from megatron.core.transformer.module import GraphableMegatronModule
+
+    class Layer(GraphableMegatronModule):
+        graphed = False
+
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.cuda_graphs = ["captured"]
+
+        def _should_call_local_cudagraph(self, *_args, **_keywords):
+            return False
+
+        def _should_call_te_cudagraph(self, *_args, **_keywords):
+            return self.graphed
+
+        def _te_cuda_graph_replay(self, *_args, **keywords):
+            return keywords
+
+        def forward(self, **keywords):
+            return keywords
+
+    layer = Layer()
+    layer.register_forward_pre_hook(lambda _layer, args, keywords: (args, {**keywords, "mask": 1}), with_kwargs=True)
+    assert layer() == {"mask": 1}
+    layer.graphed = True
+    assert layer() == {}
+
+
+def test_experts_under_transformer_engines_graphs_are_refused_before_they_count_padding(state, make_samples):
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    from energon_packing.bridge.step import forward_step
+
+    class Experts(BaseMoELayer):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+        def forward(self, hidden_states):
+            return hidden_states
+
+    stage = Stage()
+    stage.config.cuda_graph_impl = "transformer_engine"
+    stage.layer = torch.nn.Module()
+    stage.layer.mlp = Experts()
+    batch = thd.assemble([make_samples("text", 2).draw("text", 20)]).to_bridge()
+    with pytest.raises(ConfigError, match=r"cuda_graph_impl is 'transformer_engine'.*ours-44"):
+        forward_step(state, iter([batch]), stage)

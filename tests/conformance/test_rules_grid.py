@@ -224,6 +224,20 @@ FAULTS: dict[str, Fault] = {
         "overlap_grad_reduce": False,
         "recompute_granularity": "full",
     },
+    "graphed experts": lambda v, r: (
+        {}
+        if not v.enable_offline_packing
+        else {
+            "dataset_kind": "packed_energon",
+            "dataset_micro_batch_size": v.micro_batch_size,
+            "num_moe_experts": 4,
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_modules": ("attn",),
+            "pad_cu_seqlens": True,
+            "pad_to_max_length": True,
+            "step": "energon_packing.bridge.step",
+        }
+    ),
     "deepstack over ranks": lambda v, r: {
         "model": "Qwen3VL",
         "overlap_grad_reduce": False,

@@ -5,19 +5,13 @@ Nobody else says so: the run starts, and computes something else than it says. I
 
 from __future__ import annotations
 
+from energon_packing.bridge.family_table import NAMED_TEXT_MODELS, line_of
 from energon_packing.bridge.rule import Finding, Rule, bridge_is_silent_on_loss, collector, packed
 from energon_packing.bridge.run_view import RunView
 
 OWN_RULES: list[Rule] = []
 _rule = collector(OWN_RULES)
 
-# Families by the start of their normalised name, with what their recipes or models say about packing.
-_WITHOUT_PACKING = {
-    "qwen3next": "its recipes say that packed sequences are not supported",
-    "glm45": "its recipes say that packed sequences are not supported",
-    "qwen35vl": "its recipes turn collate-time packing off",
-}
-_WITHOUT_IN_BATCH = ("qwen3omni", "nemotronvl")
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 
 
@@ -29,8 +23,10 @@ def _packed_known_family(view: RunView) -> bool:
     return view.reaches_the_step_packed and view.model is not None
 
 
-def _qwen25_vl_with_cp(view: RunView) -> bool:
-    return view.family.startswith("qwen25vl") and max(view.context_parallel, view.eval_context_parallel or 1) > 1
+def _known_family_with_cp(view: RunView) -> bool:
+    line = line_of(view.family, view.bridge_release)
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    return line is not None and line.packed and wide  # where it takes no packs, ours-19 speaks
 
 
 def _packed_vision_ddp(view: RunView) -> bool:
@@ -94,31 +90,38 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
 @_rule(
     id="ours-19-family-takes-packs",
     checks="the model family takes packed rows",
-    place="megatron.bridge.recipes and megatron.bridge.data.collators",
+    place="docs/families.md",
     applies=_packed_known_family,
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
-    for name, reason in _WITHOUT_PACKING.items():
-        if view.family.startswith(name):
-            return Finding(why=f"{view.model} takes no packed rows: {reason}", mend="train it unpacked")
-    if view.enable_in_batch_packing and view.family.startswith(_WITHOUT_IN_BATCH):
+    line = line_of(view.family, view.bridge_release)
+    version = view.bridge_version or "0.6"
+    if line is not None and not line.packed:
+        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", mend="train it unpacked")
+    if line is not None and view.enable_in_batch_packing and not line.in_batch:
         return Finding(
-            why=f"{view.model}'s collator refuses in-batch packing", mend="turn training.enable_in_batch_packing off"
+            why=f"{line.name} of Megatron-Bridge {version} {line.why}", mend="turn training.enable_in_batch_packing off"
         )
+    for name, reason in NAMED_TEXT_MODELS.items():
+        if line is None and view.family.startswith(name):
+            return Finding(why=f"{view.model} takes no packed rows: {reason}", mend="train it unpacked")
     return None
 
 
 @_rule(
     id="ours-23-family-context-parallel",
     checks="the model family has context-parallel code",
-    place="megatron.bridge.models.qwen_vl.modeling_qwen25_vl",
-    applies=_qwen25_vl_with_cp,
+    place="docs/families.md",
+    applies=_known_family_with_cp,
 )
 def _family_has_context_parallelism(view: RunView) -> Finding | None:
+    line = line_of(view.family, view.bridge_release)
+    if line is None or line.context_parallel:
+        return None
     return Finding(
-        why=f"{view.model} has no context-parallel code in Bridge 0.6.2, although validate() accepts CP "
-        f"{view.context_parallel}: every rank would compute on the whole row",
-        mend="set parallel.context_parallel to 1, or train Qwen3-VL",
+        why=f"{line.name} of Megatron-Bridge {view.bridge_version or '0.6'} {line.why}, although validate() accepts "
+        f"CP {max(view.context_parallel, view.eval_context_parallel or 1)}",
+        mend="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
         changes={"context_parallel": 1, **({} if view.eval_context_parallel is None else {"eval_context_parallel": 1})},
     )
 

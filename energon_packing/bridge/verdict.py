@@ -120,6 +120,7 @@ def equivalent_container(view: RunView) -> Any:
         num_attention_heads=tensor,
         hidden_size=16 * tensor,
         num_moe_experts=experts,
+        add_bias_linear=False,  # experts over tensor ranks have none
         seq_length=view.model_seq_length,
         tensor_model_parallel_size=tensor,
         context_parallel_size=view.context_parallel,

@@ -458,12 +458,12 @@ def test_a_plain_packed_run_breaks_nothing() -> None:
     assert {judgement.outcome for judgement in judge(packed())} <= {"ok", "not applicable"}
 
 
-def test_in_batch_packing_of_families_whose_collator_refuses_it_is_an_error() -> None:
+def test_families_whose_model_raises_on_packed_rows_are_refused_however_they_are_packed() -> None:
     view = dataclasses.replace(
         RunView(), enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, model="Qwen3-Omni-30B-A3B"
     )
     assert outcome("ours-19-family-takes-packs", view) == "error"
-    assert outcome("ours-19-family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "ok"
+    assert outcome("ours-19-family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "error"
 
 
 def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:

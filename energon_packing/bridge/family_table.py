@@ -1,0 +1,212 @@
+"""What each model family of Megatron-Bridge does with packed rows, by version, and the file that says so.
+
+One table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_family_table.py` holds every
+line against the source of the installed Bridge (and of a checkout of main). Facts, no code of Bridge. A family that is
+not in it is not judged. Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FamilyLine:
+    """One family from one version of Megatron-Bridge on, until a later line of the same family.
+
+    Attributes:
+        name: for people.
+        prefix: what a normalised family name begins with, see `RunView.family`; the longest one counts.
+        since: first two numbers of the version.
+        packed: whether rows that hold several samples are computed as such.
+        context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
+        in_batch: whether Bridge's own in-batch packing serves the family.
+        why: what is wrong where one of the three is False, as a clause.
+        source: file below ``megatron/bridge``.
+        holds: texts that the file holds.
+        lacks: texts that it does not.
+    """
+
+    name: str
+    prefix: str
+    since: tuple[int, int] = (0, 6)
+    packed: bool = True
+    context_parallel: bool = True
+    in_batch: bool = True
+    why: str = ""
+    source: str
+    holds: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+
+_RAISES = ("packed_seq_params is not supported",)
+_NO_CP = ("context_parallel", "cp_size", "cp_group.size()")
+
+FAMILY_TABLE: tuple[FamilyLine, ...] = (
+    FamilyLine(
+        name="Qwen2.5-VL",
+        prefix="qwen25vl",
+        context_parallel=False,
+        why="has no context-parallel code: every rank would compute on the whole row",
+        source="models/qwen_vl/modeling_qwen25_vl.py",
+        holds=("packed_seq_params=packed_seq_params", "unpack_mcore_thd_tensor_for_position_ids"),
+        lacks=_NO_CP,
+    ),
+    FamilyLine(
+        name="Qwen3-VL",
+        prefix="qwen3vl",
+        source="models/qwen_vl/modelling_qwen3_vl/model.py",
+        holds=("packed_seq_params=packed_seq_params", "AllGatherVisionEmbeddings"),
+    ),
+    FamilyLine(
+        name="Qwen3.5-VL",
+        prefix="qwen35vl",
+        in_batch=False,
+        why="has the model of Qwen3-VL, and recipes that turn in-batch packing off",
+        source="models/qwen_vl/qwen35_vl_provider.py",
+        holds=("from megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model import Qwen3VLModel",),
+    ),
+    FamilyLine(
+        name="Qwen2.5-Omni",
+        prefix="qwen25omni",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="raises on packed rows",
+        source="models/qwen_omni/modeling_qwen25_omni/thinker_model.py",
+        holds=_RAISES,
+    ),
+    FamilyLine(
+        name="Qwen3-Omni",
+        prefix="qwen3omni",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="raises on packed rows, and its collator refuses in-batch packing",
+        source="models/qwen_omni/modeling_qwen3_omni/thinker_model.py",
+        holds=("packed sequence support is not implemented yet",),
+    ),
+    FamilyLine(
+        name="Qwen3-ASR",
+        prefix="qwen3asr",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="raises on packed rows",
+        source="models/qwen3_asr/modeling_qwen3_asr/thinker_model.py",
+        holds=_RAISES,
+    ),
+    FamilyLine(
+        name="Qwen2-Audio",
+        prefix="qwen2audio",
+        context_parallel=False,
+        why="has no context-parallel code: every rank would compute on the whole row",
+        source="models/qwen_audio/modeling_qwen2_audio.py",
+        holds=("packed_seq_params=packed_seq_params",),
+        lacks=_NO_CP,
+    ),
+    FamilyLine(
+        name="Kimi K2.5",
+        prefix="kimik25",
+        context_parallel=False,
+        why="slices packed rows over ranks as if they held one sample",
+        source="models/kimi_vl/modeling_kimi_k25_vl.py",
+        holds=("packed_seq_params=packed_seq_params", "_split_on_cp_rank(inputs_embeds, cp_size"),
+        lacks=("packed_cp_indices",),
+    ),
+    FamilyLine(
+        name="Kimi K2.5",
+        prefix="kimik25",
+        since=(0, 7),
+        source="models/kimi_vl/modeling_kimi_k25_vl.py",
+        holds=("packed_seq_params=packed_seq_params", "packed_cp_indices"),
+    ),
+    FamilyLine(
+        name="GLM-4.5V",
+        prefix="glm45v",
+        context_parallel=False,
+        why="has no context-parallel code: every rank would compute on the whole row",
+        source="models/glm_vl/modeling_glm_45v.py",
+        holds=("packed_seq_params=packed_seq_params", "mm_token_type_ids"),
+        lacks=_NO_CP,
+    ),
+    FamilyLine(
+        name="Gemma 3 VL",
+        prefix="gemma3vl",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="biases attention over the whole row, so samples would see each other",
+        source="models/gemma_vl/modeling_gemma3_vl.py",
+        holds=('"attention_bias": attention_biases',),
+    ),
+    FamilyLine(
+        name="Gemma 4 VL",
+        prefix="gemma4",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="masks attention over the whole row, so samples would see each other",
+        source="models/gemma_vl/modeling_gemma4_vl.py",
+        holds=("self._compute_attention_mask(input_ids)",),
+    ),
+    FamilyLine(
+        name="Ministral 3",
+        prefix="ministral3",
+        source="models/ministral3/modeling_ministral3.py",
+        holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
+    ),
+    FamilyLine(
+        name="MiniMax-M3 VL",
+        prefix="minimaxm3vl",
+        source="models/minimax_m3/modeling_minimax_m3_vl.py",
+        holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
+    ),
+    FamilyLine(
+        name="Nemotron-VL",
+        prefix="nemotronvl",
+        packed=False,
+        context_parallel=False,
+        in_batch=False,
+        why="expands image embeddings inside the model, past the boundaries, and its collator refuses packing",
+        source="models/nemotron_vl/data/collate_fn.py",
+        holds=("does not support in-batch packing because image embeddings expand",),
+    ),
+    FamilyLine(
+        name="Ernie 4.5 VL",
+        prefix="ernie45vl",
+        context_parallel=False,
+        why="has no code that slices packed rows over ranks",
+        source="models/ernie_vl/modeling_ernie45_vl/model.py",
+        holds=("packed_seq_params=packed_seq_params",),
+        lacks=("slice_batch_for_context_parallel", "get_thd_cp_partition_indices"),
+    ),
+)
+"""Lines of one family in the order of their versions.
+
+Qwen3-Next and GLM-4.5 are not here: their provider is that of any GPT, so a run does not tell. `NAMED_TEXT_MODELS`
+judges them where our YAML names them.
+"""
+
+NAMED_TEXT_MODELS = {
+    "qwen3next": "its recipes say that packed sequences are not supported",
+    "glm45": "its recipes say that packed sequences are not supported",
+}
+
+
+def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
+    """The line for a normalised family name and a version of Bridge; None where the table does not know the family."""
+    found = [line for line in FAMILY_TABLE if family.startswith(line.prefix) and line.since <= release]
+    return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
+
+
+def markdown_rows() -> Iterator[str]:
+    """The table of ``docs/families.md``, line by line."""
+    yield "| family in Bridge | from version | packed rows | packed rows over CP | Bridge's in-batch packing | source |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for line in FAMILY_TABLE:
+        answers = (line.packed, line.context_parallel, line.in_batch)
+        said = " | ".join("yes" if answer else "no" for answer in answers)
+        reason = f": {line.why}" if line.why else ""
+        yield f"| {line.name} | {line.since[0]}.{line.since[1]} | {said} | `{line.source}`{reason} |"

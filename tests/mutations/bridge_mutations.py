@@ -1,0 +1,93 @@
+"""Traps of Megatron-Bridge's models and kernels, each with its bug put back; see `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+BRIDGE_TRAPS = {
+    48: "rows are aligned to a layout that the model's `finalize()` changes afterwards",
+    49: "the padding mask of experts travels by hooks, which CUDA graphs bypass",
+    50: "sequence parallelism on images of Qwen3-VL loses gradients",
+}
+
+LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
+PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
+
+BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=48,
+        name="the layout is read from the model as it was given",
+        test=LAYOUT + "test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize",
+        oracle=PROVIDER,
+        edits=(("bridge/container_view.py", "            changed.finalize()\n", "            pass\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=48,
+        name="a data set with a run aligns without sequence parallelism",
+        test=LAYOUT + "test_a_model_that_is_changed_after_validate_is_read_when_the_iterators_are_built",
+        oracle=PROVIDER,
+        edits=(("bridge/dataset.py", "(run is None or bool(finalised(run.model).sequence_parallel))", "run is None"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=48,
+        name="our YAML is judged without what its model turns on",
+        test=LAYOUT + "test_our_yaml_is_judged_with_what_its_model_turns_on",
+        oracle=PROVIDER,
+        edits=(
+            (
+                "bridge/config_view.py",
+                "if view.model_forces_sequence_parallel and",
+                "if not view.model_forces_sequence_parallel and",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=49,
+        name="our step runs under Transformer Engine's graphs",
+        test="tests/conformance/test_packed_forward_step.py::"
+        "test_experts_under_transformer_engines_graphs_are_refused_before_they_count_padding",
+        oracle="`GraphableMegatronModule.__call__` of the installed Megatron-Core",
+        edits=(("bridge/step.py", "                _refuse_graphs(model, step)\n", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=49,
+        name="runs with graphs are sent to the step whose hooks they bypass",
+        test="tests/bridge/test_rules.py::test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed",
+        oracle="`GraphableMegatronModule.__call__` of the installed Megatron-Core",
+        edits=(
+            (
+                "bridge/step_rules.py",
+                'changes={"cuda_graph_impl": "none", "step": OUR_STEP}',
+                'changes={"step": OUR_STEP}',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=50,
+        name="sequence parallelism of Qwen3-VL is let through",
+        test=LAYOUT
+        + "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on",
+        oracle="gradient norms of TP 1 and TP 2 with sequence parallelism",
+        edits=(("bridge/own_rules.py", "    if not view.sequence_parallel:\n", "    if view.sequence_parallel:\n"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=50,
+        name="errors that only the command knows are not enforced",
+        test="tests/conformance/test_finalize_and_command.py::"
+        "test_every_rule_about_a_container_names_itself_when_finalize_refuses",
+        oracle="`energon-packing validate` on the same container",
+        edits=(
+            (
+                "bridge/dataset.py",
+                "        if judgement.finding is not None:\n",
+                '        if judgement.rule.id.startswith("bridge-") and judgement.finding is not None:\n',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+)

@@ -11,6 +11,7 @@ BRIDGE_TRAPS = {
 }
 
 LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
+IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
 
 BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
@@ -69,18 +70,16 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=50,
         name="sequence parallelism of Qwen3-VL is let through",
-        test=LAYOUT
-        + "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on",
-        oracle="gradient norms of TP 1 and TP 2 with sequence parallelism",
+        test=LAYOUT + IMAGES,
+        oracle="gradient norms of TP 2 with and without sequence parallelism",
         edits=(("bridge/own_rules.py", "    if not view.sequence_parallel:\n", "    if view.sequence_parallel:\n"),),
         needs_bridge=True,
     ),
     Mutation(
         trap=50,
-        name="errors that only the command knows are not enforced",
-        test="tests/conformance/test_finalize_and_command.py::"
-        "test_every_rule_about_a_container_names_itself_when_finalize_refuses",
-        oracle="`energon-packing validate` on the same container",
+        name="only the command knows of it",
+        test=LAYOUT + IMAGES,
+        oracle="gradient norms of TP 2 with and without sequence parallelism",
         edits=(
             (
                 "bridge/dataset.py",

@@ -25,8 +25,8 @@ from energon_packing.bridge.verdict import bridge_verdict
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-RUNS = 14_000
-ALONE = 50
+RUNS = 12_000
+ALONE = 40
 """Runs in which a rule must be the only one violated."""
 ERRORS = [rule.id for rule in RULES if rule.severity == "error"]
 BRIDGES = [rule.id for rule in RULES if rule.bridge_says]

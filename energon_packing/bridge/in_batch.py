@@ -7,6 +7,7 @@ gets our measuring, limits, ledger, resume and one reader a replica under them.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -72,16 +73,22 @@ class MicroBatchForm:
         return made
 
     def _packed(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:
-        # Bridge's packer fills a field of our own too: what it adds between samples is padding, whence the mask.
-        for row in rows:
-            row["padding_mask"] = torch.zeros_like(row["input_ids"], dtype=torch.bool)
+        fills: dict[str, Any] = dict.fromkeys(extra, 0.0)
+        asks: dict[str, Any] = {}
+        if "emit_padding_mask" in inspect.signature(build_mcore_thd_sequence_batch_from_rows).parameters:
+            asks["emit_padding_mask"] = True  # from 0.7 on, where no row may bring a mask
+        else:  # 0.6 fills a field of our own too: what it adds between samples is padding, whence the mask
+            fills["padding_mask"] = True
+            for row in rows:
+                row["padding_mask"] = torch.zeros_like(row["input_ids"], dtype=torch.bool)
         made: dict[str, Any] = build_mcore_thd_sequence_batch_from_rows(
             rows,
             sequence_length=self.seq_length,
             pad_token_id=PAD_TOKEN,
             ignore_index=IGNORE_INDEX,
             pad_to_multiple_of=self.multiple,
-            sequence_tensor_pad_values={"padding_mask": True, **dict.fromkeys(extra, 0.0)},
+            sequence_tensor_pad_values=fills,
+            **asks,
         )
         return made
 

@@ -40,7 +40,7 @@ def test_a_micro_batch_is_packed_by_each_version_with_the_mask_of_our_own_rows(
     form = in_batch.MicroBatchForm(packed=True, samples=3, seq_length=64, multiple=multiple)
     made = form(thd.assemble(rows))
     lengths = [len(row["input_ids"]) for row in rows]
-    expected = [[False] * length + [True] * (-length % multiple) for length in lengths]
-    assert made["padding_mask"].tolist() == [sum(expected, [])]
+    segments = [[False] * length + [True] * (-length % multiple) for length in lengths]
+    assert made["padding_mask"].tolist() == [[padding for segment in segments for padding in segment]]
     real = made["tokens"][0][~made["padding_mask"][0]]
     assert torch.equal(real, torch.cat([row["input_ids"] for row in rows]))

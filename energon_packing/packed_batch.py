@@ -194,13 +194,16 @@ class PackedBatch:
         return batch | dict(self.extra)
 
     def _bridge_visual_inputs(self) -> Any:
-        if not self.visual_inputs:
+        # One number per token, which GLM's model reads from the container even where a pack has no image.
+        types = {name: self.extra[name] for name in ("mm_token_type_ids",) if name in self.extra}
+        given = {**(self.visual_inputs or {}), **types}
+        if not given:
             return None
         from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
         known = {spec.name for spec in fields(GenericVisualInputs)}
-        if unknown := sorted(set(self.visual_inputs) - known):
+        if unknown := sorted(set(given) - known):
             raise PackingError(
                 f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; it knows {', '.join(sorted(known))}"
             )
-        return GenericVisualInputs(**self.visual_inputs)
+        return GenericVisualInputs(**given)

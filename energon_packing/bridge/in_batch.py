@@ -69,7 +69,10 @@ class MicroBatchForm:
         rows = thd.unpack(batch)
         made = self._packed(rows, tuple(batch.extra)) if self.packed else self._padded(rows, tuple(batch.extra))
         made["tokens"] = made["input_ids"]
-        made["visual_inputs"] = batch.to_bridge()["visual_inputs"]
+        visual = batch.to_bridge()["visual_inputs"]
+        if visual is not None and made.get("mm_token_type_ids") is not None:
+            visual.mm_token_type_ids = made["mm_token_type_ids"]  # of this width
+        made["visual_inputs"] = visual
         return made
 
     def _packed(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:

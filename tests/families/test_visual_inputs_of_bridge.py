@@ -18,7 +18,7 @@ from energon_packing.report.offline_processors import gemma3, glm4v, pixtral, qw
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),
-    "glm4v": ("glm_vl/modeling_glm_45v.py", "GLM45VModel", {"pixel_values", "image_grid_thw"}),
+    "glm4v": ("glm_vl/modeling_glm_45v.py", "GLM45VModel", {"pixel_values", "image_grid_thw", "mm_token_type_ids"}),
     "qwen3_5_vl": ("qwen_vl/modelling_qwen3_vl/model.py", "Qwen3VLModel", {"pixel_values", "image_grid_thw"}),
     "pixtral": ("ministral3/modeling_ministral3.py", "Ministral3Model", {"pixel_values", "image_sizes"}),
 }

@@ -27,8 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from bridge_mutations import BRIDGE_MUTATIONS
 from budget_mutations import BUDGET_MUTATIONS
 from convert_mutations import CONVERT_MUTATIONS
+from family_mutations import FAMILY_MUTATIONS
 from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from template_mutations import TEMPLATE_MUTATIONS
@@ -38,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "energon_packing"
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
-    *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS),
+    *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS),
 )
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""

@@ -17,12 +17,14 @@ Colour of 16 bits a channel needs nothing here: Pillow keeps the upper 8 bits of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 from PIL import Image
 
 from energon_packing.errors import SampleRejected
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
@@ -80,6 +82,8 @@ def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
         ValueError: Pillow has no way from the mode to RGB.
     """
     if grey is not None:
+        import numpy as np  # here: headers are read by commands that need no arrays
+
         samples = np.asarray(image)
         if samples.dtype.kind == "f":
             levels = np.rint(_between_0_and_1(samples) * np.float32(255)).astype(np.uint8)

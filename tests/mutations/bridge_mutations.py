@@ -51,7 +51,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/conformance/test_packed_forward_step.py::"
         "test_experts_under_transformer_engines_graphs_are_refused_before_they_count_padding",
         oracle="`GraphableMegatronModule.__call__` of the installed Megatron-Core",
-        edits=(("bridge/step.py", "                _refuse_graphs(model, step)\n", ""),),
+        edits=(("bridge/step.py", "                _refuse_graphs(model, step)\n", "                pass\n"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -14,7 +14,7 @@ from budget_mutations import BUDGET_TRAPS
 from convert_mutations import CONVERT_TRAPS
 from media_mutations import MEDIA_TRAPS
 from mutation_run import ALL_MUTATIONS as ALL
-from mutation_run import ROOT
+from mutation_run import ROOT, copy_package
 from mutation_table import TRAPS, Mutation
 from template_mutations import TEMPLATE_TRAPS
 from validate_mutations import VALIDATE_TRAPS
@@ -41,6 +41,11 @@ def test_the_documented_table_is_the_one_that_runs():
     traps = [f"| {number} | {text} |" for number, text in ALL_TRAPS.items()]
     expected = traps + [table_row(mutation) for mutation in ALL]
     assert [line for line in written if line.split("|")[1].strip().isdigit()] == expected
+
+
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.name)
+def test_a_bug_fits_the_code_that_it_is_put_into(mutation, tmp_path):
+    copy_package(tmp_path, mutation)  # raises where a quoted line has moved, or the edited file is no Python
 
 
 @pytest.fixture(scope="module")

@@ -165,7 +165,7 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
 
     encoder = encoder_samples.build_encoder(family, PIXELS.get(family))
     kinds = set(encoder.family.placeholders)
-    samples = [sample for sample in samples if all(media.kind in kinds for media in sample.conversation.media)]
+    samples = encoder_samples.shown_by(encoder, samples)
     floor = Floor(encoder, samples)
     compared = floor.compare()
     seconds = take_turns(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,7 +16,7 @@ from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.errors import PackingError
+from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.report.loader_data import prepare_data, read_conversations, read_media
 from energon_packing.report.offline_processors import processor_of
 
@@ -112,3 +112,21 @@ def build_encoder(family: str, pixels: tuple[int, int] | None) -> ConversationEn
     settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high, "limits": LimitsConfig(min_active_ratio=0.0)}
     name = family if family in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
     return ConversationEncoder(EncoderConfig(family=name, **settings), processor=processor_of(family))
+
+
+def shown_by(encoder: ConversationEncoder, samples: Sequence[BenchSample]) -> list[BenchSample]:
+    """The samples that an encoder takes: their media are of its family, and its chat template leaves nothing out.
+
+    Published templates of InternVL and LLaVA show no tools, which some conversations of the demo have.
+    """
+    found = []
+    for sample in samples:
+        if {media.kind for media in sample.conversation.media} <= set(encoder.family.placeholders):
+            try:
+                encoder.template.render(sample.conversation)
+            except SampleRejected as error:
+                if error.reason == "template_omits":
+                    continue
+                raise
+            found.append(sample)
+    return found

@@ -54,14 +54,14 @@ def verdicts():
     script = str(Path(__file__).with_name("mutation_run.py"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, script, "--json"], env=environment, capture_output=True, text=True, timeout=900, check=False
+        [sys.executable, script, "--json"], env=environment, capture_output=True, text=True, timeout=2400, check=False
     )
     assert done.returncode in (0, 1), done.stderr
     return {(row["trap"], row["mutation"]): (row["verdict"], row["detail"]) for row in json.loads(done.stdout)}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: f"{mutation.trap} {mutation.name}")
 def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
     verdict, detail = verdicts[mutation.trap, mutation.name]
@@ -71,7 +71,7 @@ def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_without_any_bug_the_named_tests_are_green(verdicts):
     verdict, detail = verdicts[0, "none"]
     assert verdict == "green", detail

@@ -79,8 +79,8 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=27,
         name="a time step of a GLM video is told by its last frame",
-        test=WHOLE_GLM,
-        oracle="Hugging Face's processor",
+        test=GLM + "test_a_frame_list_of_one_image_is_refused_by_name_and_an_odd_one_is_filled",
+        oracle="the times of the list",
         edits=(("families/glm4v.py", "return seconds[::2]", "return seconds[1::2]"),),
     ),
 )

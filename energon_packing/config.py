@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.alignment import alignment_multiple
 from energon_packing.errors import ConfigError
+from energon_packing.thd.alignment import alignment_multiple
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
 Oversize = Literal["drop", "raise", "truncate", "split"]

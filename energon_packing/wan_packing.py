@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.visible_padding import hides_padding
+from energon_packing.thd.visible_padding import hides_padding
 
 BRIDGE_TEXT_LENGTH = 512
 """Tokens that Bridge's Wan data path pads every text to."""
@@ -221,7 +221,7 @@ def pack_wan(
         compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
 
     Where the last video alone has padding, a filler of ``multiple`` patches and text tokens follows it, so that no
-    kernel takes the row for unpadded (`energon_packing.visible_padding`); with ``compat="bridge"`` it does not.
+    kernel takes the row for unpadded (`energon_packing.thd.visible_padding`); with ``compat="bridge"`` it does not.
 
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.

@@ -30,12 +30,11 @@ HEAVY = (
 )
 
 # From the bottom. A module may import its own unit, and any unit of a lower floor; units of one floor know nothing of
-# each other. A unit is a subpackage, a module, or the modules that make up one noun (a packed batch).
-THD = ("thd", "packed_batch", "packed_rows", "packed_boundaries", "context_parallel", "thd_checks")
+# each other. A unit is a subpackage or a module.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("alignment", "conversation", "drop_budget", "visible_padding"),
-    ("packing", "text_to_video", "thd", "wan_packing"),
+    ("conversation", "drop_budget", "thd"),
+    ("packing", "text_to_video", "wan_packing"),
     ("config",),
     ("chat", "media", "ledger"),
     ("families", "convert"),
@@ -55,8 +54,7 @@ FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floo
 
 def unit_of(module: str) -> str:
     """``energon_packing.families.base`` -> ``families``."""
-    name = module.split(".")[1]
-    return "thd" if name in THD else name
+    return module.split(".")[1]
 
 
 def module_of(path: Path) -> str:
@@ -125,18 +123,18 @@ def test_imports_go_down_only() -> None:
 def test_packing_and_thd_stand_on_numpy_and_torch_alone() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "torch", "numba", "energon_packing"}
     # Conversions to a container of Megatron's import it when they are called, which the last line holds.
-    extra = {f"energon_packing.{name}": {"megatron"} for name in ("packed_batch", "packed_boundaries")}
+    extra = {f"energon_packing.thd.{name}": {"megatron"} for name in ("batch", "boundaries")}
     for path in sources():
         module = module_of(path)
         if "." in module and unit_of(module) in ("packing", "thd"):
             names = {name.split(".")[0] for name in imported(path)}
             assert names <= allowed | extra.get(module, set()), module
-    loaded = loaded_by("import energon_packing.packing, energon_packing.thd")
+    loaded = loaded_by("import energon_packing.packing, energon_packing.thd.assembly, energon_packing.thd.checks")
     assert not heavy(loaded) & {"megatron", "transformers", "webdataset", "PIL", "av"}
 
 
 def test_the_lowest_floors_and_the_configuration_need_no_tensors() -> None:
-    for unit in ("errors", "alignment", "conversation", "config", "ledger"):
+    for unit in ("errors", "thd/__init__", "thd/alignment", "conversation", "config", "ledger"):
         names = {name.split(".")[0] for name in imported(PACKAGE / f"{unit}.py")}
         assert not names & {"torch", "numpy", "transformers", "megatron"}, unit
 
@@ -162,7 +160,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     "code",
     [
         "from energon_packing import Conversation, ConfigError, RunConfig, load_config; load_config(None)",
-        "from energon_packing.alignment import alignment_multiple",
+        "from energon_packing.thd.alignment import alignment_multiple",
         "dir(__import__('energon_packing'))",
     ],
 )

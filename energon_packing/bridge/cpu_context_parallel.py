@@ -2,7 +2,7 @@
 
 Transformer Engine passes keys and values round a ring; here they are gathered, and each rank's queries attend to what
 the whole row would have let them see. Which token lies on which rank is told by
-`energon_packing.context_parallel.context_parallel_indices`, which a test holds equal to Transformer Engine's.
+`energon_packing.thd.context_parallel.context_parallel_indices`, which a test holds equal to Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from energon_packing.context_parallel import context_parallel_indices
+from energon_packing.thd.context_parallel import context_parallel_indices
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -21,7 +21,7 @@ from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.energon.micro_batches import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 PAD_TO_MULTIPLE_OF = 128
 """Bridge's default for the width of rows of one sample."""

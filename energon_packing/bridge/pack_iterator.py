@@ -8,7 +8,7 @@ from typing import Any
 from energon_packing.energon.loader import PackLoader
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 
 class EndlessPacks:

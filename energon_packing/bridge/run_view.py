@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from energon_packing.alignment import alignment_multiple
 from energon_packing.bridge.run_facts import DataFacts, TokenFacts
+from energon_packing.thd.alignment import alignment_multiple
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
 """What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from energon_packing.alignment import alignment_multiple
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
 from energon_packing.errors import ConfigError
+from energon_packing.thd.alignment import alignment_multiple
 
 Longer = Literal["middle", "spread"]
 Compat = Literal["none", "bridge"]

@@ -24,7 +24,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 SIDES = (14, 28, 32, 56, 64, 112, 224, 336, 448)
 """Sides of the squares that are tried, in pixels; families have smallest sizes, and some resize everything to one."""

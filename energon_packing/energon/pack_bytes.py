@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Visual inputs that the first pipeline stage alone reads: Bridge's ``vlm_step`` drops the same two on later stages."""

@@ -21,7 +21,7 @@ import torch
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.replica import Replica
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 PACK, END, ERROR = range(3)
 _PREFIX = 3  # kind, number of the pack, bytes of the payload

@@ -36,8 +36,8 @@ from energon_packing.energon.samples import (
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import DroppedSample, Ledger
-from energon_packing.packed_batch import IGNORE_INDEX
-from energon_packing.packed_rows import join_visual_inputs
+from energon_packing.thd.batch import IGNORE_INDEX
+from energon_packing.thd.rows import join_visual_inputs
 
 
 @edataclass

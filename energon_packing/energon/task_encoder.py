@@ -46,7 +46,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits, Size
 from energon_packing.packing.policy import pack_lengths
-from energon_packing.visible_padding import visible_order
+from energon_packing.thd.visible_padding import visible_order
 
 
 class PackingTaskEncoder(WindowTaskEncoder):

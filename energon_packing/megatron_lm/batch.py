@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from energon_packing.context_parallel import slice_for_context_parallel
 from energon_packing.errors import PackingError
-from energon_packing.packed_batch import PackedBatch
-from energon_packing.packed_boundaries import packed_seq_params
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.boundaries import packed_seq_params
+from energon_packing.thd.context_parallel import slice_for_context_parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

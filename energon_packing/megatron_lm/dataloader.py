@@ -14,7 +14,7 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 
 class PackDataloader:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from energon_packing.errors import ConfigError
 from energon_packing.packing.balance import LINEAR, pack_cost
-from energon_packing.visible_padding import hides_padding
+from energon_packing.thd.visible_padding import hides_padding
 
 
 class Sized(Protocol):
@@ -57,7 +57,7 @@ class PackLimits:
         segments: samples; a masked tail comes on top, of a row of fixed width or after a sample alone.
         cost: of all segments by `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
         lone_room: a sample whose last segment is the only padded one needs room for a masked segment of one multiple
-            when it is alone in a row (`energon_packing.visible_padding`); beside others it needs none.
+            when it is alone in a row (`energon_packing.thd.visible_padding`); beside others it needs none.
     """
 
     tokens: int

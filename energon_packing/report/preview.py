@@ -11,7 +11,7 @@ import torch
 
 from energon_packing.energon.samples import Pack
 from energon_packing.families.base import VisionFamily
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,7 +82,7 @@ def micro_batches(job: TrainJob) -> MicroBatches:
     from energon_packing.energon.loader import build_loader, build_task_encoder
     from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
     from energon_packing.energon.task_encoder import PackingTaskEncoder
-    from energon_packing.packed_batch import PackedBatch
+    from energon_packing.thd.batch import PackedBatch
 
     low, high = job.pixels
     config = RunConfig(

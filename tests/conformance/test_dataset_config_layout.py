@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from energon_packing.alignment import alignment_multiple
 from energon_packing.demo import processor_path
+from energon_packing.thd.alignment import alignment_multiple
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

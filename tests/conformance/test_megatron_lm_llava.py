@@ -108,7 +108,7 @@ SAMPLES = [sample(0, [1]), sample(1, []), sample(2, [2, 1]), sample(3, [1, 1, 3]
 def stage_batch(rows, multiple=1, width=None):
     """The row as `get_batch` gives it to the only rank of a run."""
     from energon_packing.megatron_lm.batch import StageBatch
-    from energon_packing.packed_boundaries import packed_seq_params
+    from energon_packing.thd.boundaries import packed_seq_params
 
     row = thd.assemble(rows, multiple=multiple, width=width)
     names = ("tokens", "position_ids", "labels", "loss_mask", "padding_mask", "cu_seqlens", "visual_inputs")

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from energon_packing.alignment import alignment_multiple
 from energon_packing.bridge import verdict
 from energon_packing.bridge.rules import RULES, violations
 from energon_packing.bridge.run_facts import TokenFacts
 from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.bridge.verdict import bridge_verdict
+from energon_packing.thd.alignment import alignment_multiple
 
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from energon_packing import thd
 from energon_packing.report.p2p_cut import infers_padding
-from energon_packing.visible_padding import hides_padding
+from energon_packing.thd.visible_padding import hides_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing import thd
-from energon_packing.visible_padding import hides_padding
+from energon_packing.thd.visible_padding import hides_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 

@@ -24,7 +24,7 @@ from energon_packing import thd
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 
 def pack(number: int, *, key: str = "", pixel: float = 0.0) -> PackedBatch:

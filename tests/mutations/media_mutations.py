@@ -88,10 +88,10 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=23,
         name="every sample gets the first one's pixels",
-        test="tests/test_thd_assemble.py::test_swapping_the_images_of_two_samples_changes_those_segments_alone",
+        test="tests/thd/test_assembly.py::test_swapping_the_images_of_two_samples_changes_those_segments_alone",
         oracle="the pack before the swap",
         edits=(
-            ("packed_rows.py", "            first.append(tensor)\n", "            first.append([*first, tensor][0])\n"),
+            ("thd/rows.py", "            first.append(tensor)\n", "            first.append([*first, tensor][0])\n"),
         ),
     ),
     Mutation(

@@ -54,14 +54,14 @@ class Mutation:
     needs_bridge: bool = False
 
 
-ASSEMBLE = "tests/test_thd_assemble.py::"
-BATCH = "tests/test_thd_batch.py::"
+ASSEMBLE = "tests/thd/test_assembly.py::"
+BATCH = "tests/thd/test_batch.py::"
 BRIDGE = "tests/conformance/test_thd_bridge.py::"
 GLOO = "tests/conformance/test_gloo_gradients.py::"
 TRAP_TESTS = "tests/test_silent_traps.py::"
 STEP = "tests/conformance/test_packed_forward_step.py::"
 
-VISIBLE = "tests/test_visible_rows.py::"
+VISIBLE = "tests/thd/test_visible_padding.py::"
 LOADED = "tests/energon/test_visible_rows_in_the_loader.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -73,13 +73,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Bridge's model on the row before the change",
         edits=(
             (
-                "packed_batch.py",
+                "thd/batch.py",
                 "max_seqlen = torch.tensor(self.max_seqlen,",
                 "max_seqlen = torch.tensor(self.total_tokens,",
             ),
-            ("packed_batch.py", '"cu_seqlens_q": self.cu_seqlens,', '"cu_seqlens_q": self.cu_seqlens[[0, -1]],'),
+            ("thd/batch.py", '"cu_seqlens_q": self.cu_seqlens,', '"cu_seqlens_q": self.cu_seqlens[[0, -1]],'),
             (
-                "packed_batch.py",
+                "thd/batch.py",
                 'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded',
                 'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded[[0, -1]]',
             ),
@@ -92,7 +92,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test="tests/properties/test_thd_properties.py::"
         "test_every_assembled_pack_holds_every_invariant_and_unpacks_to_its_rows",
         oracle="the rows themselves",
-        edits=(("thd.py", "positions[..., start:end] = own", "positions[..., start:end] = own + start"),),
+        edits=(("thd/assembly.py", "positions[..., start:end] = own", "positions[..., start:end] = own + start"),),
     ),
     Mutation(
         trap=2,
@@ -122,7 +122,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the lengths of the rows",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
                 'real = globals().setdefault("_kept", np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32))',
             ),
@@ -135,7 +135,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int32)",
                 "real = np.zeros(len(rows) + 1 + bool(tail), dtype=np.int64)",
             ),
@@ -146,7 +146,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="the check accepts boundaries that do not start at 0",
         test=BATCH + "test_a_corrupted_batch_is_reported_under_the_name_of_its_invariant",
         oracle="a corrupted batch for each invariant",
-        edits=(("thd_checks.py", "if boundaries[0] != 0:", "if boundaries[0] < 0:"),),
+        edits=(("thd/checks.py", "if boundaries[0] != 0:", "if boundaries[0] < 0:"),),
     ),
     Mutation(
         trap=6,
@@ -154,7 +154,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=ASSEMBLE + "test_real_and_padded_boundaries_are_two_arrays_that_differ_where_there_is_padding",
         oracle="the lengths of the rows",
         edits=(
-            ("thd.py", "real[1 : len(rows) + 1] = np.cumsum(lengths)", "real[1 : len(rows) + 1] = np.cumsum(physical)"),
+            (
+                "thd/assembly.py",
+                "real[1 : len(rows) + 1] = np.cumsum(lengths)",
+                "real[1 : len(rows) + 1] = np.cumsum(physical)",
+            ),
         ),
     ),
     Mutation(
@@ -164,7 +168,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Transformer Engine's definition",
         edits=(
             (
-                "packed_boundaries.py",
+                "thd/boundaries.py",
                 '"pad_between_seqs": batch.pad_between_seqs',
                 '"pad_between_seqs": padded is not None and bool((padded[:-1] != batch.cu_seqlens[:-1]).any())',
             ),
@@ -178,7 +182,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Bridge's in-batch packer",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "torch.from_numpy(places) if multiple > 1 else None",
                 "torch.from_numpy(places)",
             ),
@@ -191,7 +195,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Bridge's in-batch packer",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "torch.from_numpy(places) if multiple > 1 else None",
                 "torch.from_numpy(places) if width != int(lengths.sum()) else None",
             ),
@@ -202,14 +206,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="the partitioner takes empty segments",
         test=BATCH + "test_no_zero_length_or_uneven_segment_reaches_the_partitioner",
         oracle="Transformer Engine's contract",
-        edits=(("context_parallel.py", "if lengths.min() <= 0:", "if lengths.min() < 0:"),),
+        edits=(("thd/context_parallel.py", "if lengths.min() <= 0:", "if lengths.min() < 0:"),),
     ),
     Mutation(
         trap=10,
         name="the mapping for Bridge lacks total_tokens",
         test=ASSEMBLE + "test_total_tokens_is_the_length_of_the_row",
         oracle="the row itself",
-        edits=(("packed_batch.py", 'batch["total_tokens"] = self.total_tokens', "pass"),),
+        edits=(("thd/batch.py", 'batch["total_tokens"] = self.total_tokens', "pass"),),
     ),
     Mutation(
         trap=10,
@@ -218,7 +222,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="`PackedSeqParams.__post_init__` of Megatron-Core",
         edits=(
             (
-                "packed_boundaries.py",
+                "thd/boundaries.py",
                 'values["total_tokens"] = batch.total_tokens',
                 'values["total_tokens"] = batch.real_tokens',
             ),
@@ -230,14 +234,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="max_seqlen of the real lengths",
         test=ASSEMBLE + "test_max_seqlen_follows_the_padding_and_the_tail",
         oracle="the longest difference of physical boundaries",
-        edits=(("thd.py", "max_seqlen=max(int(physical.max()), tail)", "max_seqlen=int(lengths.max())"),),
+        edits=(("thd/assembly.py", "max_seqlen=max(int(physical.max()), tail)", "max_seqlen=int(lengths.max())"),),
     ),
     Mutation(
         trap=12,
         name="the second piece of a rank is one too early",
         test=BATCH + "test_the_slices_of_all_ranks_give_back_every_token_field",
         oracle="the whole batch",
-        edits=(("context_parallel.py", "(pieces - 1 - cp_rank) * size", "(pieces - 2 - cp_rank) * size"),),
+        edits=(("thd/context_parallel.py", "(pieces - 1 - cp_rank) * size", "(pieces - 2 - cp_rank) * size"),),
     ),
     Mutation(
         trap=12,
@@ -246,7 +250,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the whole batch",
         edits=(
             (
-                "context_parallel.py",
+                "thd/context_parallel.py",
                 "parts = {name: tensor.index_select(-1, indices) for name, tensor in batch.token_tensors.items()}",
                 "parts = {n: t.chunk(cp_size, -1)[cp_rank] if t.dim() == 3 else t.index_select(-1, indices)"
                 " for n, t in batch.token_tensors.items()}",
@@ -259,8 +263,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=BRIDGE + "test_each_segment_is_sliced_as_megatron_core_slices_a_sequence",
         oracle="`get_batch_on_this_cp_rank` of Megatron-Core",
         edits=(
-            ("context_parallel.py", "starts + cp_rank * size", "starts + 2 * cp_rank * size"),
-            ("context_parallel.py", "starts + (pieces - 1 - cp_rank) * size", "starts + (2 * cp_rank + 1) * size"),
+            ("thd/context_parallel.py", "starts + cp_rank * size", "starts + 2 * cp_rank * size"),
+            ("thd/context_parallel.py", "starts + (pieces - 1 - cp_rank) * size", "starts + (2 * cp_rank + 1) * size"),
         ),
         needs_bridge=True,
     ),
@@ -271,7 +275,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the same step with CP 1, two and four processes",
         edits=(
             (
-                "context_parallel.py",
+                "thd/context_parallel.py",
                 "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
                 '    parts["loss_mask"] = batch.loss_mask.chunk(cp_size, -1)[cp_rank]\n'
                 "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
@@ -286,7 +290,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="each sample alone, in one process",
         edits=(
             (
-                "context_parallel.py",
+                "thd/context_parallel.py",
                 "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank)",
                 "    own = {n: t.chunk(cp_size)[cp_rank] for n, t in (batch.visual_inputs or {}).items()} or None\n"
                 "    return _with_token_tensors(batch, parts, cp_size=cp_size, cp_rank=cp_rank, visual_inputs=own)",
@@ -299,7 +303,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="targets at the end of a sample are taken",
         test=ASSEMBLE + "test_the_last_token_of_a_segment_is_never_supervised_by_the_first_of_the_next",
         oracle="the definition",
-        edits=(("thd.py", "    verify_targets(keys, starts, lengths, labels, loss_mask)\n", ""),),
+        edits=(("thd/assembly.py", "    verify_targets(keys, starts, lengths, labels, loss_mask)\n", ""),),
     ),
     Mutation(
         trap=16,
@@ -321,7 +325,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="each sample alone, in one process",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "    verify_targets(keys, starts, lengths, labels, loss_mask)\n",
                 "    verify_targets(keys, starts, lengths, labels, loss_mask)\n"
                 "    loss_mask *= np.float32(1024.0) / loss_mask.sum()\n",
@@ -344,7 +348,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "labels = np.full(width, IGNORE_INDEX, dtype=np.int64)",
                 "labels = np.full(width, pad_token_id, dtype=np.int64)",
             ),
@@ -356,7 +360,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=ASSEMBLE + "test_padding_has_no_effect_on_the_router_losses_of_megatron_core",
         oracle=MOE,
         edits=(
-            ("thd.py", "padding_mask=torch.from_numpy(padding)[None]", "padding_mask=torch.from_numpy(~padding)[None]"),
+            (
+                "thd/assembly.py",
+                "padding_mask=torch.from_numpy(padding)[None]",
+                "padding_mask=torch.from_numpy(~padding)[None]",
+            ),
         ),
         needs_bridge=True,
     ),
@@ -388,7 +396,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a sample alone gets no masked segment",
         test=VISIBLE + "test_random_rows_hide_no_padding_and_the_cut_over_ranks_gives_each_sample_its_own_attention",
         oracle="each sample's own attention; Transformer Engine's cut over ranks, emulated",
-        edits=(("thd.py", "hidden = hides_padding(lengths.tolist(), multiple)", "hidden = False"),),
+        edits=(("thd/assembly.py", "hidden = hides_padding(lengths.tolist(), multiple)", "hidden = False"),),
     ),
     Mutation(
         trap=47,
@@ -397,7 +405,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Transformer Engine's comparison",
         edits=(
             (
-                "thd.py",
+                "thd/assembly.py",
                 "    tail = width - occupied\n",
                 "    tail = hidden = 0\n    physical[-1] += width - occupied\n",
             ),
@@ -408,7 +416,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a pack keeps the order in which it was chosen",
         test=LOADED + "test_every_row_of_the_loader_shows_its_padding_and_none_exceeds_the_row",
         oracle="Transformer Engine's comparison",
-        edits=(("visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
+        edits=(("thd/visible_padding.py", "        order[-2:] = reversed(order[-2:])\n", "        pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -440,7 +448,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="Transformer Engine 2.18: distinct tensors count as padding",
         edits=(
             (
-                "packed_batch.py",
+                "thd/batch.py",
                 'if spec.name == "cu_seqlens_padded" and value is self.cu_seqlens:',
                 "if False:",
             ),
@@ -459,7 +467,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="the check accepts hidden padding",
         test=BATCH + "test_a_corrupted_batch_is_reported_under_the_name_of_its_invariant",
         oracle="a corrupted batch for each invariant",
-        edits=(("thd_checks.py", "    if real[-1] != physical[-1] and", "    if False and"),),
+        edits=(("thd/checks.py", "    if real[-1] != physical[-1] and", "    if False and"),),
     ),
     Mutation(
         trap=47,

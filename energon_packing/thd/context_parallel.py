@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.packed_batch import TOKEN_FIELDS, PackedBatch
+from energon_packing.thd.batch import TOKEN_FIELDS, PackedBatch
 
 
 def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:

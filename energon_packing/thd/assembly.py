@@ -1,17 +1,14 @@
 """Assembly of THD rows: samples of one length each become one row with boundaries, masks and positions.
 
-THD is the layout of packed attention in Megatron-Core and Transformer Engine: tokens of all samples lie in one row,
-and cumulative lengths say where each begins. The rules about boundaries here:
+The rules about boundaries:
 
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
   both, also where they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
 * A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
-* No kernel has to guess (`energon_packing.visible_padding`): with a multiple above 1 a row is wholly aligned,
+* No kernel has to guess (`energon_packing.thd.visible_padding`): with a multiple above 1 a row is wholly aligned,
   and then both boundaries are one tensor; or some padding stands before the start of its last segment. Where the last
   sample alone would be padded, a masked segment of one multiple follows it.
 * ``max_seqlen`` is the longest *physical* segment, since kernels size their tiles by it.
-
-This module needs NumPy and PyTorch, nothing else; Megatron is imported by the two functions that speak to it.
 """
 
 from __future__ import annotations
@@ -23,36 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_packing.alignment import alignment_multiple
-from energon_packing.context_parallel import (
-    context_parallel_indices,
-    context_parallel_indices_numpy,
-    reassemble,
-    slice_for_context_parallel,
-)
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.packed_batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
-from energon_packing.packed_boundaries import packed_seq_params, pad_cu_seqlens
-from energon_packing.packed_rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, unpack, verify_targets
-from energon_packing.thd_checks import INVARIANTS, check_media, check_thd
-from energon_packing.visible_padding import hides_padding
-
-__all__ = [
-    "IGNORE_INDEX",
-    "INVARIANTS",
-    "PackedBatch",
-    "alignment_multiple",
-    "assemble",
-    "check_media",
-    "check_thd",
-    "context_parallel_indices",
-    "context_parallel_indices_numpy",
-    "packed_seq_params",
-    "pad_cu_seqlens",
-    "reassemble",
-    "slice_for_context_parallel",
-    "unpack",
-]
+from energon_packing.thd.batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
+from energon_packing.thd.rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, verify_targets
+from energon_packing.thd.visible_padding import hides_padding
 
 
 def _positive(name: str, value: Any) -> int:

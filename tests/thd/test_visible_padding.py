@@ -23,7 +23,7 @@ from energon_packing import thd
 from energon_packing.errors import PackingError
 from energon_packing.report import bench_rows
 from energon_packing.report.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
-from energon_packing.visible_padding import visible_order
+from energon_packing.thd.visible_padding import visible_order
 
 PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "200"))
 SOURCES = [Path(each) for each in os.environ.get("ENERGON_PACKING_TRANSFORMER_ENGINE_SOURCE", "").split(":") if each]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from energon_packing.errors import PackingError
-from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
 ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length", "position_start")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packing.packed_batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 INVARIANTS = {
     "shape": "token fields are [1, T] of one T, positions [1, T] or [3, 1, T]",

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.packed_batch import BRIDGE_KEYS, TOKEN_FIELDS
+from energon_packing.thd.batch import BRIDGE_KEYS, TOKEN_FIELDS
 
 
 def make_row(length: int, key: str, *, mrope: bool = False):

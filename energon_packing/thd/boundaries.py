@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from energon_packing.errors import PackingError
-from energon_packing.packed_batch import PackedBatch
+from energon_packing.thd.batch import PackedBatch
 
 
 def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | None = None) -> PackedBatch:

@@ -1,0 +1,58 @@
+"""THD rows: what a packed row holds, how it is assembled and checked, and how context parallelism cuts it.
+
+THD is the layout of packed attention in Megatron-Core and Transformer Engine: the tokens of all samples lie in one row,
+and cumulative lengths say where each sample begins. Start with `assemble` and `PackedBatch`. The package needs NumPy
+and PyTorch, nothing else; Megatron is imported by the functions that return its containers.
+
+Names are loaded on first use (PEP 562), because configurations read `alignment_multiple` and must not load PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_PUBLIC = {
+    "IGNORE_INDEX": "batch",
+    "INVARIANTS": "checks",
+    "PackedBatch": "batch",
+    "alignment_multiple": "alignment",
+    "assemble": "assembly",
+    "check_media": "checks",
+    "check_thd": "checks",
+    "context_parallel_indices": "context_parallel",
+    "context_parallel_indices_numpy": "context_parallel",
+    "packed_seq_params": "boundaries",
+    "pad_cu_seqlens": "boundaries",
+    "reassemble": "context_parallel",
+    "slice_for_context_parallel": "context_parallel",
+    "unpack": "rows",
+}
+
+__all__ = [*_PUBLIC]
+
+if TYPE_CHECKING:
+    from energon_packing.thd.alignment import alignment_multiple as alignment_multiple
+    from energon_packing.thd.assembly import assemble as assemble
+    from energon_packing.thd.batch import IGNORE_INDEX as IGNORE_INDEX
+    from energon_packing.thd.batch import PackedBatch as PackedBatch
+    from energon_packing.thd.boundaries import packed_seq_params as packed_seq_params
+    from energon_packing.thd.boundaries import pad_cu_seqlens as pad_cu_seqlens
+    from energon_packing.thd.checks import INVARIANTS as INVARIANTS
+    from energon_packing.thd.checks import check_media as check_media
+    from energon_packing.thd.checks import check_thd as check_thd
+    from energon_packing.thd.context_parallel import context_parallel_indices as context_parallel_indices
+    from energon_packing.thd.context_parallel import context_parallel_indices_numpy as context_parallel_indices_numpy
+    from energon_packing.thd.context_parallel import reassemble as reassemble
+    from energon_packing.thd.context_parallel import slice_for_context_parallel as slice_for_context_parallel
+    from energon_packing.thd.rows import unpack as unpack
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(f"energon_packing.thd.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'energon_packing.thd' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

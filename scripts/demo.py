@@ -106,9 +106,9 @@ def count(epoch: Epoch, config: RunConfig, pack: Any) -> None:
 
 def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any]:
     """Trains a tiny, randomly initialised Bridge model on the packs; returns the family and Bridge's report."""
-    from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+    from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     from energon_packing.bridge import PackedEnergonDatasetConfig
     from energon_packing.encoders.encoder import ConversationEncoder
 

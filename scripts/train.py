@@ -57,15 +57,15 @@ def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode
 
 def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
     """Trains; or returns what is wrong with the configuration."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
     from energon_packing.errors import UserError
 
-    if not cpu and not check and cpu_stand_ins.needed():
+    if not cpu and not check and stand_ins.needed():
         raise UserError("There is no GPU with Transformer Engine here; --cpu runs a tiny model on the CPU.")
     if cpu:
         if step != STEP or mode != "auto":
             raise UserError("--cpu trains with the packed forward step alone; leave --step and --mode out.")
-        cpu_stand_ins.install()
+        stand_ins.install()
     config = configuration(run, overrides)
     violated = broken_rules(config, step)
     if violated or check:
@@ -127,7 +127,8 @@ def _named(step: str) -> Any:
 
 
 def _on_the_cpu(config: Any) -> None:
-    from energon_packing.bridge import training_run
+    from energon_packing.bridge.step import forward_step
+    from energon_packing.bridge_cpu import training_run
 
     first = os.environ.get("RANK", "0") == "0"
 
@@ -136,7 +137,7 @@ def _on_the_cpu(config: Any) -> None:
             click.echo(f"step {report.step}: loss {report.loss:.4f}")
 
     with training_run.process_groups():
-        result = training_run.run(config, forward_step="packed", on_step=told)
+        result = training_run.run(config, forward_step=forward_step, on_step=told)
     if first:
         click.echo(f"trained {len(result.steps)} steps on {_world_size()} ranks")
 

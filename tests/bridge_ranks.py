@@ -89,7 +89,7 @@ def record_packs(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
 
 def record_attention(seen: list[list[int]]) -> None:
     """Notes the boundaries that causal attention of this rank's first layer gets."""
-    from energon_packing.bridge import cpu_attention
+    from energon_packing.bridge_cpu import attention as cpu_attention
 
     original = cpu_attention.SegmentAttention.forward
     first: list[Any] = []
@@ -166,7 +166,9 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     """One rank of one run; fills ``report``."""
     from transformers import AutoTokenizer
 
-    from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator, tiny_models, training_run
+    from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator
+    from energon_packing.bridge.step import forward_step
+    from energon_packing.bridge_cpu import tiny_models, training_run
     from energon_packing.demo import processor_path
 
     family = run["family"]
@@ -236,7 +238,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert pack_iterator  # the recorders changed it
-    training_run.run(config, forward_step="packed", on_step=after)
+    training_run.run(config, forward_step=forward_step, on_step=after)
 
 
 def write(folder: Path, run: dict[str, Any], rank: int, report: dict[str, Any]) -> None:
@@ -250,7 +252,7 @@ def be_rank(run: dict[str, Any], folder: Path, data: str, rank: int, port: int) 
         import torch
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-        from energon_packing.bridge import training_run
+        from energon_packing.bridge_cpu import training_run
 
         torch.set_num_threads(1)
         if run["save"]:  # the writers' queue is made once a process, and a fork is quicker than a new interpreter
@@ -298,10 +300,10 @@ def end_with(parent: int) -> None:
 
 def main(file: str, folder: str) -> None:
     """Imports what the ranks need, then runs them."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    cpu_stand_ins.install()
+    stand_ins.install()
     import megatron.bridge.training.gpt_step  # noqa: F401
     import transformers  # noqa: F401
 

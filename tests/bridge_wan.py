@@ -14,11 +14,11 @@ def bridge_wan():
     pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     yield importlib.import_module("megatron.bridge.diffusion.data.wan.wan_taskencoder")
-    cpu_stand_ins.uninstall()
+    stand_ins.uninstall()
 
 
 def bridge_batch(wan, samples, cp_size):

@@ -266,14 +266,14 @@ def run_rank(world: int, rank: int, cases: list[dict[str, Any]], folder: Path) -
     code = 1
     try:
         torch.set_num_threads(1)
-        from energon_packing.bridge import cpu_stand_ins
+        from energon_packing.bridge_cpu import stand_ins
 
-        cpu_stand_ins.install()
+        stand_ins.install()
         store = torch.distributed.FileStore(str(folder / "store"), world)
         torch.distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
         )
-        with cpu_stand_ins.quiet():
+        with stand_ins.quiet():
             results = [run_case(case) for case in cases]
         if rank == 0:
             torch.save(results, folder / "results.pt")
@@ -342,10 +342,10 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
 
 def main(name: str, *worlds: str) -> None:
     """Imports what the ranks need, then forks them."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
-    cpu_stand_ins.uninstall()
+    stand_ins.install()
+    stand_ins.uninstall()
     for world in worlds:
         folder = Path(name) / world
         fork_ranks(int(world), json.loads((folder / "cases.json").read_text()), folder)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge: the data set configuration, the rules, and what makes Bridge run on a CPU.
+"""Megatron-Bridge: the data set configuration, the rules, the forward step and the recipe.
 
 ``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge; the rules do not.
 """

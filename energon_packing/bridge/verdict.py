@@ -3,7 +3,7 @@
 Bridge escapes some of its rules for a ``DatasetProvider``, which our data set is. The equivalent therefore takes
 Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` that carries the offline-packing fields, which
 Bridge reads by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing
-is built and no process group is opened. Without CUDA or Transformer Engine, `cpu_stand_ins` is installed first.
+is built and no process group is opened. Without CUDA or Transformer Engine, `stand_ins` is installed first.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    if cpu_stand_ins.needed():
+    if stand_ins.needed():
         for name in ("moe_permute_fusion", "moe_router_fusion"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
@@ -94,9 +94,9 @@ def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
 
 def prepare_bridge() -> None:
     """Makes Bridge importable on this machine: a no-op with CUDA and Transformer Engine."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
 
 
 def equivalent_container(view: RunView) -> Any:

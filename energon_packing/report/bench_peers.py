@@ -81,13 +81,13 @@ def bridge_packer(name: str) -> Packer:
         found: Packer = getattr(import_module(module), name)
     except ImportError:
         # Its package imports Transformer Engine; on a machine without, the stand-ins let the import pass.
-        from energon_packing.bridge import cpu_stand_ins
+        from energon_packing.bridge_cpu import stand_ins
 
-        cpu_stand_ins.install()
+        stand_ins.install()
         try:
             found = getattr(import_module(module), name)
         finally:
-            cpu_stand_ins.uninstall()
+            stand_ins.uninstall()
     return found
 
 

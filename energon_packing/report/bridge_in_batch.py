@@ -114,9 +114,9 @@ def build_bridge_loader(
         processor: directory of a Hugging Face processor.
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
     """
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()  # Bridge imports Transformer Engine; nothing that is replaced is called by a loader
+    stand_ins.install()  # Bridge imports Transformer Engine; nothing that is replaced is called by a loader
     from megatron.bridge.data.energon.base_energon_datamodule import EnergonMultiModalDataModule
     from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder
     from transformers import AutoProcessor

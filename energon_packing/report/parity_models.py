@@ -15,8 +15,8 @@ _TINY = {"qwen2_vl": "qwen2_5_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen
 
 
 def special_tokens(encoder: ConversationEncoder) -> Any:
-    """`energon_packing.bridge.tiny_models.SpecialTokens` of the encoder's tokenizer; None for text."""
-    from energon_packing.bridge.tiny_models import SpecialTokens
+    """`energon_packing.bridge_cpu.tiny_models.SpecialTokens` of the encoder's tokenizer; None for text."""
+    from energon_packing.bridge_cpu.tiny_models import SpecialTokens
 
     if not encoder.family.placeholder_ids:
         return None
@@ -106,7 +106,7 @@ def _load(model: str) -> Any:
 
 
 def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
-    from energon_packing.bridge.tiny_models import hugging_face_config
+    from energon_packing.bridge_cpu.tiny_models import hugging_face_config
 
     longest = max(seq_length, 64)
     family = tiny_family(encoder)

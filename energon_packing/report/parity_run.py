@@ -107,7 +107,7 @@ def on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
     """The same packs on a tiny Bridge model, which makes three-axis positions itself."""
     import torch
 
-    from energon_packing.bridge import cpu_stand_ins, parity, tiny_models, training_run
+    from energon_packing.bridge_cpu import parity, stand_ins, tiny_models, training_run
     from energon_packing.report.parity_models import special_tokens, tiny_family
     from energon_packing.thd import unpack
 
@@ -115,7 +115,7 @@ def on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
     if family is None:
         return []
     found = []
-    with contextlib.redirect_stdout(io.StringIO()), cpu_stand_ins.quiet(), training_run.process_groups():
+    with contextlib.redirect_stdout(io.StringIO()), stand_ins.quiet(), training_run.process_groups():
         model = training_run.build_model(
             tiny_models.provider(
                 family,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from energon_packing.bridge import cpu_stand_ins
+from energon_packing.bridge_cpu import stand_ins
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.report.parity_models import special_tokens
@@ -150,16 +150,16 @@ def measure(job: TrainJob) -> dict[str, Any]:
         ``seconds`` and ``cpu_seconds`` of each measured pass, ``losses`` of all passes, ``peak_bytes`` that training
         took beyond what the process held before the model was built, and counts of the micro-batches.
     """
-    stand_ins = cpu_stand_ins.needed()
-    cpu_stand_ins.install()
-    from energon_packing.bridge import tiny_models, training_run
+    on_cpu = stand_ins.needed()
+    stand_ins.install()
+    from energon_packing.bridge_cpu import tiny_models, training_run
 
     made = micro_batches(job)
     rows = [int(batch["tokens"].numel()) for batch in made.batches]
     clocks: list[tuple[float, float]] = []
 
     def stop(_report: Any) -> None:
-        if not stand_ins:
+        if not on_cpu:
             torch.cuda.synchronize()
         clocks.append((time.perf_counter(), time.process_time()))
 
@@ -174,16 +174,16 @@ def measure(job: TrainJob) -> dict[str, Any]:
         data = _data_set(made.batches, job.rows, job.seq_length)
         config = training_run.make_config(model, data, steps=job.passes + 1, global_batch_size=size * len(made.batches))
         config.train.micro_batch_size = size
-        before = _reset_peak(on_gpu=not stand_ins)
+        before = _reset_peak(on_gpu=not on_cpu)
         result = training_run.run(config, forward_step="vlm", on_step=stop)
-        peak = _peak(on_gpu=not stand_ins) - before
+        peak = _peak(on_gpu=not on_cpu) - before
     passes = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(clocks)]
     return {
         "seconds": [seconds for seconds, _ in passes],
         "cpu_seconds": [seconds for _, seconds in passes],
         "losses": result.losses,
         "peak_bytes": peak,
-        "device": "cpu" if stand_ins else torch.cuda.get_device_name(),
+        "device": "cpu" if on_cpu else torch.cuda.get_device_name(),
         "samples": made.samples,
         "dropped": made.dropped,
         "tokens": made.tokens,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from energon_packing.bridge.training_run import make_config
+from energon_packing.bridge_cpu.training_run import make_config
 
 VOCABULARY = 4224
 LENGTH = 1024
@@ -15,7 +15,8 @@ LENGTH = 1024
 
 def text() -> Any:
     """A tiny language model on the demo's text processor; name the data with ``--data``."""
-    from energon_packing.bridge import PackedEnergonDatasetConfig, tiny_models
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+    from energon_packing.bridge_cpu import tiny_models
     from energon_packing.demo import processor_path
 
     model = tiny_models.provider("text", vocab_size=VOCABULARY, seq_length=LENGTH)

@@ -158,12 +158,12 @@ def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monke
 
 def test_bridge_is_compared_where_it_is_installed(run):
     pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
     try:
         code, outcome = run("text")
     finally:
-        cpu_stand_ins.uninstall()
+        stand_ins.uninstall()
     assert code == 0, outcome["failures"]
     (entry,) = outcome["bridge"]
     assert entry["segments"] == len(outcome["segments"])
@@ -174,7 +174,7 @@ def test_bridge_is_compared_where_it_is_installed(run):
 def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data):
     import transformers
 
-    from energon_packing.bridge.tiny_models import hugging_face_config
+    from energon_packing.bridge_cpu.tiny_models import hugging_face_config
 
     def save(name, vocab_size):
         torch.manual_seed(0)

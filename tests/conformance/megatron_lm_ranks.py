@@ -5,7 +5,7 @@ folder holds ``cases.json``. A rank executes the script of its case as ``__main_
 leaves what it saw: losses and gradient norms of the steps, and the batches that its forward steps got.
 
 What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the rest is in
-`energon_packing.bridge.cpu_stand_ins`.
+`energon_packing.bridge_cpu.stand_ins`.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class Case:
 
 def prepare() -> None:
     """Imports Megatron-LM and replaces what it asks of a GPU when it starts."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
-    with cpu_stand_ins.quiet():
+    stand_ins.install()
+    with stand_ins.quiet():
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
         import megatron.training.training as training
@@ -106,8 +106,8 @@ def prepare() -> None:
         from megatron.training import get_args
 
         import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
-        from energon_packing.bridge.cpu_attention import SegmentAttention
-        from energon_packing.bridge.cpu_context_parallel import PartitionedIndices
+        from energon_packing.bridge_cpu.attention import SegmentAttention
+        from energon_packing.bridge_cpu.context_parallel import PartitionedIndices
 
     start = initialize._initialize_distributed
 

@@ -26,7 +26,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_stand_ins, tiny_models, training_run
+from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "bridge.md").read_text()
@@ -55,10 +55,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def in_folder(folder, monkeypatch):
-    cpu_stand_ins.install()
+    stand_ins.install()
     monkeypatch.chdir(folder)
     yield
-    cpu_stand_ins.uninstall()
+    stand_ins.uninstall()
 
 
 def test_the_page_has_five_steps_and_each_is_a_command():
@@ -116,7 +116,7 @@ def test_the_last_step_validates_on_eight_ranks_and_trains(folder, tiny_hub, mon
         seen["iterations"], seen["cfg"] = cfg.train.train_iters, cfg
         with training_run.process_groups():
             run = training_run.make_config(tiny_hub(cfg.model.seq_length), cfg.dataset, steps=1)
-            seen["losses"] = training_run.run(run, forward_step="packed").losses
+            seen["losses"] = training_run.run(run, forward_step=forward_step).losses
 
     module = ModuleType("megatron.bridge.training.pretrain")
     module.pretrain = pretrain

@@ -18,10 +18,11 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_attention, cpu_stand_ins, training_run
+from energon_packing.bridge_cpu import attention as cpu_attention
+from energon_packing.bridge_cpu import stand_ins, training_run
 from energon_packing.errors import UserError
 
-if not cpu_stand_ins.needed():
+if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
 
 
@@ -32,44 +33,44 @@ def object_at(target: str):
 
 @pytest.fixture
 def installed():
-    cpu_stand_ins.install()
+    stand_ins.install()
     yield
-    cpu_stand_ins.uninstall()
+    stand_ins.uninstall()
 
 
 def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back():
-    cpu_stand_ins.install()
-    cpu_stand_ins.uninstall()
-    before = {entry.target: object_at(entry.target) for entry in cpu_stand_ins.REPLACED}
-    said = cpu_stand_ins.install()
-    assert f"{len(cpu_stand_ins.REPLACED)} names are replaced" in said
+    stand_ins.install()
+    stand_ins.uninstall()
+    before = {entry.target: object_at(entry.target) for entry in stand_ins.REPLACED}
+    said = stand_ins.install()
+    assert f"{len(stand_ins.REPLACED)} names are replaced" in said
     unchanged = [target for target, original in before.items() if object_at(target) is original]
     assert unchanged == []
-    assert "already" in cpu_stand_ins.install()
-    cpu_stand_ins.uninstall()
+    assert "already" in stand_ins.install()
+    stand_ins.uninstall()
     assert {target: object_at(target) for target in before} == before
 
 
 def test_every_replacement_says_why_and_no_name_is_listed_twice():
-    targets = [entry.target for entry in cpu_stand_ins.REPLACED]
+    targets = [entry.target for entry in stand_ins.REPLACED]
     assert len(targets) == len(set(targets))
-    assert all(len(entry.reason) > 10 for entry in cpu_stand_ins.REPLACED)
+    assert all(len(entry.reason) > 10 for entry in stand_ins.REPLACED)
 
 
 def test_the_documentation_lists_every_replaced_name_with_its_reason():
     page = Path(__file__).parents[2] / "docs" / "bridge_cpu.md"
-    rows = {entry.target: f"| `{entry.target}` | {entry.reason} |" for entry in cpu_stand_ins.REPLACED}
+    rows = {entry.target: f"| `{entry.target}` | {entry.reason} |" for entry in stand_ins.REPLACED}
     text = page.read_text()
     assert [target for target, row in rows.items() if row not in text] == []
     assert text.count("| `torch") + text.count("| `megatron") == len(rows)
 
 
 def test_where_a_gpu_and_transformer_engine_are_present_nothing_is_replaced(monkeypatch):
-    cpu_stand_ins.uninstall()
-    monkeypatch.setattr(cpu_stand_ins.mcore_te, "HAVE_TE", True)
+    stand_ins.uninstall()
+    monkeypatch.setattr(stand_ins.mcore_te, "HAVE_TE", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.Tensor.cuda
-    assert "nothing is replaced" in cpu_stand_ins.install()
+    assert "nothing is replaced" in stand_ins.install()
     assert torch.Tensor.cuda is before
 
 
@@ -183,7 +184,7 @@ def test_a_bridge_model_on_stand_ins_gives_the_logits_of_hugging_face_with_the_s
     import transformers
     from megatron.bridge import AutoBridge
 
-    from energon_packing.bridge import parity, tiny_models
+    from energon_packing.bridge_cpu import parity, tiny_models
 
     provider = tiny_provider(family, seq_length=512)
     kinds = {

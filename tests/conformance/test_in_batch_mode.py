@@ -23,7 +23,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge import cpu_attention, tiny_models, training_run
+from energon_packing.bridge_cpu import attention as cpu_attention
+from energon_packing.bridge_cpu import tiny_models, training_run
 from energon_packing.cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("stand_ins")

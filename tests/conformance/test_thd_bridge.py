@@ -1,6 +1,6 @@
 """Packed rows against code that we did not write: Megatron-Bridge's own steps, and Megatron-Core's slicing.
 
-Where there is no GPU, Bridge is imported and run through `energon_packing.bridge.cpu_stand_ins`. Of these stand-ins the
+Where there is no GPU, Bridge is imported and run through `energon_packing.bridge_cpu.stand_ins`. Of these stand-ins the
 tests reach one, which leaves a step's batch on the host.
 """
 
@@ -31,9 +31,9 @@ def bridge():
     """Bridge's modules under test."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     try:
         yield SimpleNamespace(
             packed=importlib.import_module("megatron.bridge.training.utils.packed_seq_utils"),
@@ -44,7 +44,7 @@ def bridge():
             qwen3_vl=importlib.import_module("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"),
         )
     finally:
-        cpu_stand_ins.uninstall()
+        stand_ins.uninstall()
 
 
 def make_row(length: int, seed: int = 0, axes: int = 1):

@@ -61,9 +61,9 @@ def packer(request):
     """The packer of the installed version, then that of the checkout."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     try:
         if request.param == "installed":
             numbers = importlib.metadata.version("megatron-bridge").split(".")
@@ -77,7 +77,7 @@ def packer(request):
             spec.loader.exec_module(module)
         yield Packer(version=(int(numbers[0]), int(numbers[1])), module=module)
     finally:
-        cpu_stand_ins.uninstall()
+        stand_ins.uninstall()
 
 
 def make_row(length: int, seed: int):

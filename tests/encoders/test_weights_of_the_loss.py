@@ -27,13 +27,13 @@ def bridge_loss():
     """Bridge's loss function; the installed packages stand on kernels that a machine without an accelerator lacks."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge.training.losses import masked_next_token_loss
 
     yield masked_next_token_loss
-    cpu_stand_ins.uninstall()
+    stand_ins.uninstall()
 
 
 def encoder(weighting: str, **settings) -> ConversationEncoder:

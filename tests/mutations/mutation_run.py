@@ -93,10 +93,10 @@ def import_once() -> bool:
     has_bridge = True
     try:
         # The one import that knows how Bridge is imported on a machine without Transformer Engine.
-        from energon_packing.bridge import cpu_stand_ins
+        from energon_packing.bridge_cpu import stand_ins
 
-        cpu_stand_ins.install()
-        cpu_stand_ins.uninstall()
+        stand_ins.install()
+        stand_ins.uninstall()
     except Exception as error:
         if not isinstance(error, ImportError) and type(error).__name__ != "UserError":
             raise

@@ -22,7 +22,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What ``bench.py train`` prints; the measured processes run in this one, which has imported Bridge already."""
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
     elsewhere = subprocess.run
 
@@ -44,7 +44,7 @@ def printed(tmp_path_factory):
         work = tmp_path_factory.mktemp("train")
         options = ["--conversations", "10", "--passes", "1", "--micro-batch", "2", "--work", str(work)]
         code = bench_train.main(options)
-    cpu_stand_ins.uninstall()
+    stand_ins.uninstall()
     return code, [json.loads(line) for line in lines if str(line).startswith("{")]
 
 

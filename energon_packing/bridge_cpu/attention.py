@@ -1,6 +1,6 @@
 """Attention on a CPU: what stands in for Transformer Engine's, one segment at a time.
 
-Exact (fp32, no approximation) and slow. `cpu_stand_ins` puts it into Bridge's models; it needs Megatron-Core alone.
+Exact (fp32, no approximation) and slow. `stand_ins` puts it into Bridge's models; it needs Megatron-Core alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
-from energon_packing.bridge.cpu_context_parallel import attend_over_ranks
+from energon_packing.bridge_cpu.context_parallel import attend_over_ranks
 from energon_packing.errors import UserError
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from energon_packing.bridge import cpu_stand_ins
-from energon_packing.bridge.cpu_attention import ignore_boundaries
+from energon_packing.bridge_cpu import stand_ins
+from energon_packing.bridge_cpu.attention import ignore_boundaries
 
 LOGIT_LIMIT = 1e-5
 """Largest difference of a logit, fp32."""
@@ -106,7 +106,7 @@ def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         mappings with ``[1, L]`` tensors (``position_ids`` ``[1, L]`` or ``[3, 1, L]``) and no boundaries.
     """
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
     batches = []
@@ -168,7 +168,7 @@ def forward(model: torch.nn.Module, batch: Mapping[str, Any], *, with_labels: bo
     Returns:
         token losses ``[1, T]`` with labels, else logits ``[1, T, vocabulary]``.
     """
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge.training import vlm_step
     from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from energon_packing.bridge.cpu_context_parallel import PartitionedIndices
-from energon_packing.bridge.te_placeholders import import_bridge
+from energon_packing.bridge_cpu.context_parallel import PartitionedIndices
+from energon_packing.bridge_cpu.placeholders import import_bridge
 from energon_packing.errors import UserError
 
 
@@ -46,8 +46,8 @@ try:
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from energon_packing.bridge.cpu_attention import SegmentAttention
-        from energon_packing.bridge.cpu_modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
+        from energon_packing.bridge_cpu.attention import SegmentAttention
+        from energon_packing.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
     raise UserError(
         f"Megatron-Core cannot be imported ({error}); install the extra with `pip install 'energon-packing[bridge]'`."

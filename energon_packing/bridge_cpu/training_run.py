@@ -3,12 +3,13 @@
 The order of calls is that of ``megatron.bridge.training.pretrain.pretrain``, which itself cannot be imported without
 NVIDIA's resiliency extension: ``runtime_config_update`` (which calls ``ConfigContainer.validate``),
 ``get_dataset_provider``, ``setup``, ``train``, ``evaluate``. All of these are Bridge's, unmodified; what they reach
-below is listed in `energon_packing.bridge.cpu_stand_ins.REPLACED`.
+below is listed in `energon_packing.bridge_cpu.stand_ins.REPLACED`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -20,11 +21,11 @@ from typing import Any, Literal
 
 import torch
 
-from energon_packing.bridge import cpu_stand_ins
+from energon_packing.bridge_cpu import stand_ins
 from energon_packing.errors import ConfigError, UserError
 
-StepName = Literal["vlm", "gpt", "packed"]
-"""``packed`` is `energon_packing.bridge.step`, the others are Bridge's."""
+ForwardStep = Literal["vlm", "gpt"] | Callable[..., Any]
+"""Bridge's own step by its name, or any other, such as `energon_packing.bridge.step.forward_step`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def process_groups() -> Iterator[None]:
     Raises:
         UserError: where a process group exists already.
     """
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge.training.initialize import destroy_global_state
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
@@ -88,6 +89,9 @@ def process_groups() -> Iterator[None]:
     finally:
         destroy_global_state()
         torch.distributed.destroy_process_group()
+        # Megatron makes some twenty gloo groups, each with three threads that wake a hundred times a second for as long
+        # as an object refers to the group; models refer to theirs in cycles.
+        gc.collect()
 
 
 def build_model(provider: Any, *, seed: int = 1234) -> Any:
@@ -95,7 +99,7 @@ def build_model(provider: Any, *, seed: int = 1234) -> Any:
 
     Sets up Megatron's model-parallel groups by the provider's sizes where there are none yet.
     """
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -124,7 +128,7 @@ def make_config(
     """A `ConfigContainer` for a short fp32 run with Adam and a constant learning rate.
 
     Args:
-        model: a Bridge model provider (`energon_packing.bridge.tiny_models`).
+        model: a Bridge model provider (`energon_packing.bridge_cpu.tiny_models`).
         dataset: a Bridge ``DatasetProvider`` whose rows are packs.
         steps: optimiser steps.
         global_batch_size: rows of a step over all data-parallel ranks; a micro-batch is always one row.
@@ -138,7 +142,7 @@ def make_config(
     for name, value in (("steps", steps), ("global_batch_size", global_batch_size)):
         if value < 1:
             raise ConfigError(f"{name} is {value}, but must be at least 1.")
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
 
@@ -180,7 +184,7 @@ def make_config(
 def run(
     config: Any,
     *,
-    forward_step: StepName,
+    forward_step: ForwardStep,
     on_step: Callable[[StepReport], None] | None = None,
     quiet: bool = True,
 ) -> RunResult:
@@ -190,17 +194,17 @@ def run(
 
     Args:
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
-        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``, ``"packed"`` for
-            ours, which calls one of the two.
+        forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``, or a function
+            such as `energon_packing.bridge.step.forward_step`, which calls one of the two.
         on_step: called after each step.
         quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
 
     Raises:
         ConfigError: for an unknown forward step.
     """
-    if forward_step not in ("vlm", "gpt", "packed"):
-        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or "packed".')
-    cpu_stand_ins.install()
+    if forward_step not in ("vlm", "gpt") and not callable(forward_step):
+        raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or a function.')
+    stand_ins.install()
     if not quiet:
         return _run(config, forward_step, on_step)
     terminal = sys.stdout
@@ -228,7 +232,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], None] | None) -> RunResult:
+def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport], None] | None) -> RunResult:
     from megatron.bridge.data.utils import get_dataset_provider
     from megatron.bridge.training import gpt_step, vlm_step
     from megatron.bridge.training.callbacks import CallbackManager
@@ -239,13 +243,8 @@ def _run(config: Any, forward_step: StepName, on_step: Callable[[StepReport], No
     from megatron.bridge.training.train import train
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    from energon_packing.bridge import step as packed_step
-
-    step_function = {
-        "vlm": vlm_step.forward_step,
-        "gpt": gpt_step.forward_step,
-        "packed": packed_step.forward_step,
-    }[forward_step]
+    bridges_own = {"vlm": vlm_step.forward_step, "gpt": gpt_step.forward_step}
+    step_function = bridges_own[forward_step] if isinstance(forward_step, str) else forward_step
     runtime_config_update(config)
     state = GlobalState()
     state.cfg = config

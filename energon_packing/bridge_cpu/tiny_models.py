@@ -165,15 +165,15 @@ def provider(
 ) -> Any:
     """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
     # Here and not above: `hugging_face_config` serves machines without Megatron-Core too.
-    from energon_packing.bridge import cpu_stand_ins
+    from energon_packing.bridge_cpu import stand_ins
 
-    cpu_stand_ins.install()
+    stand_ins.install()
     from megatron.bridge import AutoBridge
 
     config = hugging_face_config(
         family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers
     )
-    with cpu_stand_ins.quiet():
+    with stand_ins.quiet():
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     fields: dict[str, Any] = {
         "seq_length": seq_length,

@@ -265,7 +265,7 @@ class PackingConfig:
         if self.max_cost_per_pack is not None and not math.isfinite(self.max_cost_per_pack):
             raise ConfigError(f"packing.max_cost_per_pack is {self.max_cost_per_pack}; None sets no limit.")
         if self.policy != "window":  # the registry needs numpy
-            from energon_packing.packing.per_window import check_online_policy
+            from energon_packing.packing.online import check_online_policy
 
             check_online_policy(self.policy)
         if not 0.0 <= self.drop_budget <= 1.0:

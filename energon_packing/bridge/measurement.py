@@ -42,7 +42,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
 
     from energon_packing.energon.loader import build_dataset
     from energon_packing.energon.task_encoder import PackingTaskEncoder
-    from energon_packing.packing.policy import pack_lengths
+    from energon_packing.packing.whole_list import pack_lengths
 
     class Measuring(PackingTaskEncoder):
         """Hands measured samples out instead of packing them."""

@@ -115,7 +115,7 @@ class TextToVideoPackingConfig:
             if value is not None and not 1 <= value < math.inf:
                 raise ConfigError(f"packing.{name} is {value}; it must be at least 1.")
         if self.policy != "window":  # the registry needs numpy
-            from energon_packing.packing.per_window import check_online_policy
+            from energon_packing.packing.online import check_online_policy
 
             check_online_policy(self.policy)
         if not 0.0 <= self.drop_budget <= 1.0:

@@ -45,7 +45,7 @@ from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits, Size
-from energon_packing.packing.policy import pack_lengths
+from energon_packing.packing.whole_list import pack_lengths
 from energon_packing.thd.visible_padding import visible_order
 
 

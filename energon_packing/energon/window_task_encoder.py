@@ -24,8 +24,8 @@ from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.clip_limits import ClipLimits
+from energon_packing.packing.online import next_pack
 from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.packing.per_window import next_pack
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):

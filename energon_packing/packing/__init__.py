@@ -1,7 +1,7 @@
 """Choosing which samples share a pack: pure functions over lengths, numpy in and out.
 
-1. `pack_lengths` packs a whole list by a policy named in `policies`; one policy a file. `pack_lengths_flat` does so for
-   millions of samples.
+1. `pack_lengths` packs a whole list by one of `policy_names`; `pack_lengths_flat` does so for millions of samples. Each
+   policy is a file in ``policies/``.
 2. `select_from_window`, `drain_window` and `WindowPacker` make the next pack of a stream; `pack_stream` runs one.
 3. `pack_sequences` and `concatenate_and_pack` work on lists of tokens and return torch tensors.
 4. `balance` orders finished packs by cost, so that data-parallel ranks wait less for each other.
@@ -21,18 +21,12 @@ if TYPE_CHECKING:
     from energon_packing.packing.constraints import Constraints
     from energon_packing.packing.pack_groups import PackGroups
     from energon_packing.packing.partition import check_groups, check_partition
-    from energon_packing.packing.policy import (
-        Policy,
-        get_policy,
-        pack_lengths,
-        pack_lengths_flat,
-        policies,
-        register_policy,
-    )
+    from energon_packing.packing.policies.registry import Policy, get_policy, policy_names, register_policy
+    from energon_packing.packing.policies.window import WindowPacker, drain_window, select_from_window
     from energon_packing.packing.statistics import PackStatistics
     from energon_packing.packing.stream import pack_stream
     from energon_packing.packing.tokens import Boundaries, PackedRows, concatenate_and_pack, pack_sequences
-    from energon_packing.packing.window import WindowPacker, drain_window, select_from_window
+    from energon_packing.packing.whole_list import pack_lengths, pack_lengths_flat
 
 _HOME = {
     "Boundaries": "tokens",
@@ -40,22 +34,22 @@ _HOME = {
     "PackGroups": "pack_groups",
     "PackStatistics": "statistics",
     "PackedRows": "tokens",
-    "Policy": "policy",
-    "WindowPacker": "window",
+    "Policy": "policies.registry",
+    "WindowPacker": "policies.window",
     "check_groups": "partition",
     "check_partition": "partition",
     "concatenate_and_pack": "tokens",
-    "drain_window": "window",
-    "get_policy": "policy",
+    "drain_window": "policies.window",
+    "get_policy": "policies.registry",
     "lower_bound": "bound",
     "pack_cost": "balance",
-    "pack_lengths": "policy",
-    "pack_lengths_flat": "policy",
+    "pack_lengths": "whole_list",
+    "pack_lengths_flat": "whole_list",
     "pack_sequences": "tokens",
     "pack_stream": "stream",
-    "policies": "policy",
-    "register_policy": "policy",
-    "select_from_window": "window",
+    "policy_names": "policies.registry",
+    "register_policy": "policies.registry",
+    "select_from_window": "policies.window",
     "serpentine_order": "balance",
     "simulate_steps": "balance",
 }
@@ -79,7 +73,7 @@ __all__ = [
     "pack_lengths_flat",
     "pack_sequences",
     "pack_stream",
-    "policies",
+    "policy_names",
     "register_policy",
     "select_from_window",
     "serpentine_order",

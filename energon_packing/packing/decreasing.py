@@ -2,15 +2,13 @@
 
 Longest first, each sample goes to the pack with the least room that still holds it. Lengths are small integers, so
 nothing is compared sample by sample: samples of one length are placed together, packs are kept in one class for each
-number of free tokens, and a byte map finds the next class that fits. `energon_packing.packing.compiled` does the same
-with numba.
+number of free tokens, and a byte map finds the next class that fits.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from energon_packing.packing import compiled
 from energon_packing.packing.pack_groups import PackGroups, stable_order
 
 
@@ -23,8 +21,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
     """
     if not lengths.size:
         return PackGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    if compiled.wanted(lengths.size, capacity):
-        return PackGroups(*compiled.best_fit_groups(lengths, capacity))
     return PackGroups.of(_bins(lengths, capacity))
 
 

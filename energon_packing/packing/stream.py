@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.packing.window import Number, WindowPacker
+from energon_packing.packing.policies.window import Number, WindowPacker
 
 
 def pack_stream[Sample](

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.packing.policy import Oversize, pack_lengths
+from energon_packing.packing.whole_list import Oversize, pack_lengths
 
 if TYPE_CHECKING:
     import torch

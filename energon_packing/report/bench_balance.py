@@ -12,7 +12,7 @@ from typing import Any
 
 from energon_packing.errors import UserError
 from energon_packing.packing.balance import Order, pack_cost, simulate_steps
-from energon_packing.packing.policy import pack_lengths
+from energon_packing.packing.whole_list import pack_lengths
 from energon_packing.report.length_lists import load_lists
 
 RANKS = (2, 8, 64)

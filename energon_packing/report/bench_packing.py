@@ -20,8 +20,9 @@ import numpy as np
 from energon_packing.errors import UserError
 from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.policy import pack_lengths, policies
+from energon_packing.packing.policies.registry import policy_names
 from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.whole_list import pack_lengths
 from energon_packing.report import bench_peers
 from energon_packing.report.length_lists import LengthList, load_lists
 
@@ -75,7 +76,7 @@ def run(
         given = found.aligned(multiple).fitting(samples, image_limit)
         constraints = {} if image_limit is None else {"images": (given.images, image_limit)}
         bound = lower_bound(given.lengths, given.capacity, Constraints.from_pairs(constraints, given.lengths.size))
-        for policy in chosen or policies():
+        for policy in chosen or policy_names():
             for window in windows if policy == "window" else (INTERNVL_BUFFERS if policy == "internvl" else 1,):
 
                 def pack(policy: str = policy, window: int = window) -> list[np.ndarray]:

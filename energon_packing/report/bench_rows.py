@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from energon_packing import thd
-from energon_packing.packing.policy import pack_lengths
+from energon_packing.packing.whole_list import pack_lengths
 from energon_packing.report.length_lists import synthetic_list
 from energon_packing.report.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
 from energon_packing.thd.visible_padding import hides_padding, visible_order

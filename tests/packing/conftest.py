@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from energon_packing.packing import policy
+from energon_packing.packing.policies import registry as policies
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    monkeypatch.setattr(policy, "_registered", dict(policy._registered))
+    monkeypatch.setattr(policies, "_registered", dict(policies._registered))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from energon_packing.errors import UserError
-from energon_packing.packing import policies
+from energon_packing.packing import policy_names
 from energon_packing.report import bench_peers, bench_plots
 from energon_packing.report.bench_packing import main, run, run_two_limits, table
 from energon_packing.report.length_lists import SYNTHETIC, LengthList, synthetic_list
@@ -26,7 +26,7 @@ def lists(tmp_path: Path) -> Path:
 def test_each_policy_has_a_row_for_each_list_with_fill_and_time(lists: Path) -> None:
     rows = list(run(lists, windows=(16, 64), with_peers=False))
     assert {row["list"] for row in rows} == {"mine"}
-    assert {row["policy"] for row in rows} == set(policies())
+    assert {row["policy"] for row in rows} == set(policy_names())
     assert [row["window"] for row in rows if row["policy"] == "window"] == [16, 64]
     for row in rows:
         assert row["packs"] >= row["bound"]
@@ -72,7 +72,7 @@ def test_without_json_the_command_prints_the_table(lists: Path, capsys: pytest.C
     assert main(["--lists", str(lists), "--no-peers", "--window", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| packer | mine | us on mine |"
-    assert {line.split("`")[1] for line in lines[2:]} == set(policies())
+    assert {line.split("`")[1] for line in lines[2:]} == set(policy_names())
 
 
 def test_the_table_has_a_column_a_list_and_says_what_a_packer_could_not_do() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.packing import check_partition, lower_bound, pack_lengths, policies, register_policy
-from energon_packing.packing import policy as policy_module
+from energon_packing.packing import check_partition, lower_bound, pack_lengths, policy_names, register_policy
+from energon_packing.packing.policies import registry as policy_module
 
 
 def _lists(groups: list[np.ndarray]) -> list[list[int]]:
@@ -26,7 +26,7 @@ def test_a_user_can_register_a_policy_and_use_it_by_name(monkeypatch: pytest.Mon
     def one_each(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
         return [np.array([index]) for index in range(len(lengths))]
 
-    assert "one_each" in policies()
+    assert "one_each" in policy_names()
     assert _lists(pack_lengths([3, 3], 8, "one_each")) == [[0], [1]]
     with pytest.raises(ConfigError, match="'one_each' exists already"):
         register_policy("one_each", one_each)

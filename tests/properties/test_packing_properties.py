@@ -23,11 +23,11 @@ from energon_packing.packing import (
     lower_bound,
     pack_lengths,
     pack_stream,
-    policies,
+    policy_names,
     select_from_window,
 )
+from energon_packing.packing.online import next_pack
 from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.packing.per_window import next_pack
 from energon_packing.packing.subset_sum import fill_exactly, fill_two
 
 MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "200")), deadline=None)
@@ -73,7 +73,7 @@ def assert_packs_are_right(
 
 
 def test_every_built_in_policy_is_covered_here() -> None:
-    assert set(POLICIES) <= set(policies())
+    assert set(POLICIES) <= set(policy_names())
 
 
 @pytest.mark.parametrize("policy", POLICIES)

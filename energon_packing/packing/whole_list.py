@@ -1,11 +1,9 @@
-"""The registry of packing policies and `pack_lengths`, the one way in to all of them."""
+"""`pack_lengths`: a whole list of samples, packed by any policy and checked."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -13,74 +11,9 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.pack_groups import PackGroups
 from energon_packing.packing.partition import check_groups, flatten
+from energon_packing.packing.policies.registry import Policy, find_policy
 
 Oversize = Literal["raise", "drop", "truncate", "split"]
-
-
-class Policy(Protocol):
-    """Lengths in, index groups out: pure, deterministic for one seed, numpy only.
-
-    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each fits alone.
-    The groups, in the order of emission, must be a partition of ``range(N)`` within every limit; that is checked.
-    """
-
-    def __call__(
-        self, lengths: np.ndarray, capacity: int, constraints: Constraints, *, window: int, seed: int
-    ) -> Sequence[np.ndarray]: ...
-
-
-# Name -> module and function, so that asking for the names imports nothing.
-_BUILT_IN = {
-    "window": ("window", "pack_window"),
-    "best_fit": ("best_fit", "pack_best_fit"),
-    "first_fit": ("first_fit", "pack_first_fit"),
-    "next_fit": ("next_fit", "pack_next_fit"),
-    "balanced": ("balanced", "pack_balanced"),
-    "internvl": ("internvl", "pack_internvl"),
-}
-_registered: dict[str, Policy] = {}
-
-
-def policies() -> list[str]:
-    """The known names, built-in ones first."""
-    return [*_BUILT_IN, *_registered]
-
-
-def register_policy(name: str, policy: Policy | None = None) -> Any:
-    """Adds a policy under `name`; as a function or as a decorator.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    if policy is None:
-
-        def decorate(function: Policy) -> Policy:
-            register_policy(name, function)
-            return function
-
-        return decorate
-    if name in _BUILT_IN or name in _registered:
-        raise ConfigError(f"a packing policy named {name!r} exists already; choose another name")
-    _registered[name] = policy
-    return policy
-
-
-def get_policy(name: str) -> Policy:
-    """The policy under `name`.
-
-    Raises:
-        ConfigError: unknown; lists the known names and the nearest one.
-    """
-    if name in _registered:
-        return _registered[name]
-    if name in _BUILT_IN:
-        module, function = _BUILT_IN[name]
-        found: Policy = getattr(import_module(f"energon_packing.packing.{module}"), function)
-        return found
-    known = policies()
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"unknown packing policy {name!r}, known: {', '.join(known)}{hint}")
 
 
 def pack_lengths(
@@ -99,7 +32,7 @@ def pack_lengths(
         lengths: tokens of each sample, ``[N]`` positive integers, in stream order. With an alignment multiple, give
             aligned lengths (or alignment units, with the capacity in units).
         capacity: tokens of a pack, in the same unit.
-        policy: a name of `policies` or a `Policy`.
+        policy: a name of `policy_names` or a `Policy`.
         constraints: name -> (cost of each sample ``[N]``, limit of a pack), for example
             ``{"images": (images, 48), "segments": (np.ones(N), 64)}``; non-negative.
         window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; the other policies do not use it.
@@ -144,12 +77,19 @@ def pack_lengths_flat(
     if window < 1:
         raise ConfigError(f"window must hold at least 1 sample, not {window!r}")
     capacity = int(capacity)
-    run = get_policy(policy) if isinstance(policy, str) else policy
     tokens = _as_lengths(lengths)
     limits = Constraints.from_pairs(constraints, tokens.size)
     kept = _kept(tokens, capacity, limits, oversize)
     if kept is not None:
         tokens, limits = tokens[kept], limits.take(kept)
+    if isinstance(policy, str):
+        found = find_policy(policy)
+        if limits and found.under_limits is not None:
+            name, window = found.under_limits
+            found = find_policy(name)
+        run = found.whole_list
+    else:
+        run = policy
     groups = run(tokens, capacity, limits, window=window, seed=seed)
     check_groups(groups, tokens, capacity, limits)
     if not isinstance(groups, PackGroups):

@@ -15,8 +15,11 @@ import math
 import numpy as np
 
 from energon_packing.packing.balance import LINEAR
-from energon_packing.packing.best_fit import pack_best_fit
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.decreasing import best_fit_decreasing
+from energon_packing.packing.policies.best_fit import LIMITED_WINDOW
+from energon_packing.packing.policies.registry import PackingPolicy
+from energon_packing.packing.policies.window import pack_window
 
 # Without slack every pack is full in tokens and nothing can be evened out; 2 % costs 2 % of the fill.
 SLACK = 0.02
@@ -30,7 +33,11 @@ def pack_balanced(
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample."""
     if lengths.size == 0:
         return []
-    count = math.ceil(len(pack_best_fit(lengths, capacity, constraints, window=window, seed=seed)) * (1 + SLACK))
+    if constraints:  # as many packs as the policies that fill best would need
+        needed = len(pack_window(lengths, capacity, constraints, window=LIMITED_WINDOW, seed=seed))
+    else:
+        needed = len(best_fit_decreasing(lengths, capacity))
+    count = math.ceil(needed * (1 + SLACK))
     costs = np.stack([lengths.astype(np.float64), *(cost.astype(np.float64) for cost in constraints.costs.values())], 1)
     limits = np.array([capacity, *(constraints.limits[name] for name in constraints.costs)], dtype=np.float64)
     left = np.tile(limits, (count, 1))
@@ -67,3 +74,6 @@ def pack_balanced(
         heapq.heappush(cheapest, (spent[pack], pack))
     groups = [np.array(sorted(group), dtype=np.int64) for group in members if group]
     return sorted(groups, key=lambda group: int(group[0]))
+
+
+POLICY = PackingPolicy(whole_list=pack_balanced)

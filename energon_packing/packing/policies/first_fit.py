@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.policies.registry import PackingPolicy
 
 BLOCK = 256  # packs a block: the scan over block maxima and the scan inside a block cost about the same
 
@@ -44,3 +45,6 @@ def pack_first_fit(
         left[block, slot] -= cost
         most[block] = left[block].max(axis=0)
     return [np.array(group, dtype=np.int64) for group in members]
+
+
+POLICY = PackingPolicy(whole_list=pack_first_fit)

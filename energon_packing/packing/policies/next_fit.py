@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.policies.registry import PackingPolicy
 
 
 def pack_next_fit(
@@ -33,3 +34,6 @@ def pack_next_fit(
                 used[at] += column[index]
     ends = [*starts[1:], lengths.size]
     return [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+POLICY = PackingPolicy(whole_list=pack_next_fit)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.policies.registry import PackingPolicy
 
 
 @dataclass(slots=True)
@@ -73,3 +74,6 @@ def _first_fit(open_: list[_Open], needs: list[float], limits: list[float], imag
         ):
             return open_.pop(at)
     return _Open(images=0, used=[0] * len(limits))
+
+
+POLICY = PackingPolicy(whole_list=pack_internvl, streams=False)

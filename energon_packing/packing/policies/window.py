@@ -21,9 +21,8 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
 from energon_packing.packing.limited_fill import fill_limited
+from energon_packing.packing.policies.registry import Number, PackingPolicy
 from energon_packing.packing.subset_sum import fill_exactly
-
-Number = int | float
 
 
 def select_from_window(
@@ -202,3 +201,20 @@ class WindowPacker[Key]:
         self._lengths.clear()
         for column in self._costs.values():
             column.clear()
+
+
+def next_from_window(
+    lengths: Sequence[int],
+    capacity: int,
+    costs: Mapping[str, Sequence[Number]] | None,
+    limits: Mapping[str, Number] | None,
+    *,
+    ended: bool,
+) -> list[int]:
+    """`select_from_window` while the stream runs, and the first pack of `drain_window` once it has ended."""
+    if ended:  # draining what is left after it gives the other packs
+        return drain_window(lengths, capacity, costs, limits)[0]
+    return select_from_window(lengths, capacity, costs, limits)
+
+
+POLICY = PackingPolicy(whole_list=pack_window, next_pack=next_from_window)

@@ -28,6 +28,7 @@ from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.placeholders import Placeholders, check_reserved, own_template
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
+from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, expanded, split
 from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
@@ -254,8 +255,8 @@ class ConversationEncoder(SampleEncoder):
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
             ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets;
-            each of `token_fields` as int64 ``[L]``; ``padded_media`` where the family's images need
-            `energon_packing.encoders.joinable_rows` to share a pack.
+            each of `token_fields` as int64 ``[L]``; ``padded_media`` and ``shared_placeholder`` where the family's
+            images and videos need `energon_packing.encoders.joinable_rows` to share a pack.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -276,6 +277,8 @@ class ConversationEncoder(SampleEncoder):
         row |= {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
         if self.family.padded and measured.plans:
             row[PADDED_MEDIA] = self.family.padded
+        if self.family.shared_placeholder and measured.plans:
+            row[SHARED_PLACEHOLDER] = True
         return row | {
             "key": measured.key,
             "expected_length": measured.length,

@@ -77,6 +77,9 @@ class VisionFamily(ABC):
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
+    shared_placeholder: ClassVar[bool] = False
+    """Whether the model cannot tell placeholders of images and of videos apart, so that no row may hold both; see
+    `energon_packing.encoders.shared_placeholder`."""
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of what `token_values` gives: inputs of the model with one whole number per token, 0 on padding."""
     mrope: ClassVar[bool] = True

@@ -31,6 +31,7 @@ class Glm4v(Qwen25VL):
     processor_classes = ("Glm4vProcessor",)
     unread = ("video_min_frames",)
     token_fields = ("mm_token_type_ids",)
+    shared_placeholder = True
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -35,9 +35,26 @@ def _onevision() -> Any:
     return offline_processors.llava_onevision(28, 9, PINPOINTS, 4)
 
 
-MADE: dict[str, Callable[[], Any]] = {"internvl": _internvl, "llava_onevision": _onevision}
-"""Families without a shipped processor; tiles of 28 pixels, so that a tiny model sees many of them."""
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision", "text")
+SMALL_SIZES = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
+SMALL_CLIPS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}
+
+MADE: dict[str, Callable[[], Any]] = {
+    "qwen2_vl": lambda: offline_processors.qwen2_vl(images=SMALL_SIZES, videos=SMALL_SIZES),
+    "qwen3_5_vl": lambda: offline_processors.qwen3_5_vl(images=SMALL_SIZES, videos=SMALL_CLIPS),
+    "internvl": _internvl,
+    "qianfan_vl": lambda: offline_processors.qianfan(28, 4, max_patches=6),
+    "llava": lambda: offline_processors.llava(28),
+    "llava_next": lambda: offline_processors.llava_next(28, PINPOINTS),
+    "llava_onevision": _onevision,
+    "gemma3": lambda: offline_processors.gemma3(56, 4),
+    "pixtral": lambda: offline_processors.pixtral(128),
+    "ministral3": lambda: offline_processors.pixtral(224, 14, 2),
+    "glm4v": lambda: offline_processors.glm4v(SMALL_SIZES, SMALL_CLIPS),
+}
+"""Families without a shipped processor; small tiles and limits, so that a tiny model sees many of them in a row."""
+SETTINGS: dict[str, dict[str, Any]] = {"qwen3_5_vl": {"family": "qwen3_5_vl"}, "gemma3": {"pan_and_scan": True}}
+"""What the encoder of a family is told besides its processor."""
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", *MADE, "text")
 
 
 def run(
@@ -79,7 +96,9 @@ def run(
             MADE[family]().save_pretrained(place)
         config = RunConfig(
             data=DataConfig(path=str(work / "data"), shuffle_buffer=1, workers=0),
-            encoder=EncoderConfig(processor=str(place if family in MADE else processor_path(family))),
+            encoder=EncoderConfig(
+                processor=str(place if family in MADE else processor_path(family)), **SETTINGS.get(family, {})
+            ),
             packing=PackingConfig(seq_length=1024, window=16, drop_budget=1.0),
             parallel=ParallelConfig(context_parallel=cp_size),
         )

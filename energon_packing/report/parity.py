@@ -7,17 +7,20 @@ where both agree, and where changing one of its segments leaves all others as th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from energon_packing.errors import PackingError, UserError
+from energon_packing.report.ranked_attention import ranked_attention
+from energon_packing.report.span_kernels import kernel_arguments, linear_layers, span_kernels
+from energon_packing.report.written_masks import written_mask
 from energon_packing.thd import (
     IGNORE_INDEX,
     PackedBatch,
@@ -34,8 +37,6 @@ TOLERANCE = 1e-4
 """Largest difference: of a logit (absolute), of a loss and of a gradient (relative). fp32 stays far below."""
 LONGEST_MASK = 16_384
 """Tokens of a row that still gets a written-out mask, which grows with their square (1 GB of scores a head here)."""
-
-_RANKED = "energon_packing_ranks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +149,9 @@ class Subject:
 
     Attributes:
         model: a causal or image-text-to-text model of transformers, in evaluation mode.
-        media_types: placeholder token id -> 1 for images, 2 for videos (``mm_token_type_ids`` of transformers).
+        kinds: of a sample's ids ``[L]``, which of them stand for images (1), videos (2) or text (0).
+        kinds_field: the argument under which the model wants ``kinds`` (``mm_token_type_ids``, Gemma 3's
+            ``token_type_ids``); empty for a model that does not ask.
         plain_ids: token ids that stand for text and nothing else, int64, to draw replacements from.
         attention: how the packed side keeps segments apart: ``mask`` hands the model a written-out block-diagonal mask,
             ``positions`` lets transformers find the segments where positions start again (on a GPU with flash
@@ -156,7 +159,8 @@ class Subject:
     """
 
     model: Any
-    media_types: Mapping[int, int]
+    kinds: Callable[[np.ndarray], np.ndarray]
+    kinds_field: str
     plain_ids: torch.Tensor
     attention: Attention = "mask"
 
@@ -181,13 +185,19 @@ def compare_pack(
             position 0, ``labels`` lets the last token of a sample learn the first of the next: each must be found.
 
     Raises:
-        UserError: a row too long for a mask; ``positions`` with context parallelism or broken boundaries.
+        UserError: a row too long for a mask; ``positions`` with context parallelism or broken boundaries; context
+            parallelism for a model with linear attention, whose state would have to travel from rank to rank.
         PackingError: a slice that the context-parallel ranks cannot be given.
     """
     if subject.attention == "positions" and (cp_size > 1 or break_ in ("boundaries", "positions")):
         raise UserError(
             "attention 'positions' leaves the mask to transformers, so neither --cp above 1 nor --break boundaries or "
             "positions works with it; use --attention mask."
+        )
+    if cp_size > 1 and linear_layers(subject.model):
+        raise UserError(
+            "Layers with linear attention are not computed rank by rank here, so --cp above 1 would show nothing about "
+            "them; use --cp 1."
         )
     if subject.attention == "mask" and batch.total_tokens > LONGEST_MASK:
         raise UserError(
@@ -291,25 +301,42 @@ def _device(subject: Subject) -> torch.device:
     return next(subject.model.parameters()).device
 
 
-def _arguments(subject: Subject, tokens: torch.Tensor, visual: Mapping[str, torch.Tensor] | None) -> dict[str, Any]:
-    """What both sides give the model: tokens, media, and which tokens stand for media."""
+def _arguments(
+    subject: Subject, tokens: torch.Tensor, kinds: torch.Tensor, visual: Mapping[str, torch.Tensor] | None
+) -> dict[str, Any]:
+    """What both sides give the model: tokens ``[1, T]``, media, and which tokens stand for media, ``[1, T]``."""
     device = _device(subject)
     arguments: dict[str, Any] = {"input_ids": tokens.to(device), "use_cache": False}
     for name, tensor in (visual or {}).items():
         arguments[name] = tensor.to(device)
-    if subject.media_types:
-        kinds = torch.zeros_like(tokens)
-        for token_id, kind in subject.media_types.items():
-            kinds[tokens == token_id] = kind
-        arguments["mm_token_type_ids"] = kinds.to(device)
+    if subject.kinds_field:
+        arguments[subject.kinds_field] = kinds.to(device)
     return arguments
+
+
+def _kinds(subject: Subject, tokens: torch.Tensor) -> torch.Tensor:
+    """Of one sample's ``[L]`` ids."""
+    return torch.from_numpy(subject.kinds(tokens.numpy()).astype(np.int64))
 
 
 def _alone_logits(subject: Subject, row: Mapping[str, Any]) -> torch.Tensor:
     """``[L, vocabulary]`` of a sample without mask and positions: the model makes both."""
     if subject.mrope:
         subject.model.model.rope_deltas = None  # kept from call to call by transformers, for generation
-    return subject.model(**_arguments(subject, row["input_ids"][None], row.get("visual_inputs"))).logits[0].float()
+    tokens = row["input_ids"]
+    kinds = row["mm_token_type_ids"] if "mm_token_type_ids" in row else _kinds(subject, tokens)
+    arguments = _arguments(subject, tokens[None], kinds[None], row.get("visual_inputs"))
+    return subject.model(**arguments).logits[0].float()
+
+
+def _packed_kinds(subject: Subject, batch: PackedBatch) -> torch.Tensor:
+    """``[1, T]``: the pack's own where it has them, else those of each sample alone."""
+    if "mm_token_type_ids" in batch.extra:
+        return batch.extra["mm_token_type_ids"]
+    kinds = torch.zeros_like(batch.tokens)
+    for start, length in zip(batch.boundaries.tolist(), batch.sample_lengths, strict=False):
+        kinds[0, start : start + length] = _kinds(subject, batch.tokens[0, start : start + length])
+    return kinds
 
 
 def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolate: bool) -> torch.Tensor:
@@ -320,19 +347,22 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
         raise PackingError("the model takes three-axis positions, but the pack has one axis")
     physical = batch.boundaries.to(device).long()
     segment = torch.repeat_interleave(torch.arange(physical.numel() - 1, device=device), physical.diff())
-    arguments = _arguments(subject, batch.tokens, batch.visual_inputs)
+    kinds = _packed_kinds(subject, batch)
+    arguments = _arguments(subject, batch.tokens, kinds, batch.visual_inputs)
+    if linear_layers(subject.model) and isolate:
+        arguments |= kernel_arguments(physical)
     if subject.attention == "positions":
         counted = torch.arange(batch.total_tokens, device=device) - physical[:-1][segment]
         if positions.dim() == 3:  # transformers reads the packing from a first axis of text positions
             positions = torch.cat([counted.view(1, 1, -1), positions.to(device)])
         arguments["position_ids"] = positions.to(device)
-        return subject.model(**arguments).logits[0].float()
-    order = torch.arange(batch.total_tokens, device=device)
-    mask = order[:, None] >= order[None, :]
-    if isolate:
-        mask &= segment[:, None] == segment[None, :]
-    arguments |= {"position_ids": positions.to(device), "attention_mask": mask[None, None]}
-    with _ranked_attention(subject, batch, cp_size):
+        with span_kernels(subject.model):
+            return subject.model(**arguments).logits[0].float()
+    # Of the models here only Gemma 3 lets the tokens of an image see each other, and only it asks by this name.
+    images = kinds[0].to(device) == 1 if subject.kinds_field == "token_type_ids" else None
+    mask = written_mask(subject.model.config.get_text_config(), segment, images, isolate=isolate)
+    arguments |= {"position_ids": positions.to(device), "attention_mask": mask}
+    with ranked_attention(subject.model, batch, cp_size), span_kernels(subject.model):
         return subject.model(**arguments).logits[0].float()
 
 
@@ -373,58 +403,3 @@ def _gradient(loss: torch.Tensor, parameters: Sequence[torch.Tensor], *, retain:
 
 def _norm(gradient: Sequence[torch.Tensor]) -> float:
     return math.sqrt(sum(float(part.double().square().sum()) for part in gradient))
-
-
-# --- Context parallelism in one process ------------------------------------------------------------------------------
-
-_ranks: list[torch.Tensor] = []
-
-
-def _attention_by_rank(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention as context parallelism with an all-gather computes it, all ranks in turn: ``[1, heads, T, width]``."""
-    repeat = query.shape[1] // key.shape[1]
-    gathered = torch.cat(_ranks)
-    keys = key.repeat_interleave(repeat, dim=1)[:, :, gathered]
-    values = value.repeat_interleave(repeat, dim=1)[:, :, gathered]
-    out = query.new_empty(query.shape[:-1] + value.shape[-1:])
-    for own in _ranks:
-        part = functional.scaled_dot_product_attention(
-            query[:, :, own],
-            keys,
-            values,
-            attn_mask=attention_mask[:, :, own][..., gathered],
-            dropout_p=dropout,
-            scale=scaling,
-        )
-        out = out.index_copy(2, own, part)
-    return out.transpose(1, 2).contiguous(), None
-
-
-@contextlib.contextmanager
-def _ranked_attention(subject: Subject, batch: PackedBatch, cp_size: int) -> Iterator[None]:
-    """Language layers attend rank by rank for the length of the block; nothing changes at ``cp_size`` 1."""
-    if cp_size == 1:
-        yield
-        return
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_RANKED, _attention_by_rank)
-    config = subject.model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = _RANKED
-    device = _device(subject)
-    _ranks[:] = [context_parallel_indices(batch.boundaries, cp_size, rank).to(device) for rank in range(cp_size)]
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        _ranks.clear()

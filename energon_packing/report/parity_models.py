@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
-from energon_packing.report import tiny_tiles
+from energon_packing.report import tiny_native, tiny_tiles
 from energon_packing.report.parity import Attention, Subject
 
-_TINY = {"qwen2_vl": "qwen2_5_vl", "qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
+_TINY = {"qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
+_MADE = {name: module.tiny_config for module in (tiny_tiles, tiny_native) for name in module.FAMILIES}
 
 
 def special_tokens(encoder: ConversationEncoder) -> Any:
@@ -71,11 +73,19 @@ def load_subject(
     loaded = loaded.to(device=device, dtype=torch.bfloat16 if flash else torch.float32).eval()
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     plain = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64)
-    kinds = {"image": 1, "video": 2}
-    media = {token_id: kinds[kind] for kind, token_id in encoder.family.placeholder_ids.items()}
-    subject = Subject(model=loaded, media_types=media, plain_ids=plain, attention=attention)
-    # Only models that make three-axis positions want to be told which tokens are media.
-    return subject if subject.mrope else Subject(model=loaded, media_types={}, plain_ids=plain, attention=attention)
+    return Subject(
+        model=loaded,
+        kinds=encoder.family.visual_kinds,
+        kinds_field=_kinds_field(loaded) if encoder.family.placeholder_ids else "",
+        plain_ids=plain,
+        attention=attention,
+    )
+
+
+def _kinds_field(model: Any) -> str:
+    """The argument under which a model is told which tokens stand for media; empty where it does not ask."""
+    asked = inspect.signature(model.forward).parameters
+    return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in asked), "")
 
 
 def has_flash_attention() -> bool:
@@ -88,8 +98,9 @@ def has_flash_attention() -> bool:
 def _auto_class(config: Any) -> Any:
     import transformers
 
-    known = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    return transformers.AutoModelForCausalLM if type(config) in known else transformers.AutoModelForImageTextToText
+    # Qwen3.5's configuration is in both lists; its causal model is the one without vision.
+    sees = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
 
 
 def _load(model: str) -> Any:
@@ -112,11 +123,11 @@ def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any
     family = tiny_family(encoder)
     if family is not None:
         config = hugging_face_config(family, vocab_size=vocab_size, tokens=special_tokens(encoder), seq_length=longest)
-    elif encoder.family.name in tiny_tiles.FAMILIES:
-        config = tiny_tiles.tiny_config(encoder, vocab_size=vocab_size, seq_length=longest)
+    elif encoder.family.name in _MADE:
+        config = _MADE[encoder.family.name](encoder, vocab_size=vocab_size, seq_length=longest)
     else:
         raise UserError(
             f"There is no tiny model for the family {encoder.family.name!r}; name one with --model (families with a "
-            f"tiny model: {', '.join(sorted((*_TINY, *tiny_tiles.FAMILIES)))})."
+            f"tiny model: {', '.join(sorted((*_TINY, *_MADE)))})."
         )
     return _auto_class(config).from_config(config)

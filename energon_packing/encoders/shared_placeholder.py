@@ -1,0 +1,54 @@
+"""Packs that hold images and videos, for models that know both by one token: GLM-4.1V and GLM-4.5V.
+
+``Glm4vModel.get_placeholder_mask`` (transformers 5, which Megatron-Bridge's model calls too) takes every placeholder of
+a row for an image where it places images, and for a video where it places videos. It refuses a row that holds both,
+whether one sample brought both or two samples share a pack. To the model a video is its time steps, each an image:
+``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1, height, width)``. So the videos of such a
+row are handed over as those images, in the order of their tokens, which gives the same features and positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+SHARED_PLACEHOLDER = "shared_placeholder"
+"""Key of a row: True where the model cannot tell placeholders of images and of videos apart."""
+TYPES = "mm_token_type_ids"
+IMAGE, VIDEO = 1, 2
+
+
+def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of one pack; where they hold images and videos, and say `SHARED_PLACEHOLDER`, with images only.
+
+    Args:
+        rows: with ``visual_inputs`` and int64 `TYPES` ``[L]``; they are not changed.
+    """
+    named = {name for row in rows if row.get(SHARED_PLACEHOLDER) for name in row.get("visual_inputs") or {}}
+    if not {"pixel_values", "pixel_values_videos"} <= named:
+        return list(rows)
+    return [_with_images_only(row) if row.get(SHARED_PLACEHOLDER) else row for row in rows]
+
+
+def _with_images_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    visual = dict(row.get("visual_inputs") or {})
+    if "pixel_values_videos" not in visual:
+        return row
+    clips = visual.pop("video_grid_thw")
+    steps = torch.repeat_interleave(clips, clips[:, 0], dim=0)
+    steps[:, 0] = 1
+    pixels, grids = [], []
+    # Of each kind: the grids that are still to come, and their patches.
+    coming = {VIDEO: (iter(steps), iter(visual.pop("pixel_values_videos").split(steps.prod(-1).tolist())))}
+    if "pixel_values" in visual:
+        images = visual["image_grid_thw"]
+        coming[IMAGE] = iter(images), iter(visual["pixel_values"].split(images.prod(-1).tolist()))
+    for kind in torch.unique_consecutive(row[TYPES]).tolist():
+        if kind in (IMAGE, VIDEO):
+            grid, patches = coming[kind]
+            grids.append(next(grid))
+            pixels.append(next(patches))
+    visual |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)}
+    return {**row, "visual_inputs": visual, TYPES: row[TYPES].clamp(max=IMAGE)}

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.report import bench_parity
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +34,13 @@ TEMPLATE = (
 
 def processor_of(family, folder):
     """The shipped processor; for families without one, Hugging Face's classes on the shipped tokenizer, saved."""
-    if family not in ("internvl", "llava_onevision"):
+    if family not in bench_parity.MADE:
         return processor_path(family)
     place = folder / f"{family}-processor"
     if place.exists():
+        return place
+    if family not in ("internvl", "llava_onevision"):
+        bench_parity.MADE[family]().save_pretrained(place)
         return place
     import transformers
     from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
@@ -80,9 +84,10 @@ def run(data):
 
     def call(family, *options, length=1024):
         file = data / f"{family}.yaml"
+        settings = bench_parity.SETTINGS.get(family, {})
         file.write_text(
             f"data: {{path: {data / 'data'}, shuffle_buffer: 1}}\n"
-            f"encoder: {{processor: {processor_of(family, data)}}}\n"
+            f"encoder: {json.dumps({'processor': str(processor_of(family, data)), **settings})}\n"
             f"packing: {{seq_length: {length}, window: 16, drop_budget: 1.0}}\n"
         )
         arguments = ["parity", "--config", str(file), "--packs", "1", "--json", *options]
@@ -103,6 +108,12 @@ def run(data):
         ("internvl", ("--attention", "positions")),
         ("llava_onevision", ()),
         ("llava_onevision", ("--cp", "2")),
+        ("gemma3", ()),
+        ("gemma3", ("--cp", "2")),
+        ("gemma3", ("--attention", "positions")),
+        ("ministral3", ()),
+        ("glm4v", ()),
+        ("qwen3_5_vl", ()),
         ("text", ("--cp", "4")),
     ],
 )
@@ -134,6 +145,9 @@ def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
         ("internvl", "positions", "logits differ"),
         ("llava_onevision", "boundaries", "logits of segment"),
         ("llava_onevision", "labels", "the gradient differs"),
+        ("gemma3", "boundaries", "logits of segment"),
+        ("ministral3", "positions", "logits differ"),
+        ("qwen3_5_vl", "boundaries", "logits of segment"),
     ],
 )
 def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, family, mistake, sentence):
@@ -191,6 +205,12 @@ def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data)
     code, outcome = run("text", "--no-bridge", "--model", str(data / "nothing"))
     assert code == 2
     assert "No model can be loaded" in outcome["error"]
+
+
+def test_linear_attention_is_not_shown_by_a_mask_over_ranks(run):
+    code, outcome = run("qwen3_5_vl", "--no-bridge", "--cp", "2")
+    assert code == 2
+    assert "linear attention" in outcome["error"]
 
 
 @pytest.mark.parametrize(

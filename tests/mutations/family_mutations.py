@@ -7,6 +7,8 @@ from mutation_table import Mutation
 GEMMA = "tests/families/test_gemma3_against_processor.py::"
 PIXTRAL = "tests/families/test_pixtral_against_processor.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
+GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
+CROPS = "tests/energon/test_gemma3_crops_resume.py::"
 WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
@@ -82,5 +84,32 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test=GLM + "test_a_frame_list_of_one_image_is_refused_by_name_and_an_odd_one_is_filled",
         oracle="the times of the list",
         edits=(("families/glm4v.py", "return seconds[::2]", "return seconds[1::2]"),),
+    ),
+    Mutation(
+        trap=22,
+        name="a pack of images and videos goes to GLM's model as the processor names them",
+        test=GLM_MIXED + "test_the_model_refuses_a_row_that_holds_images_and_videos_and_takes_ours",
+        oracle="Hugging Face's model",
+        edits=(("encoders/joinable_rows.py", "rows = videos_as_images([", "rows = list(["),),
+    ),
+    Mutation(
+        trap=23,
+        name="GLM's videos come before the images of their sample",
+        test=GLM_MIXED + "test_every_token_of_a_pack_gets_the_feature_and_the_position_that_it_has_in_its_sample_alone",
+        oracle="Hugging Face's model",
+        edits=(
+            (
+                "encoders/shared_placeholder.py",
+                "torch.unique_consecutive(row[TYPES]).tolist()",
+                "sorted(torch.unique_consecutive(row[TYPES]).tolist(), reverse=True)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=51,
+        name="pan-and-scan is not part of the state",
+        test=CROPS + "test_a_state_made_with_crops_is_refused_without_them_and_the_other_way_round",
+        oracle="the definition",
+        edits=(("encoders/encoder_fingerprint.py", '"do_pan_and_scan", ', ""),),
     ),
 )

@@ -323,14 +323,13 @@ def launch(runs: list[dict[str, Any]], folder: Path, data: Path, timeout: float)
     Raises:
         RuntimeError: the program itself failed.
     """
-    import energon_packing
+    from ranks_environment import ranks_environment
 
     for run in runs:
         assert set(run) - {"name"} <= set(DEFAULTS), run
     file = folder / "runs.json"
     file.write_text(json.dumps({"data": str(data), "runs": [DEFAULTS | run for run in runs]}))
-    package = Path(energon_packing.__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = ranks_environment(TOKENIZERS_PARALLELISM="false")
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(file), str(folder)]
     output = folder / "output.txt"
     with output.open("w") as out:

@@ -314,7 +314,7 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
     Raises:
         RuntimeError: with the traceback of the rank that failed first.
     """
-    import energon_packing
+    from ranks_environment import ranks_environment
 
     results = {}
     with tempfile.TemporaryDirectory(prefix="gloo-ranks-") as name:
@@ -326,10 +326,10 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
             for world, folder in folders.items():
                 fork_ranks(world, worlds[world], folder)
         else:
-            package = Path(energon_packing.__file__).resolve().parents[1]
-            environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
             command = [sys.executable, str(Path(__file__).resolve()), name, *map(str, worlds)]
-            ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+            ended = subprocess.run(
+                command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False
+            )
             if ended.returncode:
                 raise RuntimeError(f"the ranks did not start: {ended.stderr[-2000:]}")
         for world, folder in folders.items():

@@ -2,8 +2,9 @@
 
 Megatron-Bridge needs CUDA devices and Transformer Engine. A machine without them can still run its unmodified
 configuration, data, model, step and training code, if the lines that name a CUDA device and the Transformer Engine
-modules lead somewhere else. `REPLACED` is the complete list, with a reason for each entry; `install` carries it out,
-`uninstall` takes it back. Nothing else of Bridge or Megatron-Core is touched, and no file of theirs is changed.
+modules lead somewhere else. `REPLACED` is the complete list, with a reason for each entry; `install` carries it out
+as far as the installed release has the names (`replaced`), `uninstall` takes it back. Nothing else of Bridge or
+Megatron-Core is touched, and no file of theirs is changed.
 
 The stand-ins are exact (fp32, no approximation) and slow. They are for tests, the demo and `energon-packing parity`;
 on a machine with a GPU and Transformer Engine `install` replaces nothing and says so.
@@ -130,19 +131,21 @@ class Replacement:
         target: ``module:attribute`` (the attribute may have dots).
         stand_in: maps the original object to what takes its place.
         reason: why Bridge cannot run on a CPU with the original, and what the stand-in does.
+        since: the first release of Bridge that has the name, ``(0, 7)``; None where all supported ones have it.
     """
 
     target: str
     stand_in: Callable[[Any], Any]
     reason: str
+    since: tuple[int, int] | None = None
 
 
-def _row(target: str, stand_in: Any, reason: str) -> Replacement:
-    return Replacement(target=target, stand_in=lambda _original: stand_in, reason=reason)
+def _row(target: str, stand_in: Any, reason: str, since: tuple[int, int] | None = None) -> Replacement:
+    return Replacement(target=target, stand_in=lambda _original: stand_in, reason=reason, since=since)
 
 
 _VIT = "megatron.core.models.vision.vit_layer_specs"
-_QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.model"
+_QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
 _SETUP = "megatron.bridge.training.setup"
 
 REPLACED: tuple[Replacement, ...] = (
@@ -189,9 +192,15 @@ REPLACED: tuple[Replacement, ...] = (
     _row(f"{_VIT}:TEDotProductAttention", SegmentAttention, "vision tower of Qwen3-VL: full attention by frame"),
     _row(f"{_VIT}:TELayerNormColumnParallelLinear", NormColumnParallelLinear, "vision tower of Qwen3-VL"),
     _row(f"{_VIT}:TERowParallelLinear", RowParallelLinear, "vision tower of Qwen3-VL"),
-    _row(f"{_QWEN3}:TENorm", TorchNorm, "patch merger of Qwen3-VL"),
-    _row(f"{_QWEN3}:TEColumnParallelLinear", ColumnParallelLinear, "patch merger of Qwen3-VL"),
-    _row(f"{_QWEN3}:TERowParallelLinear", RowParallelLinear, "patch merger of Qwen3-VL"),
+    _row(f"{_QWEN3}.model:TENorm", TorchNorm, "patch merger of Qwen3-VL"),
+    _row(f"{_QWEN3}.model:TEColumnParallelLinear", ColumnParallelLinear, "patch merger of Qwen3-VL"),
+    _row(f"{_QWEN3}.model:TERowParallelLinear", RowParallelLinear, "patch merger of Qwen3-VL"),
+    _row(
+        f"{_QWEN3}.attention:TEDotProductAttention",
+        SegmentAttention,
+        "the layers ask whether their attention is Transformer Engine's; here it is the stand-in for it",
+        since=(0, 7),
+    ),
     _row(
         "megatron.core.utils:tex",
         PartitionedIndices,
@@ -219,6 +228,12 @@ def needed() -> bool:
     return not (mcore_te.HAVE_TE and torch.cuda.is_available())
 
 
+def replaced() -> tuple[Replacement, ...]:
+    """The entries of `REPLACED` that the installed release of Bridge has; `install` carries out these."""
+    release = importlib.import_module("megatron.bridge.package_info").VERSION[:2]
+    return tuple(entry for entry in REPLACED if entry.since is None or release >= entry.since)
+
+
 def install() -> str:
     """Carries out `REPLACED`; a second call does nothing.
 
@@ -231,7 +246,7 @@ def install() -> str:
         return f"{len(_originals)} names are replaced already."
     with quiet():
         import_bridge(placeholders=not mcore_te.HAVE_TE)
-    for entry in REPLACED:
+    for entry in replaced():
         module, _, path = entry.target.partition(":")
         *parents, name = path.split(".")
         owner = functools.reduce(getattr, parents, importlib.import_module(module))

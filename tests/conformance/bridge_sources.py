@@ -34,6 +34,16 @@ class BridgeSource:
         """A file, by its path below the folder."""
         return (self.folder / path).read_text(encoding="utf-8")
 
+    def names(self, path: str) -> set[str]:
+        """What a module imports and defines at its top."""
+        found: set[str] = set()
+        for node in ast.parse(self.text(path)).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+        return found
+
     def keywords_of_calls(self, path: str, function: str) -> list[set[str]]:
         """Names of the keyword arguments of every call of a function or method in a file."""
         calls = [node for node in ast.walk(ast.parse(self.text(path))) if isinstance(node, ast.Call)]

@@ -306,11 +306,10 @@ def fork_ranks(case: Case, folder: Path) -> None:
 
 def run_cases(cases: list[Case], folder: Path) -> None:
     """Runs the cases in order; `result_of` reads what their ranks saw."""
-    import energon_packing
+    from ranks_environment import ranks_environment
 
     (folder / "cases.json").write_text(json.dumps([case.__dict__ for case in cases]))
-    package = Path(energon_packing.__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = ranks_environment(CUDA_DEVICE_MAX_CONNECTIONS="1")
     command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
     errors = folder / "errors.txt"
     with errors.open("w") as out:

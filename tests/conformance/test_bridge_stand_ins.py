@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bridge_sources import sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +40,11 @@ def installed():
 
 
 def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back():
-    stand_ins.install()
-    stand_ins.uninstall()
-    before = {entry.target: object_at(entry.target) for entry in stand_ins.REPLACED}
-    said = stand_ins.install()
-    assert f"{len(stand_ins.REPLACED)} names are replaced" in said
+    cpu_stand_ins.install()
+    cpu_stand_ins.uninstall()
+    before = {entry.target: object_at(entry.target) for entry in cpu_stand_ins.replaced()}
+    said = cpu_stand_ins.install()
+    assert f"{len(cpu_stand_ins.replaced())} names are replaced" in said
     unchanged = [target for target, original in before.items() if object_at(target) is original]
     assert unchanged == []
     assert "already" in stand_ins.install()
@@ -59,10 +60,24 @@ def test_every_replacement_says_why_and_no_name_is_listed_twice():
 
 def test_the_documentation_lists_every_replaced_name_with_its_reason():
     page = Path(__file__).parents[2] / "docs" / "bridge_cpu.md"
-    rows = {entry.target: f"| `{entry.target}` | {entry.reason} |" for entry in stand_ins.REPLACED}
+    rows = {
+        entry.target: f"| `{entry.target}` | {entry.reason} | "
+        + ("all |" if entry.since is None else f"{'.'.join(map(str, entry.since))} on |")
+        for entry in cpu_stand_ins.REPLACED
+    }
     text = page.read_text()
     assert [target for target, row in rows.items() if row not in text] == []
     assert text.count("| `torch") + text.count("| `megatron") == len(rows)
+
+
+@pytest.mark.parametrize("source", sources())
+def test_a_replaced_name_of_bridge_is_in_the_versions_that_it_is_marked_for_and_in_no_other(source):
+    release = tuple(map(int, source.version.split(".")[:2]))
+    for entry in cpu_stand_ins.REPLACED:
+        module, _, name = entry.target.partition(":")
+        if module.startswith("megatron.bridge."):
+            path = module.removeprefix("megatron.bridge.").replace(".", "/")
+            assert (name in source.names(f"{path}.py")) == (entry.since is None or release >= entry.since), entry.target
 
 
 def test_where_a_gpu_and_transformer_engine_are_present_nothing_is_replaced(monkeypatch):

@@ -54,7 +54,7 @@ def bash(command, folder):
     own = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
-        "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
+        "PYTHONPATH": ":".join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
     }
     words = ["bash", "-c", f"set -euo pipefail\n{command}"]
     environment = os.environ | own

@@ -271,12 +271,10 @@ def run(folder: Path) -> dict[str, list[Any]]:
     Raises:
         RuntimeError: a rank failed.
     """
-    import energon_packing
+    from ranks_environment import ranks_environment
 
-    package = Path(energon_packing.__file__).resolve().parents[1]
-    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-4000:])
     return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(4)] for name in CASES}

@@ -2,8 +2,9 @@
 
 `forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds three things:
 
-* **Padding reaches the routers.** Both steps drop ``padding_mask``, so experts balance their load over padding tokens
-  too. Here every layer with experts gets the mask of its own tokens. It travels on the row's ``PackedSeqParams``, which
+* **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
+  tokens too; of 0.7 ``gpt_step`` passes it, and ``vlm_step`` leaves Qwen3-VL to make one of the boundaries, for which
+  the masked rest of a row is a sample. Here every layer with experts gets the mask of its own tokens. It travels on the row's ``PackedSeqParams``, which
   Megatron-Core hands to every layer of every pipeline stage, and again to a layer that is recomputed; so the mask is
   that of the right micro-batch where several are in flight.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
@@ -199,8 +200,10 @@ def _refuse_graphs(model: Any, step: Any) -> None:
 
 def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
-    if mask is None or keywords.get("padding_mask") is not None:
+    if mask is None:
         return None
+    # Also over a mask that is there: Qwen3-VL of Bridge 0.7 makes one of the boundaries, for which the masked rest of a
+    # row is a sample as good as any.
     return arguments, {**keywords, "padding_mask": mask}
 
 

@@ -54,10 +54,24 @@ class BridgeSource:
         ]
 
 
+def installed_source() -> BridgeSource | None:
+    """The version that is imported in these tests; None where there is none."""
+    found = importlib.util.find_spec("megatron.bridge") if importlib.util.find_spec("megatron") else None
+    return BridgeSource(folder=Path(str(found.origin)).parent) if found and found.origin else None
+
+
+def installed_release() -> tuple[int, int]:
+    """``(0, 6)``: of the version that is imported in these tests, where there is one."""
+    source = installed_source()
+    assert source is not None
+    major, minor = map(int, source.version.split(".")[:2])
+    return major, minor
+
+
 def sources() -> list[object]:
     """Parameters of a test: every version, skipped with a reason where it is not here."""
-    found = importlib.util.find_spec("megatron.bridge") if importlib.util.find_spec("megatron") else None
-    installed = Path(str(found.origin)).parent if found and found.origin else None
+    source = installed_source()
+    installed = source and source.folder
     checkout = os.environ.get(CHECKOUT)
     main = Path(checkout) / "src" / "megatron" / "bridge" if checkout else None
     return [

@@ -40,11 +40,11 @@ def installed():
 
 
 def test_installing_replaces_every_listed_name_and_uninstalling_puts_each_back():
-    cpu_stand_ins.install()
-    cpu_stand_ins.uninstall()
-    before = {entry.target: object_at(entry.target) for entry in cpu_stand_ins.replaced()}
-    said = cpu_stand_ins.install()
-    assert f"{len(cpu_stand_ins.replaced())} names are replaced" in said
+    stand_ins.install()
+    stand_ins.uninstall()
+    before = {entry.target: object_at(entry.target) for entry in stand_ins.replaced()}
+    said = stand_ins.install()
+    assert f"{len(stand_ins.replaced())} names are replaced" in said
     unchanged = [target for target, original in before.items() if object_at(target) is original]
     assert unchanged == []
     assert "already" in stand_ins.install()
@@ -63,7 +63,7 @@ def test_the_documentation_lists_every_replaced_name_with_its_reason():
     rows = {
         entry.target: f"| `{entry.target}` | {entry.reason} | "
         + ("all |" if entry.since is None else f"{'.'.join(map(str, entry.since))} on |")
-        for entry in cpu_stand_ins.REPLACED
+        for entry in stand_ins.REPLACED
     }
     text = page.read_text()
     assert [target for target, row in rows.items() if row not in text] == []
@@ -73,7 +73,7 @@ def test_the_documentation_lists_every_replaced_name_with_its_reason():
 @pytest.mark.parametrize("source", sources())
 def test_a_replaced_name_of_bridge_is_in_the_versions_that_it_is_marked_for_and_in_no_other(source):
     release = tuple(map(int, source.version.split(".")[:2]))
-    for entry in cpu_stand_ins.REPLACED:
+    for entry in stand_ins.REPLACED:
         module, _, name = entry.target.partition(":")
         if module.startswith("megatron.bridge."):
             path = module.removeprefix("megatron.bridge.").replace(".", "/")

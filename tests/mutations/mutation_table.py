@@ -379,6 +379,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=18,
+        name="a mask that the model made of the boundaries stays, though they call the masked rest of a row a sample",
+        test=STEP + "test_experts_get_the_mask_of_the_row_and_not_one_that_the_model_makes_of_the_boundaries",
+        oracle="the row's own mask, in a layer called as Qwen3-VL of Bridge 0.7 calls it",
+        edits=(
+            (
+                "bridge/step.py",
+                "    if mask is None:\n        return None\n    # Also",
+                "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Also",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=18,
         name="the router gets the mask of another rank's tokens",
         test=STEP + "test_every_rank_gets_the_mask_of_its_own_tokens",
         oracle="the whole row's mask at the rank's positions",

@@ -4,9 +4,9 @@
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too; of 0.7 ``gpt_step`` passes it, and ``vlm_step`` leaves Qwen3-VL to make one of the boundaries, for which
-  the masked rest of a row is a sample. Here every layer with experts gets the mask of its own tokens. It travels on the row's ``PackedSeqParams``, which
-  Megatron-Core hands to every layer of every pipeline stage, and again to a layer that is recomputed; so the mask is
-  that of the right micro-batch where several are in flight.
+  the masked rest of a row is a sample. Here every layer with experts gets the mask of its own tokens. It travels on the
+  row's ``PackedSeqParams``, which Megatron-Core hands to every layer of every pipeline stage, and again to a layer that
+  is recomputed; so the mask is that of the right micro-batch where several are in flight.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
   declare packed rows; those stages would attend across samples.
 * **Attention is told whether samples are padded.** Bridge leaves ``PackedSeqParams.pad_between_seqs`` unset, and

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 import pytest
+from bridge_sources import installed_release
 
 from energon_packing.demo import processor_path
 
@@ -142,6 +143,8 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
         "core-15-global": {"train.global_batch_size": 3, "validation.eval_global_batch_size": 4},
         "core-17-": {"ddp.average_in_collective": True},
     }
+    if installed_release() >= (0, 7):  # whose gpt_step gives its schedule plan the boundaries
+        del faults["ours-28-"]
     for rule, changed in faults.items():
         cfg = copy.deepcopy(sound)
         for place, value in changed.items():

@@ -48,6 +48,10 @@ _IN_CONTAINER = {
     "defer_in_batch_packing_to_step": "dataset.defer_in_batch_packing_to_step",
     "overlap_moe_expert_parallel_comm": "comm_overlap.overlap_moe_expert_parallel_comm",
     "recompute_granularity": "model.recompute_granularity",
+    "vision_cuda_graph_impl": "model.vision_cuda_graph_impl",
+    "dist_train": "model.dist_train.use_dist_train",
+    "expert_capacity_factor": "model.moe_expert_capacity_factor",
+    "num_epochs": "train.num_epochs",
 }
 
 

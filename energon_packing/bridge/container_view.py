@@ -96,6 +96,13 @@ def _of_model(model: Any) -> dict[str, Any]:
         "inference_graph_scopes": _names(getattr(model, "inference_cuda_graph_scope", None)),
         "mtp_num_layers": getattr(model, "mtp_num_layers", None) or 0,
         "recompute_granularity": getattr(model, "recompute_granularity", None),
+        "vision_cuda_graph_impl": getattr(model, "vision_cuda_graph_impl", None) or "none",
+        "dist_train": bool(getattr(getattr(model, "dist_train", None), "use_dist_train", False)),
+        "expert_dispatcher": getattr(final, "moe_flex_dispatcher_backend", None)
+        if getattr(final, "moe_token_dispatcher_type", None) == "flex"
+        else None,
+        "pads_uneven_dispatch": bool(getattr(model, "moe_hybridep_pad_uneven_dispatch_inputs", False)),
+        "expert_capacity_factor": getattr(final, "moe_expert_capacity_factor", None),
         "vision_frozen": all(
             getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
         ),
@@ -131,6 +138,8 @@ def _of_dataset(dataset: Any, model_seq_length: int) -> dict[str, Any]:
         "packed_metadata_missing": _missing_metadata(specs),
         "pad_seq_to_multiple": getattr(specs, "pad_seq_to_mult", None) if kind == "gpt_sft" else None,
         "packing_buffer_size": getattr(dataset, "packing_buffer_size", None),
+        "task_encoder": type(dataset.task_encoder).__name__ if hasattr(dataset, "task_encoder") else None,
+        "dataloader_type": getattr(dataset, "dataloader_type", None),
         "processor_tokens": processor_facts(getattr(dataset, "processor", None)),
         "loss_weighting": getattr(getattr(dataset, "encoder", None), "loss_weighting", None),
         "window": _window(dataset),
@@ -145,6 +154,7 @@ def _of_trainer(container: Any) -> dict[str, Any]:
     train, validation, ddp = container.train, container.validation, container.ddp
     reruns = getattr(container, "rerun_state_machine", None)
     return {
+        "num_epochs": getattr(train, "num_epochs", None),
         "eval_context_parallel": container.dist.eval_context_parallel_size,
         "micro_batch_size": train.micro_batch_size,
         "global_batch_size": train.global_batch_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from energon_packing.bridge.rule import Finding, Rule, always, bridge_is_silent_on_loss, collector
+from energon_packing.bridge.rule import Finding, Rule, SourceLine, always, bridge_is_silent_on_loss, collector
 from energon_packing.bridge.run_view import RunView
 
 CORE_RULES: list[Rule] = []
@@ -25,6 +25,9 @@ def _packed_with_cp_and_core(view: RunView) -> bool:
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
     applies=always,
+    sources=(
+        SourceLine(file="megatron/core/num_microbatches_calculator.py", says="is not divisible by micro batch size"),
+    ),
 )
 def _global_batch(view: RunView) -> Finding | None:
     rows = view.micro_batch_size * view.data_parallel
@@ -43,6 +46,12 @@ def _global_batch(view: RunView) -> Finding | None:
     checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
     applies=_experts_are_spread,
+    sources=(
+        SourceLine(
+            file="megatron/core/parallel_state.py",
+            says="if world_size % expert_tensor_model_pipeline_parallel_size != 0:",
+        ),
+    ),
 )
 def _expert_world_size(view: RunView) -> Finding | None:
     inside = view.expert_tensor_parallel or view.tensor_parallel
@@ -63,6 +72,12 @@ def _expert_world_size(view: RunView) -> Finding | None:
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
     applies=bridge_is_silent_on_loss,
+    sources=(
+        SourceLine(
+            file="megatron/core/distributed/distributed_data_parallel.py",
+            says="not self.ddp_config.average_in_collective",
+        ),
+    ),
 )
 def _no_average_with_token_loss(view: RunView) -> Finding | None:
     if not (view.calculate_per_token_loss and view.average_in_collective):
@@ -80,6 +95,12 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
     checks="Megatron-Core slices packed rows over CP",
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=_packed_with_cp_and_core,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/utils/packed_seq_utils.py",
+            says="THD context-parallel partitioning requires Megatron-Core >= 0.18.0",
+        ),
+    ),
 )
 def _core_slices_packs(view: RunView) -> Finding | None:
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from energon_packing.bridge.rule import Finding, Rule, collector
+from energon_packing.bridge.rule import Finding, Rule, SourceLine, collector
 from energon_packing.bridge.run_view import RunView
 
 DATA_RULES: list[Rule] = []
@@ -45,6 +45,7 @@ def _measured(view: RunView) -> bool:
     checks="weighted losses are divided by the weights of the whole step",
     place="energon_packing.encoders.weighting",
     applies=_weighted,
+    sources=(SourceLine(file="energon_packing/encoders/weighting.py", says="divided by the sum of the weights."),),
 )
 def _weights_need_token_loss(view: RunView) -> Finding | None:
     if view.calculate_per_token_loss:
@@ -63,6 +64,7 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     place="docs/bench.md",
     applies=_known_loader,
     severity="warning",
+    sources=(SourceLine(file="energon_packing/bridge/data_rules.py", says="BYTES_A_SAMPLE = 5_200"),),
 )
 def _loader_memory(view: RunView) -> Finding | None:
     need = loader_bytes(view) or 0
@@ -81,6 +83,11 @@ def _loader_memory(view: RunView) -> Finding | None:
     place="energon_packing.encoders",
     applies=_measured,
     severity="warning",
+    sources=(
+        SourceLine(
+            file="energon_packing/encoders/fitting.py", says='reason = "oversize" if key == "packing.seq_length"'
+        ),
+    ),
 )
 def _longest_sample(view: RunView) -> Finding | None:
     data = view.data
@@ -99,12 +106,13 @@ def _longest_sample(view: RunView) -> Finding | None:
     place="energon_packing.energon.loader",
     applies=_measured,
     severity="warning",
+    sources=(SourceLine(file="megatron/core/num_microbatches_calculator.py", says="self.global_batch_size"),),
 )
 def _steps_an_epoch(view: RunView) -> Finding | None:
     rows = view.rows_per_epoch
     if rows is None or rows >= view.global_batch_size:
         return None
-    what = "packs" if view.enable_offline_packing else "samples that can be trained on"
+    what = "packs" if view.rows_are_packs else "samples that can be trained on"
     return Finding(
         why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step would "
         "see samples more than once",
@@ -117,6 +125,7 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
     checks="a data set that fails everywhere stops the run",
     place="megatron.energon.errors.ErrorContext",
     applies=_known_tolerance,
+    sources=(SourceLine(file="megatron/energon/errors.py", says="Set to 0 to disable tolerance checking."),),
 )
 def _failures_are_limited(view: RunView) -> Finding | None:
     if (view.failure_tolerance or 0) > 0:

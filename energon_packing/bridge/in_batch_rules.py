@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from energon_packing.bridge.rule import Finding, Rule, collector
+from energon_packing.bridge.rule import Finding, Rule, SourceLine, collector
 from energon_packing.bridge.run_view import PACKING_STEPS, RunView, installed_version
 
 IN_BATCH_RULES: list[Rule] = []
@@ -28,6 +28,12 @@ def _as_wide_as_its_samples(view: RunView) -> bool:
     checks="a step that is left the in-batch packing does it",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_left_to_a_known_step,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/vlm_step.py",
+            says="vlm_step requires collate-time in-batch packing; set defer_in_batch_packing_to_step=False",
+        ),
+    ),
 )
 def _step_packs_in_batch(view: RunView) -> Finding | None:
     if view.step_packs:
@@ -46,6 +52,12 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
     applies=_as_wide_as_its_samples,
     severity="note",
+    sources=(
+        SourceLine(
+            file="megatron/bridge/data/packing/in_batch.py",
+            says="exceeds configured sequence_length {sequence_length}.",
+        ),
+    ),
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     size, length = view.micro_batch_size, view.dataset_seq_length
@@ -68,7 +80,7 @@ def _packer_of_bridge(view: RunView) -> str | None:
         return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
     if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
         return "offline packing"
-    if view.dataset_kind == "energon" and view.packing_buffer_size and view.bridge_packs_natively:
+    if view.packs_natively:
         return "online packing"
     return None
 
@@ -87,6 +99,12 @@ def _cut_over_ranks(view: RunView) -> bool:
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
     applies=_cut_over_ranks,
     severity="warning",
+    sources=(
+        SourceLine(
+            file="transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
+            says="not torch.equal(cu_seqlens_q_padded[:-1], cu_seqlens_q[:-1])",
+        ),
+    ),
 )
 def _padding_is_visible(view: RunView) -> Finding | None:
     installed = installed_version("transformer-engine")

@@ -23,6 +23,11 @@ def _number(words: list[str]) -> int:
     return int(word)
 
 
+def _fraction(words: list[str]) -> float:
+    (word,) = words
+    return float(word)
+
+
 def _numbers(words: list[str]) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
@@ -68,6 +73,7 @@ ARGUMENTS: dict[str, tuple[str, _Read]] = {
     "--mtp-num-layers": ("mtp_num_layers", _number),
     "--num-experts": ("num_moe_experts", _number),
     "--num-layers": ("num_layers", _number),
+    "--moe-expert-capacity-factor": ("expert_capacity_factor", _fraction),
     "--overlap-moe-expert-parallel-comm": ("overlap_moe_expert_parallel_comm", _flag),
     "--recompute-granularity": ("recompute_granularity", _word),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.bridge.rule import Finding, Rule, collector, one_length
+from energon_packing.bridge.rule import Finding, Rule, SourceLine, collector, one_length
 from energon_packing.bridge.run_view import RunView
 
 MODEL_RULES: list[Rule] = []
@@ -42,7 +42,7 @@ def _shared_placeholders(view: RunView) -> list[str]:
 
 
 def _bridges_own_packing(view: RunView) -> bool:
-    return view.dataset_kind == "energon" and view.packing_buffer_size is not None
+    return view.dataset_kind == "energon" and (view.packing_buffer_size or 0) > 0
 
 
 def _prepared_alignment(view: RunView) -> bool:
@@ -54,6 +54,12 @@ def _prepared_alignment(view: RunView) -> bool:
     checks="packs prepared offline are aligned to what the layout needs",
     place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
     applies=_prepared_alignment,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/data/builders/gpt_sft.py",
+            says="None if config.offline_packing_specs is None else config.offline_packing_specs.pad_seq_to_mult",
+        ),
+    ),
 )
 def _alignment_used(view: RunView) -> Finding | None:
     used = view.pad_seq_to_multiple or 1
@@ -77,6 +83,9 @@ def _alignment_used(view: RunView) -> Finding | None:
     checks="each rank holds as many tokens as fp8 needs",
     place="megatron.core.fp8_utils.get_fp8_align_size",
     applies=_packed_in_fp8,
+    sources=(
+        SourceLine(file="megatron/core/fp8_utils.py", says='"""Get the alignment size required for fp8 GEMM."""'),
+    ),
 )
 def _fp8_multiple(view: RunView) -> Finding | None:
     needed = 32 if view.fp8_recipe == "mxfp8" else 16
@@ -113,6 +122,11 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     checks="there is a kernel for packed rows of this head dimension",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=_packed_known_head,
+    sources=(
+        SourceLine(
+            file="transformer_engine/pytorch/attention/dot_product_attention/utils.py", says="head_dim_qk > 256"
+        ),
+    ),
 )
 def _head_dimension(view: RunView) -> Finding | None:
     width = view.head_dim or 0
@@ -130,6 +144,16 @@ def _head_dimension(view: RunView) -> Finding | None:
     checks="the chosen attention takes packed rows with padding between samples",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=_packed_known_backend,
+    sources=(
+        SourceLine(
+            file="transformer_engine/pytorch/attention/dot_product_attention/utils.py",
+            says="Disabling UnfusedDotProductAttention for pad_between_seqs = True",
+        ),
+        SourceLine(
+            file="megatron/core/transformer/dot_product_attention.py",
+            says="Packed sequence is not supported by DotProductAttention.",
+        ),
+    ),
 )
 def _attention_kernel(view: RunView) -> Finding | None:
     backend = view.attention_backend
@@ -162,6 +186,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
     checks="every token id has a row in the model's embedding",
     place="megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
     applies=_known_vocabularies,
+    sources=(SourceLine(file="megatron/core/tensor_parallel/layers.py", says="masked_input[input_mask] = 0"),),
 )
 def _vocabulary(view: RunView) -> Finding | None:
     assert view.model_tokens is not None
@@ -180,6 +205,12 @@ def _vocabulary(view: RunView) -> Finding | None:
     checks="tokenizer and model mean the same tokens by images and videos",
     place="megatron.bridge.models.qwen_vl",
     applies=_known_placeholders,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/model.py",
+            says="self.image_token_id = language_transformer_config.image_token_id",
+        ),
+    ),
 )
 def _placeholder_ids(view: RunView) -> Finding | None:
     assert view.model_tokens is not None
@@ -197,29 +228,25 @@ def _placeholder_ids(view: RunView) -> Finding | None:
 
 @_rule(
     id="ours-34-bridges-own-packing",
-    checks="Bridge's own online packing is there and gets what it needs",
-    place="megatron.bridge.data.builders.energon (0.7: ConfigContainer.validate)",
+    checks="Bridge's own online packing is there",
+    place="megatron.bridge.data.builders.energon",
     applies=_bridges_own_packing,
+    before=(0, 7),  # from then on rule 46 tells what it needs
+    sources=(
+        SourceLine(
+            file="megatron/bridge/data/builders/energon.py",
+            says="packing_buffer_size=self.config.packing_buffer_size,",
+        ),
+        SourceLine(
+            file="megatron/energon/task_encoder/base.py",
+            says="Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
+        ),
+    ),
 )
 def _own_packing_of_bridge(view: RunView) -> Finding | None:
-    if not view.bridge_packs_natively:
-        return Finding(
-            why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
-            f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
-            mend="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
-            changes={"packing_buffer_size": None},
-        )
-    refused = [
-        (view.micro_batch_size != 1, f"micro_batch_size {view.micro_batch_size}"),
-        (not view.calculate_per_token_loss, "a loss that is not per token"),
-        (view.average_in_collective, "averaging in the collective"),
-        (view.pipeline_parallel > 1, f"pipeline parallelism {view.pipeline_parallel}"),
-        (view.cuda_graph_impl != "none", "CUDA graphs"),
-    ]
-    found = [what for wrong, what in refused if wrong]
-    if not found:
-        return None
     return Finding(
-        why=f"Bridge's own online packing refuses {', '.join(found)}",
-        mend="change that, or take energon_packing.bridge.recipe.use_packed_data, which packs with pipelines too",
+        why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+        f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
+        mend="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
+        changes={"packing_buffer_size": None},
     )

@@ -5,8 +5,10 @@ Nobody else says so: the run starts, and computes something else than it says. I
 
 from __future__ import annotations
 
-from energon_packing.bridge.family_table import NAMED_TEXT_MODELS, line_of
-from energon_packing.bridge.rule import Finding, Rule, bridge_is_silent_on_loss, collector, packed
+from collections.abc import Callable
+
+from energon_packing.bridge.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
+from energon_packing.bridge.rule import Finding, Rule, SourceLine, bridge_is_silent_on_loss, collector
 from energon_packing.bridge.run_view import RunView
 
 OWN_RULES: list[Rule] = []
@@ -16,7 +18,11 @@ _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl",
 
 
 def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
-    return view.packed and bridge_is_silent_on_loss(view)
+    return view.packed and bridge_is_silent_on_loss(view) and not view.packs_natively
+
+
+def _packed_not_natively(view: RunView) -> bool:
+    return view.packed and not view.packs_natively  # of its own packing Bridge says it: rule 46
 
 
 def _packed_known_family(view: RunView) -> bool:
@@ -46,12 +52,29 @@ def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
     return trained and view.tensor_parallel > 1 and view.may_show_images
 
 
+def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
+    """The lines of the table that a rule speaks of, each with the first text that its file holds."""
+    found = []
+    for line in FAMILY_TABLE:
+        later = [other.since for other in FAMILY_TABLE if other.prefix == line.prefix and other.since > line.since]
+        if refused(line):
+            file = f"megatron/bridge/{line.source}"
+            before = min(later, default=None)
+            found.append(SourceLine(file=file, says=line.holds[0], since=line.since, before=before))
+    return tuple(found)
+
+
 @_rule(
     id="ours-17-token-weight",
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
     applies=_packed_and_bridge_is_silent_on_loss,
     severity="warning",
+    sources=(
+        SourceLine(
+            file="megatron/core/pipeline_parallel/schedules.py", says="output_tensor /= torch.clamp(num_tokens, min=1)"
+        ),
+    ),
 )
 def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     if view.calculate_per_token_loss:
@@ -68,7 +91,13 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     id="ours-18-no-multi-token-prediction",
     checks="no multi-token prediction over packed rows",
     place="megatron.core.transformer.multi_token_prediction.roll_tensor",
-    applies=packed,
+    applies=_packed_not_natively,
+    sources=(
+        SourceLine(
+            file="megatron/core/transformer/multi_token_prediction.py",
+            says="cu_seqlens = packed_seq_params.cu_seqlens_q",
+        ),
+    ),
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # Megatron-Core shifts labels at the real boundaries (roll_tensor): right where no padding stands between samples.
@@ -92,6 +121,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     checks="the model family takes packed rows",
     place="docs/families.md",
     applies=_packed_known_family,
+    sources=_lines_where(lambda line: not (line.packed and line.in_batch)),
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
@@ -113,6 +143,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     checks="the model family has context-parallel code",
     place="docs/families.md",
     applies=_known_family_with_cp,
+    sources=_lines_where(lambda line: line.packed and not line.context_parallel),
 )
 def _family_has_context_parallelism(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
@@ -131,6 +162,12 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
     applies=_packed_vision_ddp,
+    sources=(
+        SourceLine(
+            file="megatron/core/distributed/param_and_grad_buffer.py",
+            says="assert len(self.per_param_grad_ready_counts) == len(self.params)",
+        ),
+    ),
 )
 def _packs_without_media(view: RunView) -> Finding | None:
     if not view.overlap_grad_reduce:
@@ -148,6 +185,12 @@ def _packs_without_media(view: RunView) -> Finding | None:
     checks="fixed boundaries come with the packed file's metadata",
     place="megatron.bridge.data.packing.gpt_sft",
     applies=_prepared_with_fixed_boundaries,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/data/packing/gpt_sft.py",
+            says="a metadata json file is required when pad_cu_seqlens is enabled",
+        ),
+    ),
 )
 def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     if view.packed_metadata_missing is None:
@@ -165,6 +208,12 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
     applies=_packed_qwen3_vl,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/transformer_block.py",
+            says="return hidden_states, deepstack_feature_lists, context",
+        ),
+    ),
 )
 def _deepstack_gradient(view: RunView) -> Finding | None:
     if view.recompute_granularity != "full":
@@ -182,6 +231,12 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     checks="tensor ranks see the whole row of deepstack features",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
     applies=_qwen3_vl_over_tensor_ranks,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+            says="cp_tp_part_list = split_part_by_cp_tp(cp_size, cp_rank, tp_size, tp_rank, split_size)",
+        ),
+    ),
 )
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 against 2.5443. No version is known

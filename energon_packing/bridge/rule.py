@@ -26,6 +26,27 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SourceLine:
+    """Where a rule can be read in the source of the program that it speaks of.
+
+    Attributes:
+        file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
+        says: text that the file holds, part of one line.
+        since: first two numbers of the version of Megatron-Bridge from which the file says so.
+        before: likewise of the first version that does not say so any more; None where every known one does.
+    """
+
+    file: str
+    says: str
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Whether the file is to say so in this version of Megatron-Bridge, or beside it."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     """One rule.
 
@@ -38,6 +59,9 @@ class Rule:
         severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
         bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty where it has no such
             rule.
+        since: first two numbers of the version of Megatron-Bridge from which the rule is true.
+        before: likewise of the first version in which it is not; None where every known one has it.
+        sources: lines that justify a rule that nobody raises before GPUs are taken; ``bridge_says`` does it for others.
     """
 
     id: str
@@ -47,6 +71,17 @@ class Rule:
     check: Callable[[RunView], Finding | None]
     severity: Severity = "error"
     bridge_says: tuple[str, ...] = ()
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+    sources: tuple[SourceLine, ...] = ()
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Whether the rule is true of a version of Megatron-Bridge."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+    def concerns(self, view: RunView) -> bool:
+        """Whether the rule says anything about such a run, of the Bridge that is installed."""
+        return self.speaks_of(view.bridge_release) and self.applies(view)
 
 
 def always(_view: RunView) -> bool:
@@ -96,6 +131,9 @@ def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Calla
         place: str = default_place,
         severity: Severity = "error",
         bridge_says: tuple[str, ...] = (),
+        since: tuple[int, int] = (0, 6),
+        before: tuple[int, int] | None = None,
+        sources: tuple[SourceLine, ...] = (),
     ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
         """Takes what `Rule` holds besides its check, and returns the decorator of the check."""
 
@@ -109,6 +147,9 @@ def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Calla
                 check=check,
                 severity=severity,
                 bridge_says=bridge_says,
+                since=since,
+                before=before,
+                sources=sources,
             )
             rules.append(made)
             return made

@@ -13,10 +13,12 @@ from typing import Literal
 from energon_packing.bridge.batch_rules import BATCH_RULES
 from energon_packing.bridge.core_rules import CORE_RULES
 from energon_packing.bridge.data_rules import DATA_RULES
+from energon_packing.bridge.expert_rules import EXPERT_RULES
 from energon_packing.bridge.in_batch_rules import IN_BATCH_RULES
 from energon_packing.bridge.layout_rules import LAYOUT_RULES
 from energon_packing.bridge.length_rules import LENGTH_RULES
 from energon_packing.bridge.model_rules import MODEL_RULES
+from energon_packing.bridge.native_rules import NATIVE_RULES
 from energon_packing.bridge.own_rules import OWN_RULES
 from energon_packing.bridge.packing_mode_rules import PACKING_MODE_RULES
 from energon_packing.bridge.rule import Finding, Rule
@@ -25,12 +27,25 @@ from energon_packing.bridge.step_rules import STEP_RULES
 from energon_packing.errors import PackingError
 
 BRIDGES_ORDER = (
+    "bridge-45-epochs-need-finite-data",
+    "bridge-45-epochs-need-whole-batches",
     "bridge-01-one-packing-mode",
     "bridge-02-specs-with-offline-packing",
     "bridge-03-fixed-boundaries-need-fixed-width",
     "bridge-04-graphs-need-fixed-width",
     "bridge-05-graphs-need-fixed-boundaries",
+    "bridge-46-native-buffer-size",
+    "bridge-46-native-one-packing-mode",
+    "bridge-46-native-not-left-to-the-step",
+    "bridge-46-native-one-pack-a-micro-batch",
+    "bridge-46-native-task-encoder",
     "bridge-06-micro-batch-size",
+    "bridge-46-native-per-token-loss",
+    "bridge-46-native-no-average-in-collective",
+    "bridge-46-native-no-multi-token-prediction",
+    "bridge-46-native-no-graphs",
+    "bridge-46-native-no-dist-train",
+    "bridge-46-native-no-pipeline",
     "bridge-07-seq-length-multiple",
     "bridge-05-local-graphs-of-iterations",
     "bridge-14-comm-type-of-each-layer",
@@ -50,6 +65,7 @@ BRIDGES_ORDER = (
     "bridge-13-same-seq-length",
     "bridge-16-fixed-width",
     "bridge-16-variable-lengths",
+    "bridge-46-native-no-overlap",
 )
 """Bridge's rules in the order in which ``ConfigContainer.validate()`` tests them; the notes come last."""
 
@@ -62,9 +78,10 @@ def _in_bridges_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 RULES: tuple[Rule, ...] = (
-    *_in_bridges_order((*PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
+    *_in_bridges_order((*NATIVE_RULES, *PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
     *CORE_RULES,
     *STEP_RULES,
+    *EXPERT_RULES,
     *OWN_RULES,
     *MODEL_RULES,
     *DATA_RULES,
@@ -93,7 +110,7 @@ def judge(view: RunView) -> list[Judgement]:
     """
     judgements = []
     for rule in RULES:
-        if not rule.applies(view):
+        if not rule.concerns(view):
             judgements.append(Judgement(rule=rule, outcome="not applicable"))
             continue
         finding = rule.check(view)

@@ -10,7 +10,9 @@ import functools
 import importlib.metadata
 import math
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from energon_packing.bridge.run_facts import DataFacts, TokenFacts
@@ -75,8 +77,17 @@ class RunView:
     """Module names under capture; ``full_iteration`` among them, as Bridge allows, means the whole iteration."""
     inference_graph_scopes: tuple[str, ...] = ()
     check_for_nan_in_loss: bool = False
+    vision_cuda_graph_impl: str = "none"
     mtp_num_layers: int = 0
+    dist_train: bool = False
+    """Whether vision encoder and language model have GPUs of their own (Qwen3-VL's DistTrain)."""
     num_moe_experts: int | None = None
+    expert_dispatcher: str | None = None
+    """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
+    pads_uneven_dispatch: bool = False
+    """Whether HybridEP's inputs are padded to those of the rank with most tokens."""
+    expert_capacity_factor: float | None = None
+    """Tokens that an expert takes, by its share of all; None where it takes every token that is sent to it."""
     num_layers: int | None = None
     model: str | None = None
     """Model family, as `family` normalises it."""
@@ -91,6 +102,10 @@ class RunView:
     """What packs that Bridge prepares offline pad each sample to."""
     packing_buffer_size: int | None = None
     """Samples that Bridge's own online packing chooses from."""
+    task_encoder: str | None = None
+    """Class of the settings of Bridge's task encoder."""
+    num_epochs: int | None = None
+    dataloader_type: str | None = None
     bridge_version: str | None = None
 
     vision_frozen: bool = False
@@ -121,7 +136,17 @@ class RunView:
     @property
     def packed(self) -> bool:
         """Whether rows that hold several samples reach the model."""
-        return self.enable_offline_packing or self.enable_in_batch_packing
+        return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
+
+    @property
+    def packs_natively(self) -> bool:
+        """Whether Bridge's own online packing makes the rows; 0.6 takes ``packing_buffer_size`` and has none."""
+        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
+
+    @property
+    def rows_are_packs(self) -> bool:
+        """Whether a row of the data set is a pack, so that batch sizes count packs and not samples."""
+        return self.enable_offline_packing or self.packs_natively
 
     @property
     def reaches_the_step_packed(self) -> bool:
@@ -160,7 +185,7 @@ class RunView:
         """What `global_batch_size` counts, in an epoch of the measured data: packs, or else the samples themselves."""
         if self.data is None:
             return None
-        return self.data.packs_per_epoch if self.enable_offline_packing else self.data.samples_per_epoch
+        return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
 
     @property
     def bridge_packs_natively(self) -> bool:
@@ -259,9 +284,35 @@ def smallest_world_size(
     return tensor_parallel * pipeline_parallel * math.lcm(context_parallel, eval_context_parallel or context_parallel)
 
 
+_SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
+"""Distributions that often run from a checkout on the path, by their folder in ``megatron``."""
+
+
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, without importing it; None where it is absent."""
+    """Version of what Python would import of a distribution, without importing it; None where it is absent.
+
+    A checkout of Megatron that stands on the path before the installed distribution counts: it is what runs.
+    """
+    if distribution in _SOURCES:
+        for folder in sys.path:
+            package = Path(folder) / "megatron" / _SOURCES[distribution]
+            if (package / "__init__.py").is_file():
+                return _version_in(package / "package_info.py") or _version_of_metadata(distribution)
+    return _version_of_metadata(distribution)
+
+
+def _version_in(file: Path) -> str | None:
+    """``0.20.0rc1`` of Megatron's ``package_info.py``; None where it is not written as expected."""
+    if not file.is_file():
+        return None
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", file.read_text("utf-8"), re.M))
+    if not all(found.get(part, "").isdigit() for part in ("MAJOR", "MINOR", "PATCH")):
+        return None
+    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
+
+
+def _version_of_metadata(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -9,14 +9,17 @@ is built and no process group is opened. Without CUDA or Transformer Engine, `st
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+from energon_packing.bridge.native_rules import TASK_ENCODER
 from energon_packing.bridge.rule import Rule
 from energon_packing.bridge.rules import rule_that_bridge_named
 from energon_packing.bridge.run_view import RunView, installed_version
@@ -135,9 +138,16 @@ def equivalent_container(view: RunView) -> Any:
         # What 0.19 calls full_iteration; as a module it is history that no CudaGraphModule names.
         cuda_graph_scope=["full_iteration"] if "full_iteration" in view.cuda_graph_modules else None,
     )
+    if view.packs_natively:  # Bridge reads these by name from any model, and only there
+        model.mtp_num_layers = view.mtp_num_layers or None
+        model.vision_cuda_graph_impl = view.vision_cuda_graph_impl
+        model.dist_train = SimpleNamespace(use_dist_train=view.dist_train, language_world_size=view.world_size)
     return bridge.ConfigContainer(
         train=bridge.TrainingConfig(
-            micro_batch_size=view.micro_batch_size, global_batch_size=view.global_batch_size, train_iters=1
+            micro_batch_size=view.micro_batch_size,
+            global_batch_size=view.global_batch_size,
+            train_iters=1 if view.num_epochs is None else None,
+            num_epochs=view.num_epochs,
         ),
         validation=bridge.ValidationConfig(
             eval_micro_batch_size=view.eval_micro_batch_size, eval_global_batch_size=view.eval_global_batch_size
@@ -156,7 +166,7 @@ def equivalent_container(view: RunView) -> Any:
 
 
 def _equivalent_dataset(view: RunView) -> Any:
-    from megatron.bridge.data.builders.energon import EnergonDatasetConfig, HFEnergonTaskEncoderConfig
+    from megatron.bridge.data.builders import energon
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
 
@@ -174,14 +184,17 @@ def _equivalent_dataset(view: RunView) -> Any:
             dataset_kwargs={"pad_to_max_length": view.pad_to_max_length},
             do_validation=view.do_validation,
             do_test=False,
+            **({} if view.dataloader_type is None else {"dataloader_type": view.dataloader_type}),
         )
     elif view.dataset_kind in ("energon", "packed_energon"):
         micro = view.dataset_micro_batch_size
-        data = EnergonDatasetConfig(
+        known = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
+        data = energon.EnergonDatasetConfig(
             path="unused",
             seq_length=view.dataset_seq_length,
             micro_batch_size=view.micro_batch_size if micro is None else micro,
-            task_encoder=HFEnergonTaskEncoderConfig(hf_processor_path="unused"),
+            task_encoder=_equivalent_task_encoder(getattr(energon, known)),
+            packing_buffer_size=view.packing_buffer_size if view.dataset_kind == "energon" else None,
             do_validation=view.do_validation,
             pad_to_max_length=view.pad_to_max_length,
         )
@@ -190,7 +203,20 @@ def _equivalent_dataset(view: RunView) -> Any:
     data.enable_offline_packing = view.enable_offline_packing
     data.offline_packing_specs = specs
     data.enable_in_batch_packing = view.enable_in_batch_packing
+    if view.packs_natively:
+        data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step
     return data
+
+
+def _equivalent_task_encoder(settings: type) -> Any:
+    """Settings of one of Bridge's task encoders that nothing but its class is read of."""
+    values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
+    needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
+    return settings(**{entry.name: values[_name(entry.type)] for entry in needed if entry.init})
+
+
+def _name(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 @contextlib.contextmanager
@@ -211,11 +237,13 @@ def believed_world_size(size: int) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if before < logging.CRITICAL:  # each change clears what thousands of loggers remember: 20 ms
+        logging.disable(logging.CRITICAL)
     sink = io.StringIO()
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        if before < logging.CRITICAL:
+            logging.disable(before)

@@ -61,7 +61,7 @@ def packing_of(view: RunView) -> tuple[str, str | None]:
 
 def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     """Samples a step of a packed run; the global batch of packs that keeps the tokens of an unpacked one."""
-    data, rows, packs = view.data, view.rows_per_epoch, view.enable_offline_packing
+    data, rows, packs = view.data, view.rows_per_epoch, view.rows_are_packs
     found: dict[str, Any] = {
         "tokens_per_sample": tokens_per_sample or (round(data.mean) if data else None),
         "expected_fill": round(data.fill, 4) if data and packs else None,

@@ -8,19 +8,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import math
-import random
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
+from drawn_runs import grid
 
 from energon_packing.bridge import verdict
 from energon_packing.bridge.rules import RULES, violations
-from energon_packing.bridge.run_facts import TokenFacts
-from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
-from energon_packing.bridge.verdict import bridge_verdict
-from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.bridge.run_view import RunView, installed_version
+from energon_packing.bridge.verdict import bridge_verdict, quiet
 
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
@@ -28,284 +23,15 @@ if installed_version("megatron-bridge") is None:
 RUNS = 12_000
 ALONE = 40
 """Runs in which a rule must be the only one violated."""
-ERRORS = [rule.id for rule in RULES if rule.severity == "error"]
-BRIDGES = [rule.id for rule in RULES if rule.bridge_says]
+HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
+ERRORS = [rule.id for rule in RULES if rule.severity == "error" and rule.speaks_of(HERE)]
+BRIDGES = [rule.id for rule in RULES if rule.bridge_says and rule.speaks_of(HERE)]
+NEVER_ALONE = {
+    "bridge-46-native-one-packing-mode": "one sample a micro-batch breaks rule 12 too",
+    "bridge-46-native-no-average-in-collective": "rules 10 and core-17 speak too",
+}
 EARLY = "bridge-11-pack-size"
 """The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""
-
-
-def without_attention(experts: int) -> tuple[str, ...]:
-    """Modules under capture that see no boundaries; Megatron-Core captures ``mlp`` of dense layers only."""
-    return ("mlp",) if experts == 1 else ("moe_router",)
-
-
-def sound(rng: random.Random) -> RunView:
-    """A run without fault, drawn over all axes: layout, batch sizes, packing mode, loss, graphs, width."""
-    kind = rng.choice(["energon", "packed_energon", "gpt_sft"])
-    mode = rng.choice(["offline", "offline", "in_batch", "none"])
-    tp, cp, pp = rng.choice([1, 2, 4]), rng.choice([1, 2, 4]), rng.choice([1, 1, 2])
-    eval_cp = rng.choice([None, None, 1, 2, 4])
-    sequence_parallel = rng.random() < 0.5
-    experts = rng.choice([1, 1, 2])
-    micro = 1 if mode == "offline" else rng.choice([2, 3]) if mode == "in_batch" else rng.choice([1, 2])
-    multiple = math.lcm(alignment_multiple(tp, cp, sequence_parallel, eval_cp), 2 * cp)
-    length = multiple * rng.choice([6, 10, 33])
-    graph = rng.choice(["none"] * 4 + ["transformer_engine", "full_iteration"])
-    captured = rng.choice([(), ("attn",), without_attention(experts)]) if graph == "transformer_engine" else ()
-    offline = mode == "offline"
-    fixed_boundaries = offline and graph != "none" and captured in ((), ("attn",))
-    per_token = cp > 1 or rng.random() < 0.7
-    world = rng.choice([1, 2, 3]) * math.lcm(
-        smallest_world_size(tp, pp, cp, eval_cp), tp * pp * experts if experts > 1 else 1
-    )
-    rows = micro * math.lcm(world // (tp * pp * cp), world // (tp * pp * (eval_cp or cp)))
-    own_eval = rng.random() < 0.3
-    return RunView(
-        dataset_kind=kind,  # type: ignore[arg-type]
-        tensor_parallel=tp,
-        context_parallel=cp,
-        pipeline_parallel=pp,
-        expert_parallel=experts,
-        expert_tensor_parallel=None,
-        sequence_parallel=sequence_parallel,
-        eval_context_parallel=eval_cp,
-        world_size=world,
-        cp_comm_type=rng.choice([None, "p2p", "a2a"]),
-        micro_batch_size=micro,
-        global_batch_size=rows * rng.choice([1, 2]),
-        eval_micro_batch_size=micro if own_eval else None,
-        eval_global_batch_size=rows if own_eval else None,
-        dataset_micro_batch_size=None if kind == "gpt_sft" else micro,
-        do_validation=rng.random() < 0.7,
-        dataset_seq_length=length,
-        model_seq_length=length,
-        enable_offline_packing=offline,
-        has_offline_packing_specs=offline,
-        packed_sequence_size=length if offline else None,
-        enable_in_batch_packing=mode == "in_batch",
-        pad_cu_seqlens=fixed_boundaries,
-        pad_to_max_length=(offline and graph != "none") or rng.random() < 0.3,
-        calculate_per_token_loss=per_token,
-        average_in_collective=not per_token and rng.random() < 0.5,
-        overlap_grad_reduce=rng.random() < 0.5,
-        cuda_graph_impl=graph,
-        cuda_graph_modules=captured,
-        num_layers=4,
-        model="gpt",
-        megatron_core_version="0.19.2",
-        recompute_granularity=rng.choice([None, "selective", "full"]),
-    )
-
-
-Fault = Callable[[RunView, random.Random], dict[str, Any]]
-
-
-def specs(view: RunView) -> dict[str, Any]:
-    return {"enable_offline_packing": True, "has_offline_packing_specs": True} | (
-        {"packed_sequence_size": view.dataset_seq_length}
-    )
-
-
-def lengths(view: RunView, tokens: int) -> dict[str, Any]:
-    packs = {"packed_sequence_size": tokens} if view.has_offline_packing_specs else {}
-    return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
-
-
-def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other = view.micro_batch_size + 1
-    evaluated: dict[str, Any] = rng.choice(
-        [
-            {},  # the rule about the evaluation speaks too
-            {"do_validation": False},
-            {"eval_micro_batch_size": other, "eval_global_batch_size": other * view.eval_data_parallel},
-        ]
-    )
-    return {"dataset_kind": "energon", "dataset_micro_batch_size": other, **evaluated}
-
-
-def evaluation_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other, whole = view.micro_batch_size + 1, (view.micro_batch_size + 1) * view.eval_data_parallel
-    return {
-        "dataset_kind": rng.choice(["energon", "packed_energon"]),
-        "dataset_micro_batch_size": view.micro_batch_size,
-        "do_validation": True,
-        "eval_micro_batch_size": other,
-        "eval_global_batch_size": whole,
-    }
-
-
-def two_or_more(size: int) -> int:
-    return max(2, size)
-
-
-# What is done to a sound run; several may be done to one.
-FAULTS: dict[str, Fault] = {
-    "both modes": lambda v, r: {**specs(v), "enable_in_batch_packing": True},
-    "specs missing": lambda v, r: {"enable_offline_packing": True, "has_offline_packing_specs": False},
-    "specs left": lambda v, r: {**specs(v), "enable_offline_packing": False},
-    "fixed boundaries": lambda v, r: {
-        "has_offline_packing_specs": True,
-        "packed_sequence_size": v.dataset_seq_length,
-        "pad_cu_seqlens": True,
-        "pad_to_max_length": False,
-    },
-    "graph width": lambda v, r: {
-        "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": without_attention(v.expert_parallel),
-        "pad_cu_seqlens": False,
-        "pad_to_max_length": False,
-    },
-    "graph boundaries": lambda v, r: {
-        "cuda_graph_impl": r.choice(["transformer_engine", "full_iteration"]),
-        "cuda_graph_modules": (),
-        "pad_to_max_length": True,
-        "pad_cu_seqlens": False,
-    },
-    "local graph": lambda v, r: {"cuda_graph_impl": "local", "cuda_graph_modules": r.choice([(), ("mlp",)])},
-    "NaN check": lambda v, r: {
-        "cuda_graph_impl": "full_iteration",
-        "cuda_graph_modules": (),
-        "check_for_nan_in_loss": True,
-    },
-    "rows of the data set": data_set_rows,
-    "rows of the evaluation": evaluation_rows,
-    "unaligned width": lambda v, r: {
-        "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
-        # By whole slices of CP where the alignment is wider than they are.
-        **lengths(
-            v, v.dataset_seq_length + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel)
-        ),
-    },
-    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.dataset_seq_length + 1)},
-    "world": lambda v, r: {"world_size": v.world_size + 1},
-    "half a world": lambda v, r: {"world_size": max(1, v.world_size // 2)},
-    "evaluation world": lambda v, r: {"eval_context_parallel": r.choice([3, 8])},
-    "evaluation batch": lambda v, r: {"eval_global_batch_size": v.eval_global * 2 + 1},
-    "mean loss": lambda v, r: {"calculate_per_token_loss": False},
-    "averaged": lambda v, r: {"average_in_collective": True},
-    "averaged tokens": lambda v, r: {
-        "calculate_per_token_loss": True,
-        "average_in_collective": True,
-    },
-    "layers": lambda v, r: {"cp_comm_type": (r.choice(["p2p", "a2a+p2p"]),) * r.choice([2, 3])},
-    "hierarchy missing": lambda v, r: {"cp_comm_type": "a2a+p2p"},
-    "hierarchy product": lambda v, r: {"hierarchical_context_parallel_sizes": r.choice([(2, 1), (2, 2), (3, 3)])},
-    "no pack size": lambda v, r: {**specs(v), "packed_sequence_size": r.choice([0, -5])},
-    "several packs": lambda v, r: {
-        **specs(v),
-        "micro_batch_size": two_or_more(v.micro_batch_size),
-        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.micro_batch_size),
-        "global_batch_size": v.global_batch_size * 2,
-        "eval_micro_batch_size": None,
-        "eval_global_batch_size": None,
-    },
-    "one sample": lambda v, r: {
-        "enable_in_batch_packing": True,
-        "micro_batch_size": 1,
-        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else 1,
-        "eval_micro_batch_size": None,
-    },
-    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.model_seq_length * 2},
-    "batch": lambda v, r: {"global_batch_size": v.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
-    "expert groups": lambda v, r: {
-        "expert_parallel": 8,
-        "expert_tensor_parallel": r.choice([1, 2]),
-        "cuda_graph_modules": (),
-    },
-    "predicted tokens": lambda v, r: {"mtp_num_layers": 1},
-    "family": lambda v, r: {"model": r.choice(["Qwen3Next", "GLM45", "Qwen3Omni"])},
-    "step": lambda v, r: {"step": "qwen3_vl_step"},
-    "old core": lambda v, r: {"megatron_core_version": r.choice(["0.16.0", "0.18.0rc1"])},
-    "Qwen2.5-VL": lambda v, r: {"model": "Qwen25VL"},
-    "vision": lambda v, r: {"model": "Qwen3VL", "overlap_grad_reduce": True},
-    "deepstack": lambda v, r: {
-        "model": "Qwen3VL",
-        "overlap_grad_reduce": False,
-        "recompute_granularity": "full",
-    },
-    "graphed experts": lambda v, r: (
-        {}
-        if not v.enable_offline_packing
-        else {
-            "dataset_kind": "packed_energon",
-            "dataset_micro_batch_size": v.micro_batch_size,
-            "num_moe_experts": 4,
-            "cuda_graph_impl": "transformer_engine",
-            "cuda_graph_modules": ("attn",),
-            "pad_cu_seqlens": True,
-            "pad_to_max_length": True,
-            "step": "energon_packing.bridge.step",
-        }
-    ),
-    "deepstack over ranks": lambda v, r: {
-        "model": "Qwen3VL",
-        "overlap_grad_reduce": False,
-        "recompute_granularity": None,
-        "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
-        "sequence_parallel": True,
-        **lengths(v, v.dataset_seq_length * v.tensor_parallel),
-    },
-    "evaluated packs": lambda v, r: {
-        "dataset_kind": "gpt_sft",
-        "dataset_micro_batch_size": None,
-        "eval_micro_batch_size": 2,
-        "eval_global_batch_size": 2 * v.eval_data_parallel,
-    },
-    "metadata": lambda v, r: {
-        "dataset_kind": "gpt_sft",
-        "dataset_micro_batch_size": None,
-        "pad_cu_seqlens": True,
-        "pad_to_max_length": True,
-        "packed_metadata_missing": "packs.json",
-    },
-    "alignment": lambda v, r: {**specs(v), "pad_seq_to_multiple": 5},
-    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.pad_to_max_length},
-    "wide heads": lambda v, r: {"head_dim": r.choice([100, 288])},
-    "attention": lambda v, r: {"attention_backend": "local"},
-    "vocabulary": lambda v, r: {
-        "model_tokens": TokenFacts(size=100),
-        "processor_tokens": TokenFacts(size=r.choice([101, 500])),
-    },
-    "placeholders": lambda v, r: {
-        "model_tokens": TokenFacts(placeholders={"image": 7}),
-        "processor_tokens": TokenFacts(placeholders={"image": 8}),
-    },
-    "native packing": lambda v, r: {
-        "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
-        "packing_buffer_size": 16,
-        "bridge_version": "0.6.2",
-    },
-    "weights": lambda v, r: {
-        "dataset_kind": "packed_energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
-        "loss_weighting": "square",
-        "calculate_per_token_loss": False,
-    },
-    "overlapped experts": lambda v, r: {"overlap_moe_expert_parallel_comm": True},
-    "failures without limit": lambda v, r: {"failure_tolerance": 0},
-    "left to a step": lambda v, r: {
-        "enable_in_batch_packing": True,
-        "defer_in_batch_packing_to_step": True,
-        "step": r.choice(["vlm_step", "gpt_step", "energon_packing.bridge.step"]),
-    },
-}
-
-
-def grid() -> Iterator[RunView]:
-    """First `RUNS` runs with none to three faults, then three for each pair of faults."""
-    rng = random.Random(20260801)
-    names = list(FAULTS)
-    chosen = [rng.sample(names, rng.choice([0, 1, 1, 1, 1, 2, 3])) for _ in range(RUNS)]
-    for pair in itertools.permutations(names, 2):
-        chosen += [list(pair), list(pair), ["specs left", *pair]]  # specs bring rules to runs of any mode
-    for faults in chosen:
-        view = sound(rng)
-        for fault in faults:
-            view = dataclasses.replace(view, **FAULTS[fault](view, rng))
-        yield view
 
 
 @dataclasses.dataclass
@@ -322,14 +48,15 @@ class Counts:
 
 @pytest.fixture(scope="module")
 def counts() -> Counts:
-    return judged()
+    with quiet():
+        return judged()
 
 
 def judged() -> Counts:
     """The whole grid, judged by Bridge and by us."""
     verdict.prepare_bridge()
     found = Counts()
-    for view in grid():
+    for view in grid(RUNS):
         ours = [judgement.rule for judgement in violations(view)]
         bridges = [rule.id for rule in ours if rule.bridge_says]
         answer = bridge_verdict(view)
@@ -361,7 +88,8 @@ def test_bridge_and_we_agree_on_every_run_and_name_the_same_rule(counts: Counts)
 
 
 def test_every_rule_of_severity_error_is_the_only_one_violated_many_times(counts: Counts) -> None:
-    assert {rule: counts.alone[rule] for rule in ERRORS if counts.alone[rule] < ALONE} == {}
+    few = {rule: counts.alone[rule] for rule in ERRORS if counts.alone[rule] < ALONE}
+    assert set(few) == set(NEVER_ALONE) & set(ERRORS), few
 
 
 # Why two of Bridge's rules cannot be violated by one run.

@@ -45,13 +45,7 @@ def _shards(view: RunView) -> int:
         ),
         SourceLine(
             file="megatron/bridge/models/transformer_config.py",
-            says="scalar synchronization is not capture-safe; those configs require equal inputs.",
-            since=(0, 7),
-        ),
-        SourceLine(
-            file="megatron/bridge/models/transformer_config.py",
             says="synchronization is not capture-safe; those configs require equal inputs.",
-            before=(0, 7),
         ),
     ),
 )

@@ -24,7 +24,7 @@ def _by_epochs(view: RunView) -> bool:
 
 
 def _epochs_of_finite_data(view: RunView) -> bool:
-    return view.num_epochs is not None and view.dataset_kind == "gpt_sft"
+    return view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
 
 
 def _buffer(view: RunView) -> bool:

@@ -303,18 +303,6 @@ OWN = [
         "error",
     ),
     (
-        "ours-34-bridges-own-packing",
-        {
-            "dataset_kind": "energon",
-            "packing_buffer_size": 64,
-            "bridge_version": "0.7.0rc1",
-            "pipeline_parallel": 2,
-            "pad_to_max_length": True,
-        },
-        {"dataset_kind": "packed_energon"},
-        "error",
-    ),
-    (
         "ours-35-weights-need-token-loss",
         {"loss_weighting": "sample", "calculate_per_token_loss": False},
         {"loss_weighting": "token"},

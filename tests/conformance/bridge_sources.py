@@ -85,3 +85,17 @@ def sources() -> list[object]:
             ("main", main, f"{CHECKOUT} names no checkout of Megatron-Bridge"),
         )
     ]
+
+
+def path_of_main() -> list[Path] | str:
+    """What to put first on the path for a program on main; a reason where that cannot be.
+
+    Main runs on the Megatron-Core of its own submodule, not on a release.
+    """
+    checkout = os.environ.get(CHECKOUT)
+    if not checkout:
+        return f"{CHECKOUT} names no checkout of Megatron-Bridge"
+    core = Path(checkout) / "3rdparty" / "Megatron-LM"
+    if not (core / "megatron" / "core").is_dir():
+        return f"{core} has no Megatron-Core; `git submodule update --init` gets it"
+    return [Path(checkout) / "src", core]

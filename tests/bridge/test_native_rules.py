@@ -1,0 +1,219 @@
+"""Rules about Bridge's own online packing, which came with 0.7, about epochs, and about experts under packed rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from energon_packing.bridge.rules import RULES, judge, violations
+from energon_packing.bridge.run_facts import DataFacts
+from energon_packing.bridge.run_view import RunView, installed_version
+from energon_packing.cli.picture import packing_of, resolved_picture
+
+NATIVE = RunView(
+    dataset_kind="energon",
+    packing_buffer_size=64,
+    task_encoder="QwenVLEnergonTaskEncoderConfig",
+    bridge_version="0.7.0",
+    model="Qwen3VL",
+    step="vlm_step",
+    overlap_grad_reduce=False,
+)
+PACKS = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+EXPERTS = dataclasses.replace(PACKS, num_moe_experts=8, expert_parallel=2, world_size=2, global_batch_size=2)
+OVER_HYBRIDEP = dataclasses.replace(EXPERTS, expert_dispatcher="hybridep", pad_to_max_length=True)
+
+
+def outcome(rule: str, view: RunView) -> str:
+    return next(judgement.outcome for judgement in judge(view) if judgement.rule.id == rule)
+
+
+def errors(view: RunView) -> list[str]:
+    return [judgement.rule.id for judgement in violations(view)]
+
+
+def test_rows_of_bridges_own_packing_are_packed_rows_from_0_7_on() -> None:
+    assert NATIVE.packed
+    assert NATIVE.reaches_the_step_packed
+    assert NATIVE.rows_are_packs
+    before = dataclasses.replace(NATIVE, bridge_version="0.6.2")
+    assert not before.packed
+    assert errors(before) == ["ours-34-bridges-own-packing"]
+    assert not dataclasses.replace(NATIVE, dataset_kind="packed_energon").packs_natively
+    assert not dataclasses.replace(NATIVE, packing_buffer_size=None).packed
+
+
+def test_a_plain_run_on_bridges_own_packing_breaks_nothing() -> None:
+    assert errors(NATIVE) == []
+    assert packing_of(NATIVE) == ("online", "Megatron-Bridge 0.7.0")
+
+
+def test_batches_of_bridges_own_packing_count_packs() -> None:
+    facts = DataFacts(samples=100, measured=100, dropped=0, too_long=0, longest=900, mean=500.0, fill=0.9, packs=10)
+    view = dataclasses.replace(NATIVE, data=facts)
+    assert view.rows_per_epoch == 10
+    assert dataclasses.replace(view, bridge_version="0.6.2").rows_per_epoch == 100
+    assert resolved_picture(view, assumed=False)["packs_per_epoch"] == 10
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken"),
+    [
+        ("bridge-46-native-buffer-size", {"packing_buffer_size": 0}),
+        ("bridge-46-native-not-left-to-the-step", {"defer_in_batch_packing_to_step": True}),
+        ("bridge-46-native-one-pack-a-micro-batch", {"micro_batch_size": 2, "global_batch_size": 2}),
+        ("bridge-46-native-task-encoder", {"task_encoder": "HFEnergonTaskEncoderConfig"}),
+        ("bridge-46-native-task-encoder", {"task_encoder": "NemotronOmniEnergonTaskEncoderConfig"}),
+        ("bridge-46-native-per-token-loss", {"calculate_per_token_loss": False}),
+        ("bridge-46-native-no-multi-token-prediction", {"mtp_num_layers": 1}),
+        ("bridge-46-native-no-graphs", {"cuda_graph_impl": "full_iteration"}),
+        ("bridge-46-native-no-graphs", {"vision_cuda_graph_impl": "transformer_engine"}),
+        ("bridge-46-native-no-dist-train", {"dist_train": True}),
+        ("bridge-46-native-no-pipeline", {"pipeline_parallel": 2, "world_size": 2}),
+        ("ours-19-step-reads-packs", {"step": "qwen3_vl_step"}),
+        ("ours-19-family-takes-packs", {"model": "Gemma3VL"}),
+        ("ours-32-head-dimension", {"head_dim": 288}),
+        ("bridge-45-epochs-need-finite-data", {"num_epochs": 1}),
+    ],
+)
+def test_what_bridges_own_packing_cannot_do_is_refused_by_one_rule(rule: str, broken: dict[str, Any]) -> None:
+    view = dataclasses.replace(NATIVE, **broken)
+    assert errors(view) == [rule]
+    (finding,) = (judgement.finding for judgement in violations(view))
+    assert finding is not None
+    if finding.changes:
+        assert errors(dataclasses.replace(view, **finding.changes)) == []
+
+
+def test_two_packers_of_one_run_are_refused() -> None:
+    both = dataclasses.replace(NATIVE, enable_in_batch_packing=True)
+    assert errors(both)[0] == "bridge-46-native-one-packing-mode"
+    averaged = dataclasses.replace(NATIVE, average_in_collective=True)
+    assert errors(averaged) == ["bridge-46-native-no-average-in-collective", "core-17-no-average-with-token-loss"]
+
+
+def test_what_bridge_turns_off_itself_is_a_note_there_and_an_error_for_other_packers() -> None:
+    overlapped = dataclasses.replace(NATIVE, overlap_moe_expert_parallel_comm=True)
+    assert errors(overlapped) == []
+    assert outcome("bridge-46-native-no-overlap", overlapped) == "note"
+    ours = dataclasses.replace(overlapped, dataset_kind="packed_energon", enable_offline_packing=True)
+    assert outcome("ours-28-no-schedule-plan", ours) == "error"
+    assert outcome("bridge-46-native-no-overlap", ours) == "not applicable"
+
+
+def test_rules_of_0_7_say_nothing_of_0_6_and_the_other_way_round() -> None:
+    versioned = [rule for rule in RULES if rule.since > (0, 6) or rule.before]
+    assert len(versioned) >= 11
+    for rule in versioned:
+        old, new = (dataclasses.replace(NATIVE, bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))
+        assert rule.concerns(old) == (rule.before is not None)
+        assert not (rule.before is not None and rule.concerns(new))
+
+
+def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> None:
+    finite = RunView(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
+    assert errors(finite) == []
+    assert errors(dataclasses.replace(finite, dataloader_type="cyclic")) == ["bridge-45-epochs-need-whole-batches"]
+    for kind in ("packed_energon", "energon", "hf_sft", "gpt_pretraining", "provider"):
+        view = dataclasses.replace(finite, dataset_kind=kind)  # type: ignore[arg-type]
+        assert errors(view) == ["bridge-45-epochs-need-finite-data"]
+        assert errors(dataclasses.replace(view, num_epochs=None)) == []
+
+
+@pytest.mark.parametrize("step", ["gpt_step", "vlm_step"])
+@pytest.mark.parametrize("scopes", [(), ("attn",), ("moe_router",), ("attn", "moe_preprocess")])
+def test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask(step: str, scopes: tuple[str, ...]) -> None:
+    model = "gpt" if step == "gpt_step" else "Qwen3VLMoE"
+    captured = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes, "pad_cu_seqlens": True}
+    view = dataclasses.replace(
+        EXPERTS,
+        **captured,
+        dataset_kind="gpt_sft" if step == "gpt_step" else "energon",
+        overlap_grad_reduce=False,
+        context_parallel=2,
+        world_size=4,
+        bridge_version="0.7.0",
+        model=model,
+        step=step,
+        pad_to_max_length=True,
+    )
+    attention_only = scopes == ("attn",)
+    assert outcome("ours-44-padding-mask-under-graphs", view) == ("ok" if attention_only else "error")
+    before = dataclasses.replace(view, bridge_version="0.6.2")  # where both steps drop the mask: a warning
+    assert outcome("ours-44-padding-mask-under-graphs", before) == "not applicable"
+    assert outcome("ours-24-experts-see-padding", before) == "warning"
+
+
+def test_qwen3_vl_of_0_7_finds_the_padding_itself_where_its_boundaries_show_it() -> None:
+    view = dataclasses.replace(
+        EXPERTS, model="Qwen3VLMoE", step="vlm_step", bridge_version="0.7.0", context_parallel=2, world_size=4
+    )
+    assert outcome("ours-24-experts-see-padding", view) == "ok"
+    assert outcome("ours-24-experts-see-padding", dataclasses.replace(view, bridge_version="0.6.2")) == "warning"
+    assert outcome("ours-24-experts-see-padding", dataclasses.replace(view, model="GLM45V")) == "warning"
+    tail = dataclasses.replace(view, context_parallel=1, world_size=2)  # one width at multiple 1: no padded boundaries
+    assert outcome("ours-24-experts-see-padding", tail) == "warning"
+
+
+def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
+    in_batch = dataclasses.replace(
+        OVER_HYBRIDEP,
+        enable_offline_packing=False,
+        has_offline_packing_specs=False,
+        packed_sequence_size=None,
+        enable_in_batch_packing=True,
+        micro_batch_size=2,
+        global_batch_size=4,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=("attn",),
+    )
+    assert errors(in_batch) == ["ours-47-equal-dispatch"]
+    assert errors(dataclasses.replace(in_batch, cuda_graph_impl="none")) == []
+    assert errors(dataclasses.replace(in_batch, pads_uneven_dispatch=True)) == []
+    assert errors(dataclasses.replace(in_batch, expert_dispatcher=None)) == []
+    assert outcome("ours-47-equal-dispatch", OVER_HYBRIDEP) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("length", "layout", "expected"),
+    [
+        (4096, {}, "ok"),
+        (4096 + 64, {}, "warning"),
+        (4096, {"context_parallel": 32, "world_size": 64}, "ok"),
+        (4096, {"context_parallel": 64, "world_size": 128}, "warning"),
+        (1024, {"tensor_parallel": 8, "world_size": 16, "sequence_parallel": True}, "ok"),
+        (1024, {"tensor_parallel": 16, "world_size": 32, "sequence_parallel": True}, "warning"),
+        (1024, {"tensor_parallel": 16, "world_size": 32}, "ok"),
+    ],
+)
+def test_hybridep_gets_whole_chunks_of_128_tokens(length: int, layout: dict[str, Any], expected: str) -> None:
+    size = {"dataset_seq_length": length, "model_seq_length": length, "packed_sequence_size": length}
+    view = dataclasses.replace(OVER_HYBRIDEP, **size, **layout, expert_tensor_parallel=1)
+    assert outcome("ours-48-hybridep-chunks", view) == expected
+    finding = next(j.finding for j in judge(view) if j.rule.id == "ours-48-hybridep-chunks")
+    if finding is not None:
+        assert outcome("ours-48-hybridep-chunks", dataclasses.replace(view, **finding.changes)) == "ok"
+
+
+def test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room() -> None:
+    limited = dataclasses.replace(EXPERTS, expert_capacity_factor=1.25, context_parallel=2, world_size=4)
+    assert outcome("ours-49-capacity-and-padding", limited) == "warning"
+    for change in ({"expert_capacity_factor": None}, {"expert_capacity_factor": -1.0}):
+        assert outcome("ours-49-capacity-and-padding", dataclasses.replace(limited, **change)) == "not applicable"
+    unpadded = dataclasses.replace(limited, context_parallel=1, expert_parallel=1)
+    assert outcome("ours-49-capacity-and-padding", unpadded) == "ok"
+
+
+def test_a_checkout_on_the_path_is_the_version_that_runs(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "megatron" / "bridge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "package_info.py").write_text('MAJOR = 0\nMINOR = 7\nPATCH = 1\nPRE_RELEASE = "rc2"\n')
+    installed_version.cache_clear()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert installed_version("megatron-bridge") == "0.7.1rc2"
+    finally:
+        installed_version.cache_clear()

@@ -198,11 +198,15 @@ def test_hybridep_gets_whole_chunks_of_128_tokens(length: int, layout: dict[str,
 
 
 def test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room() -> None:
-    limited = dataclasses.replace(EXPERTS, expert_capacity_factor=1.25, context_parallel=2, world_size=4)
+    limited = dataclasses.replace(
+        EXPERTS, expert_parallel=1, expert_capacity_factor=1.25, context_parallel=2, world_size=2
+    )
     assert outcome("ours-49-capacity-and-padding", limited) == "warning"
     for change in ({"expert_capacity_factor": None}, {"expert_capacity_factor": -1.0}):
         assert outcome("ours-49-capacity-and-padding", dataclasses.replace(limited, **change)) == "not applicable"
-    unpadded = dataclasses.replace(limited, context_parallel=1, expert_parallel=1)
+    unpadded = dataclasses.replace(limited, context_parallel=1)
+    widened = dataclasses.replace(unpadded, expert_parallel=2)
+    assert outcome("ours-49-capacity-and-padding", widened) == "warning"
     assert outcome("ours-49-capacity-and-padding", unpadded) == "ok"
 
 

@@ -10,6 +10,7 @@ BRIDGE_TRAPS = {
     50: "sequence parallelism on images of Qwen3-VL loses gradients",
 }
 
+NATIVE = "tests/bridge/test_native_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
@@ -88,5 +89,44 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=1,
+        name="rows of Bridge's own packing pass for single samples",
+        test=NATIVE + "test_rows_of_bridges_own_packing_are_packed_rows_from_0_7_on",
+        oracle="`EnergonDatasetConfig` of Bridge 0.7",
+        edits=(
+            (
+                "bridge/run_view.py",
+                "self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively",
+                "self.enable_offline_packing or self.enable_in_batch_packing",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=18,
+        name="padding may take an expert's room in silence",
+        test=NATIVE + "test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room",
+        oracle="`TopKRouter.routing` of Megatron-Core, which drops tokens without the padding mask",
+        edits=(
+            (
+                "bridge/expert_rules.py",
+                "    if view.multiple == 1 and not view.rows_of_one_width:\n",
+                "    if not view.rows_of_one_width:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=49,
+        name="graphs with a router are refused for our rows only",
+        test=NATIVE + "test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask[scopes2-gpt_step]",
+        oracle="`_validate_packed_moe_cuda_graph` of Bridge 0.7",
+        edits=(
+            (
+                "bridge/step_rules.py",
+                '    if view.dataset_kind == "gpt_sft":\n        return view.enable_offline_packing or view.multiple > 1\n',
+                "",
+            ),
+        ),
     ),
 )

@@ -124,8 +124,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "bridge/step_rules.py",
-                '    if view.dataset_kind == "gpt_sft":\n        return view.enable_offline_packing or view.multiple > 1\n',
-                "",
+                "return view.enable_offline_packing or view.multiple > 1",
+                "return False",
             ),
         ),
     ),

@@ -95,6 +95,11 @@ class WanPack:
         return {name: getattr(self, name) for name in names} | {"video_metadata": metadata}
 
     @property
+    def sample_keys(self) -> tuple[str, ...]:
+        """`keys`, under the name that it has in a `PackedBatch`."""
+        return self.keys
+
+    @property
     def num_samples(self) -> int:
         """Clips of the pack."""
         return len(self.keys)

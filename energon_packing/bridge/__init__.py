@@ -1,6 +1,7 @@
-"""Megatron-Bridge: the data set configuration, the rules, the forward step and the recipe.
+"""Megatron-Bridge: the data set configurations, the rules, and what makes Bridge run on a CPU.
 
-``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge; the rules do not.
+``from energon_packing.bridge import PackedEnergonDatasetConfig`` (or ``PackedWanDatasetConfig``) needs Megatron-Bridge;
+the rules do not.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from energon_packing.bridge.dataset import PackedEnergonDatasetConfig as PackedEnergonDatasetConfig
+    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig as PackedWanDatasetConfig
 
-__all__ = ["PackedEnergonDatasetConfig"]
+__all__ = ["PackedEnergonDatasetConfig", "PackedWanDatasetConfig"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
 
         return PackedEnergonDatasetConfig
+    if name == "PackedWanDatasetConfig":
+        from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
+
+        return PackedWanDatasetConfig
     raise AttributeError(f"module 'energon_packing.bridge' has no attribute {name!r}")

@@ -140,7 +140,8 @@ def _bridge() -> None:
     try:
         with quiet():
             prepare_bridge()
-            importlib.import_module("energon_packing.bridge.dataset")  # Bridge's YAML may name its classes
+            for name in ("dataset", "wan_dataset"):  # Bridge's YAML may name their classes
+                importlib.import_module(f"energon_packing.bridge.{name}")
     except ImportError as error:
         raise UserError(f"Megatron-Bridge is needed for this and cannot be imported: {error}.") from error
 

@@ -1,7 +1,7 @@
-"""The sections of `PackedEnergonDatasetConfig`: mutable twins of our frozen configuration classes.
+"""The sections of our Bridge data sets: mutable twins of our frozen configuration classes.
 
 Bridge and Hydra set attributes of nested dataclasses in place, which a frozen one ignores with a warning. The twins are
-generated, so that a field that is added to `energon_packing.config` can be overridden in Bridge from that moment on.
+generated, so that a field that is added to one of them can be overridden in Bridge from that moment on.
 They hold no rules: `frozen` hands their values to the classes that do. Imports neither torch nor Bridge.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, from_mapping
+from energon_packing.encoders.text_to_video_config import TextToVideoConfig, TextToVideoPackingConfig
 from energon_packing.errors import ConfigError
 
 SECTIONS: dict[str, type] = {}
@@ -43,8 +44,8 @@ def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
         else:
             fields.append((entry.name, hint, dataclasses.field(default=entry.default)))
     twin = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=__name__)
-    twin.__doc__ = f"The fields of `energon_packing.config.{config.__name__}`" + (
-        f", less {', '.join(left_out)}, which `PackedEnergonDatasetConfig` has itself." if left_out else "."
+    twin.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
+        f", less {', '.join(left_out)}, which the data set has itself." if left_out else "."
     )
     globals()[name] = SECTIONS[name] = twin
     return twin
@@ -54,6 +55,8 @@ EncoderSection: Any = _twin(EncoderConfig, left_out=("processor", "trust_remote_
 PackingSection: Any = _twin(PackingConfig, left_out=("seq_length", "pad_to_max_length"))
 # Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
 DataSection: Any = _twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
+TextToVideoSection: Any = _twin(TextToVideoConfig)
+TextToVideoPackingSection: Any = _twin(TextToVideoPackingConfig, left_out=("seq_length",))
 
 
 def values_of(section: Any) -> Any:

@@ -11,6 +11,12 @@ from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
 
 
+def to_bridge(batch: Any) -> dict[str, Any]:
+    """The mapping that Bridge's forward step reads of a packed row."""
+    made: dict[str, Any] = batch.to_bridge()
+    return made
+
+
 class EndlessPacks:
     """Batches of a loader without an end, with its state."""
 
@@ -55,9 +61,7 @@ class BridgePackIterator:
         form: makes of each what Bridge's steps read; packed rows by default.
     """
 
-    def __init__(
-        self, reader: OneReader | EveryReader, form: Callable[[PackedBatch], dict[str, Any]] = PackedBatch.to_bridge
-    ) -> None:
+    def __init__(self, reader: OneReader | EveryReader, form: Callable[[Any], dict[str, Any]] = to_bridge) -> None:
         self._reader = reader
         self._form = form
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+from energon_packing.bridge.provider import PackProvider
+from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
 from energon_packing.errors import ConfigError
 
 
@@ -24,10 +26,11 @@ def use_packed_data(
     with it; the model's length. Everything can be changed afterwards.
 
     Args:
-        cfg: a ``ConfigContainer``, for example from a recipe; changed in place.
+        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. With the model of a Wan recipe, the
+            data set is one of clips.
         path: data set that ``energon-packing convert`` wrote, or another prepared Energon data set or blend.
-        processor: of the model; None takes the one that the recipe names.
-        seq_length: tokens of a row; None keeps the model's.
+        processor: of the model; None takes the one that the recipe names. A Wan model has none.
+        seq_length: tokens (patches) of a row; None keeps the model's.
         global_batch_size: packs of a step; None keeps the recipe's number, which then are packs instead of samples.
         num_workers: loader processes of a rank.
 
@@ -35,17 +38,11 @@ def use_packed_data(
         ``cfg``.
 
     Raises:
-        ConfigError: the recipe names no processor and none is given.
+        ConfigError: the recipe names no processor and none is given, or one is given for a Wan model.
     """
-    named = processor or getattr(cfg.dataset, "hf_processor_path", None)
-    named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
-    named = named or getattr(cfg.tokenizer, "tokenizer_model", None)
-    if not named:
-        raise ConfigError("The recipe names no processor; give use_packed_data(..., processor=...).")
     length = seq_length or cfg.model.seq_length
-    cfg.dataset = PackedEnergonDatasetConfig(
-        path=path, processor=str(named), seq_length=length, num_workers=num_workers
-    )
+    made = _of_clips if type(cfg.model).__name__ == "WanModelProvider" else _of_conversations
+    cfg.dataset = made(cfg, processor, path=path, seq_length=length, num_workers=num_workers)
     cfg.dataset.follow(cfg)
     cfg.model.seq_length = length
     cfg.model.calculate_per_token_loss = True
@@ -56,3 +53,22 @@ def use_packed_data(
         cfg.train.global_batch_size = global_batch_size
         cfg.validation.eval_global_batch_size = None
     return cfg
+
+
+def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
+    named = processor or getattr(cfg.dataset, "hf_processor_path", None)
+    named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
+    named = named or getattr(cfg.tokenizer, "tokenizer_model", None)
+    if not named:
+        raise ConfigError("The recipe names no processor; give use_packed_data(..., processor=...).")
+    return PackedEnergonDatasetConfig(processor=str(named), **fields)
+
+
+def _of_clips(cfg: Any, processor: str | None, **fields: Any) -> PackProvider:
+    if processor is not None:
+        raise ConfigError(f"use_packed_data(..., processor={processor!r}): a Wan model has no processor; leave it out.")
+    model, dataset = cfg.model, PackedWanDatasetConfig(**fields)
+    dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
+    dataset.encoder.max_text_tokens = model.text_len
+    return dataset

@@ -1,7 +1,7 @@
-"""A `PackedBatch` as one buffer of bytes, for ranks that get their packs from another rank.
+"""A packed row as one buffer of bytes, for ranks that get their packs from another rank.
 
-The layout is 8 bytes with the length of a JSON header, the header (names, dtypes, shapes, offsets and all plain
-values), and the tensors, each at a multiple of 64 bytes. One buffer is one message, and reading it copies nothing.
+The layout is 8 bytes with the length of a JSON header, the header (the class, names, dtypes, shapes, offsets and all
+plain values), and the tensors, each at a multiple of 64 bytes. One buffer is one message; reading it copies nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +13,22 @@ from typing import Any
 
 import torch
 
-from energon_packing.thd.batch import PackedBatch
+from energon_packing.packed_batch import PackedBatch
+from energon_packing.wan_packing import WanPack
+
+AnyPack = PackedBatch | WanPack
+_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}
 
 PIXELS = ("pixel_values", "pixel_values_videos")
 """Visual inputs that the first pipeline stage alone reads: Bridge's ``vlm_step`` drops the same two on later stages."""
 
 _ALIGNMENT = 64
 _MAPPINGS = ("visual_inputs", "extra")
+_FOREIGN = ("video_metadata",)
+"""Tuples of values that are not ours: a list in them stays one."""
 
 
-def pack_to_bytes(batch: PackedBatch, *, pixels: bool = True) -> torch.Tensor:
+def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
     """The batch as uint8 ``[n]``.
 
     Args:
@@ -41,8 +47,9 @@ def pack_to_bytes(batch: PackedBatch, *, pixels: bool = True) -> torch.Tensor:
         offset = _aligned(offset)
         entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
         offset += tensor.nbytes
-    empty = [name for name in _MAPPINGS if getattr(batch, name) is not None]
-    text = json.dumps({"plain": plain, "tensors": entries, "mappings": empty}).encode()
+    mappings = [name for name in _mappings(type(batch)) if getattr(batch, name) is not None]
+    header = {"class": type(batch).__name__, "plain": plain, "tensors": entries, "mappings": mappings}
+    text = json.dumps(header).encode()
     start = _aligned(8 + len(text))
     buffer = _new_buffer(start + offset)
     buffer[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
@@ -53,13 +60,16 @@ def pack_to_bytes(batch: PackedBatch, *, pixels: bool = True) -> torch.Tensor:
     return buffer
 
 
-def pack_from_bytes(buffer: torch.Tensor) -> PackedBatch:
-    """What `pack_to_bytes` wrote; the tensors are views of ``buffer``."""
+def pack_from_bytes(buffer: torch.Tensor) -> Any:
+    """What `pack_to_bytes` wrote, of the same class; the tensors are views of ``buffer``."""
     length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
     start = _aligned(8 + length)
-    fields: dict[str, Any] = {name: _tuples(value) for name, value in header["plain"].items()}
-    for name in _MAPPINGS:
+    kind = _CLASSES[header["class"]]
+    fields: dict[str, Any] = {
+        name: tuple(value) if name in _FOREIGN else _tuples(value) for name, value in header["plain"].items()
+    }
+    for name in _mappings(kind):
         fields[name] = {} if name in header["mappings"] else None
     for name, dtype_name, shape, at in header["tensors"]:
         dtype = getattr(torch, dtype_name)
@@ -70,10 +80,10 @@ def pack_from_bytes(buffer: torch.Tensor) -> PackedBatch:
             fields[mapping][key] = tensor
         else:
             fields[name] = tensor
-    return PackedBatch(**fields)
+    return kind(**fields)
 
 
-def field_digests(batch: PackedBatch) -> dict[str, str]:
+def field_digests(batch: AnyPack) -> dict[str, str]:
     """Name of each tensor -> digest of its values, dtype and shape; 16 hexadecimal digits."""
     digests = {}
     for name, tensor in _tensors(batch, pixels=True).items():
@@ -84,7 +94,7 @@ def field_digests(batch: PackedBatch) -> dict[str, str]:
     return digests
 
 
-def _tensors(batch: PackedBatch, *, pixels: bool) -> dict[str, torch.Tensor]:
+def _tensors(batch: AnyPack, *, pixels: bool) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by name; ``visual_inputs/pixel_values`` for one of a mapping."""
     found: dict[str, torch.Tensor] = {}
     for spec in dataclasses.fields(batch):
@@ -96,6 +106,11 @@ def _tensors(batch: PackedBatch, *, pixels: bool) -> dict[str, torch.Tensor]:
                 if pixels or name not in PIXELS:
                     found[f"{spec.name}/{name}"] = tensor
     return found
+
+
+def _mappings(kind: type) -> list[str]:
+    """Fields of a class that hold tensors by name."""
+    return [spec.name for spec in dataclasses.fields(kind) if spec.name in _MAPPINGS]
 
 
 def _tuples(value: Any) -> Any:

@@ -87,7 +87,7 @@ def test_a_callback_before_data_are_opened_can_name_the_run(monkeypatch):
     # Bridge sets levels of the root logger in other tests of this process: ask our own.
     told: list[str] = []
     monkeypatch.setattr(
-        "energon_packing.bridge.dataset._log.warning", lambda message, *arguments: told.append(message % arguments)
+        "energon_packing.bridge.provider._log.warning", lambda message, *arguments: told.append(message % arguments)
     )
     cfg = run_of("qwen3_vl", experts=4)
     cfg.validate()

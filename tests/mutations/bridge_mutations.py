@@ -29,7 +29,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="a data set with a run aligns without sequence parallelism",
         test=LAYOUT + "test_a_model_that_is_changed_after_validate_is_read_when_the_iterators_are_built",
         oracle=PROVIDER,
-        edits=(("bridge/dataset.py", "(run is None or bool(finalised(run.model).sequence_parallel))", "run is None"),),
+        edits=(("bridge/provider.py", "(run is None or bool(finalised(run.model).sequence_parallel))", "run is None"),),
         needs_bridge=True,
     ),
     Mutation(

@@ -1,0 +1,27 @@
+"""Wan, text to video, on packed rows: Bridge's own recipes with the data set changed. Train with Bridge's ``wan_step``.
+
+The data are stored latents and text embeddings (``energon-packing convert --format text-to-video``, docs/wan.md). Rows
+keep true text lengths; ``dataset.encoder.compat=bridge`` makes the rows of Bridge's own data path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.diffusion.recipes.wan import wan
+
+from energon_packing.bridge.recipe import use_packed_data
+
+DATA = "data/clips"
+
+GPUS = {"wan_1_3b_text2video": 8, "wan_14b_sft": 8}
+
+
+def wan_1_3b_text2video(data: str = DATA) -> Any:
+    """8 GPUs: CP 4, DP 2; rows of 43,008 patches."""
+    return use_packed_data(wan.wan_1_3b_text2video_pretrain_config(), data, global_batch_size=8)
+
+
+def wan_14b_sft(data: str = DATA) -> Any:
+    """8 GPUs: TP 2 with sequence parallelism, CP 4; rows of 75,600 patches: a clip of 81 frames at 1280x720."""
+    return use_packed_data(wan.wan_14b_sft_config(), data, seq_length=75_600, global_batch_size=8)

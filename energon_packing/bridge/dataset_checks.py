@@ -1,0 +1,78 @@
+"""What is checked of a data set's fields before anything else: names, types, and settings that have one value here."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import sys
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.bridge.training.config import ConfigContainer
+
+from energon_packing.config import from_mapping
+from energon_packing.errors import ConfigError
+
+
+def check_types(dataset: Any) -> None:
+    """Holds the fields outside the sections to their annotations, as a configuration file would be."""
+    hints = typing.get_type_hints(type(dataset))
+    plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
+    shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
+    from_mapping(shape, {name: getattr(dataset, name) for name in plain}, where="dataset")
+
+
+def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
+    """Refuses an attribute that was meant as a setting: misspelt, or one of a section.
+
+    Others are let through: Bridge itself hangs objects on a data set (its tokenizer, paddings).
+
+    Args:
+        sections: class of each section by the name of its field.
+    """
+    known = {entry.name for entry in dataclasses.fields(dataset)}
+    for name in set(vars(dataset)) - known:
+        if name.startswith("_"):
+            continue
+        for section, twin in sections.items():
+            if name in {entry.name for entry in dataclasses.fields(twin)}:
+                raise ConfigError(f"dataset.{name} is no setting; it is dataset.{section}.{name}.")
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near:
+            raise ConfigError(f"dataset.{name} is no setting; did you mean dataset.{near[0]}?")
+
+
+FIXED_SETTINGS = {
+    "data_sharding": "replicas always read different samples",
+    "pin_memory": "Energon's loader always pins memory where there is a GPU",
+    "drop_last": "packs come without end, so there is no last batch to keep",
+    "persistent_workers": "Energon keeps its loader processes for the whole run",
+}
+"""Settings that Bridge gives every data set and that its other loaders read; here each has one value, true."""
+
+
+def refuse_fixed_settings(dataset: Any) -> None:
+    """Refuses a value that nothing would read. Bridge itself unsets ``persistent_workers`` where there is no worker."""
+    for name, reason in FIXED_SETTINGS.items():
+        unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
+        if not getattr(dataset, name) and not unset_by_bridge:
+            raise ConfigError(f"dataset.{name} is false, which this data set cannot be: {reason}. Leave it out.")
+
+
+def container_under_validation() -> ConfigContainer | None:
+    """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
+
+    ``finalize()`` gets no argument, and a data set is never told of the model: the caller's frame is the only place
+    where both are in sight before any GPU is taken. It serves to enforce rules; the layout is read later, see
+    `PackProvider.follow`. A test holds this against the installed Bridge.
+    """
+    frame = sys._getframe(1)
+    for _ in range(9):
+        container = frame.f_locals.get("self")
+        if isinstance(container, ConfigContainer):
+            return container
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None

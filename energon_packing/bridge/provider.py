@@ -1,0 +1,225 @@
+"""What our Bridge data sets share: Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated.
+
+What Bridge reads by name from a data set, and when, is told at each field here and in the two classes:
+`energon_packing.bridge.dataset` for conversations and `energon_packing.bridge.wan_dataset` for clips.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
+from megatron.bridge.training.config import ConfigContainer
+
+from energon_packing.bridge.container_view import finalised
+from energon_packing.bridge.dataset_checks import (
+    check_types,
+    container_under_validation,
+    refuse_fixed_settings,
+    refuse_unknown_names,
+)
+from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
+from energon_packing.config import ParallelConfig
+from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PackProvider(DatasetProvider):
+    """An Energon data set whose packs Bridge trains on, one a micro-batch.
+
+    Mutable, because Bridge and Hydra override fields of a recipe's configuration; everything is validated in
+    `finalize`, which ``ConfigContainer.validate()`` calls. What Bridge reads stands here and in the subclass,
+    everything else in the subclass's sections; each setting has one place, and all values are plain.
+
+    A subclass defines `sections`, `run_config`, `make_loader`, `check_fields` and `check_run`.
+    """
+
+    path: str = ""
+    """Data set that ``energon-packing convert`` wrote, or another prepared Energon data set."""
+    micro_batch_size: int = 1
+    """Rows of a micro-batch: 1 for packed data, as in Bridge."""
+    dataloader_type: Literal["external"] | None = "external"
+    """Bridge passes the iterator through, and saves and restores its state."""
+
+    validation_split: str = "val"
+    do_validation: bool = True
+    num_val_workers: int | None = None
+    """Loader processes for validation; None takes ``num_workers``."""
+
+    readers: Literal["one", "every"] = "one"
+    """``one``: one rank of a replica (its tensor-, context- and pipeline-parallel ranks) reads, decodes and passes its
+    packs on. ``every``: each rank reads for itself, which saves the passing on and costs the decoding on every rank;
+    what they read is compared, and the first difference stops the run."""
+    compare_every: int = 1
+    """With ``readers="every"``: compare each so many packs."""
+
+    _run = None
+    """The ``ConfigContainer`` of the run, see `follow`. No annotation: it is no setting."""
+
+    _evaluation_groups = None
+    """Process groups of an evaluation with another layout, see `evaluate_on`; no setting either."""
+
+    def sections(self) -> dict[str, type]:
+        """Class of each section by the name of its field."""
+        raise NotImplementedError
+
+    def run_config(self, parallel: ParallelConfig) -> Any:
+        """The same settings as our own frozen configuration.
+
+        Raises:
+            ConfigError: a value that cannot work.
+        """
+        raise NotImplementedError
+
+    def make_loader(self, config: Any, **arguments: Any) -> PackLoader:
+        """The loader of one data-parallel rank.
+
+        Args:
+            config: what `run_config` returned.
+            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split`` and ``workers``.
+        """
+        raise NotImplementedError
+
+    def make_form(self, config: Any) -> Callable[[Any], dict[str, Any]]:
+        """Makes of each batch of the loader what Bridge's steps read."""
+        return to_bridge
+
+    def check_fields(self) -> None:
+        """Checks what the subclass adds to the fields; first of all checks of values.
+
+        Raises:
+            ConfigError: a field that cannot work.
+        """
+        raise NotImplementedError
+
+    def check_run(self, container: ConfigContainer) -> None:
+        """Checks the fields against the model and the trainer, which Bridge does for its own classes only.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
+        raise NotImplementedError
+
+    def finalize(self) -> None:
+        """Validates every field; called by ``ConfigContainer.validate()``.
+
+        Raises:
+            ConfigError: the first field that cannot work.
+        """
+        refuse_unknown_names(self, self.sections())
+        check_types(self)
+        super().finalize()
+        if not self.path:
+            raise ConfigError("dataset.path is empty; name the data set that `energon-packing convert` wrote.")
+        self.check_fields()
+        refuse_fixed_settings(self)
+        if self.dataloader_type != "external":
+            raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
+        if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
+            raise ConfigError("dataset.num_workers and num_val_workers are 0 or more.")
+        if self.compare_every < 1:
+            raise ConfigError(f"dataset.compare_every is {self.compare_every}; compare each pack (1) or fewer.")
+        self.run_config(ParallelConfig())
+        container = container_under_validation()
+        if container is None or container.dataset is not self:
+            _log.warning(
+                "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
+                "were not enforced. Call cfg.validate()."
+            )
+            return
+        self.check_run(container)
+        self.follow(container)
+
+    def parallel_config(self, groups: Any) -> ParallelConfig:
+        """Sizes of the run's process groups (a ``ProcessGroupCollection``); all 1 where there are none."""
+
+        def size(name: str) -> int:
+            """Ranks of the group of that name."""
+            group = getattr(groups, name, None)
+            return 1 if group is None else group.size()
+
+        run = self._run
+        if run is None:
+            _log.warning(
+                "The data set knows no run: rows are aligned as if there were sequence parallelism, and for no other "
+                "context parallelism in evaluation. Call cfg.validate(), or cfg.dataset.follow(cfg)."
+            )
+        return ParallelConfig(
+            tensor_parallel=size("tp"),
+            context_parallel=size("cp"),
+            pipeline_parallel=size("pp"),
+            sequence_parallel=size("tp") > 1 and (run is None or bool(finalised(run.model).sequence_parallel)),
+            eval_context_parallel=None if run is None else run.dist.eval_context_parallel_size,
+        )
+
+    def follow(self, container: ConfigContainer) -> None:
+        """Names the run whose layout rows are aligned to; it is read when the iterators are built.
+
+        A data set is not told of sequence parallelism and of the evaluation's context parallelism, and models change
+        the first in their own ``finalize()``, which runs after that of the data set. So nothing is read here, and the
+        final values count. `use_packed_data` and ``validate()`` call this; where neither does, call it yourself, for
+        example in an ``on_data_init_start`` callback. Without a run, rows are aligned as if there were sequence
+        parallelism, which wastes at most ``CP * TP - 1`` tokens a sample, and a warning says so.
+
+        Args:
+            container: of this run; with this data set.
+        """
+        self._run = container
+
+    def evaluate_on(self, groups: Any) -> None:
+        """Names the process groups of the evaluation, where they are not those of the training.
+
+        Bridge takes an evaluation with another context-parallel size from ``GlobalState._eval_pgs``, which the caller
+        sets, and never tells a data set of it. Call this where you set that, before the iterators are built (for
+        example in an ``on_data_init_start`` callback), on every rank.
+
+        Args:
+            groups: a ``ProcessGroupCollection``, or None for the training's own.
+        """
+        self._evaluation_groups = groups
+
+    def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
+        """Builds the endless training and validation iterators of this rank.
+
+        Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. A
+        collective call of all ranks, as Bridge's ``setup`` makes it.
+
+        Raises:
+            UserError: no data set at ``path``, a missing split, or an unusable processor.
+        """
+        config = self.run_config(self.parallel_config(context.pg_collection))
+        train = validation = None
+        if context.train_samples > 0:
+            train = self._iterator(config, context.pg_collection)
+        if self.do_validation and context.valid_samples > 0:
+            workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
+            groups = self._evaluation_groups or context.pg_collection
+            validation = self._iterator(config, groups, split=self.validation_split, workers=workers)
+        return train, validation, None
+
+    def _iterator(self, config: Any, groups: Any, **what: Any) -> BridgePackIterator:
+        replica = Replica.of(groups)
+        source = None
+        if replica.is_reader or self.readers == "every":
+            loader = self.make_loader(
+                config,
+                rank=replica.rank,
+                world_size=replica.world_size,
+                data_parallel_group=getattr(groups, "dp", None),
+                **what,
+            )
+            source = EndlessPacks(loader)
+        reader: OneReader | EveryReader
+        if source is not None and self.readers == "every":
+            reader = EveryReader(source, replica, compare_every=self.compare_every)
+        else:
+            reader = OneReader(source, replica)
+        return BridgePackIterator(reader, self.make_form(config))

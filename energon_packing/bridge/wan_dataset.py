@@ -1,0 +1,134 @@
+"""`PackedWanDatasetConfig`: online packing of clips as the data set of Megatron-Bridge's Wan recipes.
+
+Batches are those that ``wan_step`` reads (`energon_packing.wan_packing.WanPack.to_bridge`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.utils.instantiate_utils import target_allowlist
+
+from energon_packing.bridge.container_view import finalised
+from energon_packing.bridge.dataset_sections import DataSection, TextToVideoPackingSection, TextToVideoSection, frozen
+from energon_packing.bridge.provider import PackProvider
+from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.encoders.text_to_video_config import (
+    TextToVideoConfig,
+    TextToVideoPackingConfig,
+    TextToVideoRunConfig,
+)
+from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
+from energon_packing.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class PackedWanDatasetConfig(PackProvider):
+    """Packs an Energon data set of clips and captions online, one row of patches and one of text a micro-batch.
+
+    Mutable and plain, as `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`; Hydra reaches every setting:
+    ``dataset.encoder.compat=bridge``, ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
+    """
+
+    seq_length: int = 75_600
+    """Latent patches of a row, alignment padding included."""
+
+    data: Any = field(default_factory=DataSection)
+    """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
+    encoder: Any = field(default_factory=TextToVideoSection)
+    """Patches, text tokens, sampling of frames, the two encoders. The fields of `TextToVideoConfig`."""
+    packing: Any = field(default_factory=TextToVideoPackingSection)
+    """Window, policy, limits of a pack, drop budget. The fields of `TextToVideoPackingConfig`."""
+
+    def sections(self) -> dict[str, type]:
+        """See `PackProvider.sections`."""
+        return {"data": DataSection, "encoder": TextToVideoSection, "packing": TextToVideoPackingSection}
+
+    def run_config(self, parallel: ParallelConfig) -> TextToVideoRunConfig:
+        """The same settings as our own configuration.
+
+        Raises:
+            ConfigError: a value that cannot work, ``seq_length`` off the alignment among them.
+        """
+        return TextToVideoRunConfig(
+            data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
+            encoder=frozen(TextToVideoConfig, self.encoder, where="dataset.encoder"),
+            packing=frozen(TextToVideoPackingConfig, self.packing, where="dataset.packing", seq_length=self.seq_length),
+            parallel=parallel,
+        )
+
+    def make_loader(self, config: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
+        """See `PackProvider.make_loader`."""
+        return build_text_to_video_loader(config, **arguments)
+
+    def check_fields(self) -> None:
+        """See `PackProvider.check_fields`."""
+        if self.micro_batch_size != 1:
+            raise ConfigError(
+                f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
+                "is 1. Raise seq_length instead."
+            )
+
+    def check_run(self, container: ConfigContainer) -> None:
+        """Checks the run; see `PackProvider.check_run`. Bridge checks nothing of a Wan data set.
+
+        Raises:
+            ConfigError: the rows are not what the model takes, or its step would train on them wrongly.
+        """
+        model = container.model
+        if not hasattr(model, "patch_spatial"):
+            raise ConfigError(
+                f"The model is a {type(model).__name__}, but PackedWanDatasetConfig makes rows of clips for Wan; use "
+                "PackedEnergonDatasetConfig for conversations."
+            )
+        patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+        for name, here, place, there in (
+            ("patch", tuple(self.encoder.patch), "patch_temporal and patch_spatial", patch),
+            ("latent_channels", self.encoder.latent_channels, "in_channels", model.in_channels),
+            ("text_width", self.encoder.text_width, "text_dim", model.text_dim),
+        ):
+            if here != there:
+                raise ConfigError(
+                    f"dataset.encoder.{name} is {here}, but model.{place} make {there}; set the first to the second."
+                    if name == "patch"
+                    else f"dataset.encoder.{name} is {here}, but model.{place} is {there}; set the first to the second."
+                )
+        for name, size in (
+            ("train.micro_batch_size", container.train.micro_batch_size),
+            ("validation.eval_micro_batch_size", container.validation.eval_micro_batch_size),
+        ):
+            if size not in (None, 1):
+                raise ConfigError(f"{name} is {size}; a pack of clips is a whole micro-batch, so it is 1.")
+        if model.pipeline_model_parallel_size > 1:
+            # WanForwardStep runs FlowMatchingPipeline.step on every stage, and that draws them anew; Bridge's
+            # initialize._set_random_seed adds 100 a stage to the seed.
+            raise ConfigError(
+                f"model.pipeline_model_parallel_size is {model.pipeline_model_parallel_size}, but each pipeline stage "
+                "of Bridge's Wan step draws noise and time of its own, so that the last one compares the prediction "
+                "with noise that the first never added; set it to 1."
+            )
+        self._check_layout(container)
+
+    def _check_layout(self, container: ConfigContainer) -> None:
+        """Refuses rows that the run could not divide among its ranks."""
+        model = container.model
+        parallel = ParallelConfig(
+            tensor_parallel=model.tensor_model_parallel_size,
+            context_parallel=model.context_parallel_size,
+            sequence_parallel=bool(finalised(model).sequence_parallel),
+            eval_context_parallel=container.dist.eval_context_parallel_size,
+        )
+        multiple = self.run_config(parallel).multiple
+        if multiple % parallel.multiple:
+            raise ConfigError(
+                f"dataset.encoder.compat=bridge aligns clips to {multiple}, as Bridge's own data path does, but tensor "
+                f"parallelism {parallel.tensor_parallel} with sequence parallelism divides rows by "
+                f"{parallel.multiple}; set dataset.encoder.compat to none, or turn sequence parallelism off."
+            )
+
+
+for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection):
+    target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")

@@ -7,25 +7,22 @@ no guess about its layout. Media are named, never embedded; their sizes are prob
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER, StoredRecord
 
 Role = Literal["system", "user", "assistant", "tool"]
 MediaKind = Literal["image", "video"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
-LARGEST_NUMBER = 2**31 - 1
-"""Of any number in a record (pixels, frames, frames a second, seconds, weights): above it, arithmetic overflows."""
 PREFERENCE = "preference"
 """The extra that is made and not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
+_RECORD = StoredRecord("conversation")
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
-SMALLEST_NUMBER = 1e-6
-"""Of a size, a rate or a duration: a clip of one frame in eleven days is a mistake, and dividing by less overflows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,18 +238,18 @@ class Conversation:
                 name is absolute or holds ``..``, and the reasons of `Conversation` itself.
         """
         known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
-        _check_keys(record, known, "the record")
-        version = record.get("version")
-        if type(version) is not int or version != RECORD_VERSION:
-            raise _bad(f"record version {reprlib.repr(version)}, expected {RECORD_VERSION}")
+        _RECORD.check_keys(record, known, "the record")
+        _RECORD.check_version(record, RECORD_VERSION)
         turns, chosen, rejected = (
             tuple(
                 _read_turn(turn, number, "" if name == "turns" else f"{name} ")
-                for number, turn in enumerate(_list(record, name, "the record", optional=name != "turns"), 1)
+                for number, turn in enumerate(
+                    _RECORD.read_list(record, name, "the record", optional=name != "turns"), 1
+                )
             )
             for name in ("turns", "chosen", "rejected")
         )
-        media = tuple(_read_media(entry) for entry in _list(record, "media", "the record", optional=True))
+        media = tuple(_read_media(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True))
         tools = None
         if record.get("tools") is not None:
             tools = _mappings(record, "tools", "the record")
@@ -267,39 +264,11 @@ class Conversation:
         )
 
 
-def _bad(what: str) -> SampleRejected:
-    return SampleRejected("bad_record", f"not a stored conversation: {what}")
-
-
-def _check_keys(value: Any, known: set[str], where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise _bad(f"{where} is a {type(value).__name__}")
-    unknown = [reprlib.repr(key) for key in value if key not in known]
-    if unknown:
-        raise _bad(f"{where} has the unknown field {unknown[0]}")
-
-
-def _list(value: Mapping[str, Any], field: str, where: str, *, optional: bool = False) -> Sequence[Any]:
-    found = value.get(field, [] if optional else None)
-    if not isinstance(found, list | tuple):
-        raise _bad(f"{field} of {where} is a {type(found).__name__}, expected a list")
-    return found
-
-
 def _mappings(value: Mapping[str, Any], field: str, where: str) -> tuple[Mapping[str, Any], ...]:
-    found = tuple(_list(value, field, where, optional=True))
+    found = tuple(_RECORD.read_list(value, field, where, optional=True))
     if not all(isinstance(entry, Mapping) for entry in found):
-        raise _bad(f"{field} of {where} holds something that is not an object")
+        raise _RECORD.bad(f"{field} of {where} holds something that is not an object")
     return found
-
-
-def _number(value: Any, what: str, *, whole: bool = False, above_zero: bool = True) -> None:
-    """Checks a number of a record: booleans, NaN, infinities and numbers that overflow arithmetic are none."""
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise _bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
-    if not 0 <= value <= LARGEST_NUMBER or (above_zero and value < SMALLEST_NUMBER):
-        raise _bad(f"{what} is outside of what a record may hold")
 
 
 def _plain(value: Any) -> Any:
@@ -315,40 +284,40 @@ def read_extras(value: Any) -> dict[str, Any]:
         SampleRejected: ``bad_record`` for anything but finite numbers, lists of them, and pairs of either.
     """
     if not isinstance(value, Mapping):
-        raise _bad(f"extras of the record is a {type(value).__name__}, expected an object")
+        raise _RECORD.bad(f"extras of the record is a {type(value).__name__}, expected an object")
     return {str(name): _read_extra(name, part) for name, part in value.items()}
 
 
 def _read_extra(name: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
-        _check_keys(value, {"chosen", "rejected"}, f"extras {name!r}")
+        _RECORD.check_keys(value, {"chosen", "rejected"}, f"extras {name!r}")
         return {which: _read_extra(name, part) for which, part in value.items() if not isinstance(part, Mapping)}
     numbers = value if isinstance(value, list | tuple) else [value]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:
-            raise _bad(f"extras {name!r} holds something that is no finite number")
+            raise _RECORD.bad(f"extras {name!r} holds something that is no finite number")
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
 def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     where = f"{which}turn {number}"
-    _check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
+    _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
     if not isinstance(turn.get("role"), str):
-        raise _bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
+        raise _RECORD.bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
     parts: list[Part] = []
-    for part in _list(turn, "parts", where):
+    for part in _RECORD.read_list(turn, "parts", where):
         if isinstance(part, str):
             parts.append(part)
         else:
-            _check_keys(part, {"media"}, f"a part of {where}")
-            _number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
+            _RECORD.check_keys(part, {"media"}, f"a part of {where}")
+            _RECORD.check_number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
             parts.append(MediaPart(index=part["media"]))
     weight = turn.get("loss_weight")
     if weight is not None:
-        _number(weight, f"the loss_weight of {where}", above_zero=False)
+        _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
     call = turn.get("tool_call_id")
     if call is not None and not isinstance(call, str):
-        raise _bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
+        raise _RECORD.bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
     return Turn(
         role=turn["role"],
         parts=tuple(parts),
@@ -359,41 +328,26 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
 
 
 def _read_media(entry: Any) -> Media:
-    _check_keys(entry, set(MEDIA_FIELDS), "a media entry")
+    _RECORD.check_keys(entry, set(MEDIA_FIELDS), "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):
-        raise _bad(f"a media entry is of kind {reprlib.repr(kind)}")
-    _check_name(kind, name)
+        raise _RECORD.bad(f"a media entry is of kind {reprlib.repr(kind)}")
+    _RECORD.check_name(name, kind, "a media entry")
     for what in ("width", "height", "frames"):
         if entry.get(what) is not None:
-            _number(entry[what], f"{what} of {reprlib.repr(name)}", whole=True)
+            _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}", whole=True)
     for what in ("fps", "duration"):
         if entry.get(what) is not None:
-            _number(entry[what], f"{what} of {reprlib.repr(name)}")
-    names, times = (tuple(_list(entry, field, "a media entry", optional=True)) for field in MEDIA_FIELDS[-2:])
+            _RECORD.check_number(entry[what], f"{what} of {reprlib.repr(name)}")
+    names, times = (
+        tuple(_RECORD.read_list(entry, field, "a media entry", optional=True)) for field in MEDIA_FIELDS[-2:]
+    )
     for frame in names:
-        _check_name(kind, frame)
+        _RECORD.check_name(frame, kind, "a media entry")
     if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):
-        raise _bad(f"the frames of {kind} {reprlib.repr(name)} are not those that it lists")
+        raise _RECORD.bad(f"the frames of {kind} {reprlib.repr(name)} are not those that it lists")
     for time in times:
-        _number(time, f"a frame time of {reprlib.repr(name)}", above_zero=False)
+        _RECORD.check_number(time, f"a frame time of {reprlib.repr(name)}", above_zero=False)
     if times and (len(times) != len(names) or any(later <= time for time, later in pairwise(times))):
-        raise _bad(f"the frame times of {reprlib.repr(name)} are not one for each frame, ascending")
+        raise _RECORD.bad(f"the frame times of {reprlib.repr(name)} are not one for each frame, ascending")
     return Media(**{**entry, "frame_names": names, "frame_times": times})
-
-
-def _check_name(kind: str, name: Any) -> None:
-    if not isinstance(name, str) or not name or "\0" in name or not _is_unicode(name):
-        raise _bad("a media entry has no usable name")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise SampleRejected("media_outside_root", f"{kind} {reprlib.repr(name)} leaves the data set")
-
-
-def _is_unicode(text: str) -> bool:
-    """False for a lone surrogate, which JSON can hold and no file name or tokenizer takes."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

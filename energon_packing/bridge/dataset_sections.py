@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, from_mapping
-from energon_packing.encoders.text_to_video_config import TextToVideoConfig, TextToVideoPackingConfig
 from energon_packing.errors import ConfigError
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig
 
 SECTIONS: dict[str, type] = {}
 """Every generated class by its name in this module: what Bridge's YAML names in ``_target_``."""

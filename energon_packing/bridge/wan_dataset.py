@@ -1,6 +1,6 @@
 """`PackedWanDatasetConfig`: online packing of clips as the data set of Megatron-Bridge's Wan recipes.
 
-Batches are those that ``wan_step`` reads (`energon_packing.wan_packing.WanPack.to_bridge`).
+Batches are those that ``wan_step`` reads (`energon_packing.wan.pack.WanPack.to_bridge`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from energon_packing.bridge.container_view import finalised
 from energon_packing.bridge.dataset_sections import DataSection, TextToVideoPackingSection, TextToVideoSection, frozen
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
-from energon_packing.encoders.text_to_video_config import (
+from energon_packing.energon.loader import PackLoader
+from energon_packing.errors import ConfigError
+from energon_packing.wan.config import (
     TextToVideoConfig,
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
-from energon_packing.energon.loader import PackLoader
-from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
-from energon_packing.errors import ConfigError
+from energon_packing.wan.loader import build_text_to_video_loader
 
 
 @dataclass(kw_only=True)

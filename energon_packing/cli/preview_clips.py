@@ -21,9 +21,9 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     Raises:
         UserError: the configuration or the data set cannot be used.
     """
-    from energon_packing.encoders.text_to_video_config import load_text_to_video_config
-    from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
     from energon_packing.report.preview_clips import describe_clips
+    from energon_packing.wan.config import load_text_to_video_config
+    from energon_packing.wan.loader import build_text_to_video_loader
 
     config = load_text_to_video_config(config_path, overrides)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))

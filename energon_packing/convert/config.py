@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from energon_packing.conversation import LARGEST_NUMBER, PREFERENCE, SMALLEST_NUMBER
+from energon_packing.conversation import PREFERENCE
 from energon_packing.errors import ConfigError
 from energon_packing.media.probe import DEFAULT_MAX_PIXELS
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 RecordFormat = Literal["auto", "sharegpt", "openai", "text-to-video"]
 Layout = Literal["polylithic", "monolithic"]

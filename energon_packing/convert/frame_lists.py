@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from energon_packing.conversation import LARGEST_NUMBER, SMALLEST_NUMBER, Media
+from energon_packing.conversation import Media
 from energon_packing.convert.config import DEFAULT_FRAME_FPS
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 
 def frame_rate(value: Any) -> float | None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.conversation import LARGEST_NUMBER, Role
+from energon_packing.conversation import Role
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER
 
 LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
 

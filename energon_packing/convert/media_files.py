@@ -22,7 +22,7 @@ from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
 from energon_packing.media.probe import image_info, probe_video
-from energon_packing.text_to_video import TensorRole
+from energon_packing.wan.record import TensorRole
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {

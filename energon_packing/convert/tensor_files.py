@@ -10,7 +10,7 @@ from pathlib import Path
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import SampleRejected
 from energon_packing.media.tensor import SUFFIXES, TensorInfo, read_tensor, tensor_info
-from energon_packing.text_to_video import AXES, StoredTensor, TensorRole
+from energon_packing.wan.record import AXES, StoredTensor, TensorRole
 
 NAMES: dict[TensorRole, tuple[str, ...]] = {
     "latents": ("latents", "latent", "video_latents"),

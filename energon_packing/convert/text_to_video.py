@@ -18,7 +18,7 @@ from energon_packing.convert.record_media import refuse_cut
 from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.convert.unread import unread
 from energon_packing.errors import SampleRejected
-from energon_packing.text_to_video import StoredTensor, TextToVideo
+from energon_packing.wan.record import StoredTensor, TextToVideo
 
 Column = Literal["caption", "video", "latents", "context"]
 COLUMNS: Mapping[Column, tuple[str, ...]] = {

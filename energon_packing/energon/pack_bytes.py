@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from energon_packing.packed_batch import PackedBatch
-from energon_packing.wan_packing import WanPack
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.wan.pack import WanPack
 
 AnyPack = PackedBatch | WanPack
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}

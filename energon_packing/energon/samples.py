@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from megatron.energon import Sample, edataclass
 from megatron.energon.cache import FileStore
+from typing_extensions import TypeVar
 
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.sample_encoder import AnyMeasured
@@ -14,6 +15,8 @@ from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
+
+Batch = TypeVar("Batch", default=PackedBatch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +111,11 @@ class RenderedSample(Sample):
 
 
 @edataclass
-class Pack(Sample):
+class Pack(Sample, Generic[Batch]):
     """What the loader yields: one packed row, and what was dropped since the pack before it.
 
     Attributes:
-        batch: the row.
+        batch: the row; a `PackedBatch`, unless a subclass says otherwise.
         keys: of the source samples, in order; a preference pair is one of them and two segments of the row.
         dropped: ledger entries of this worker since its last pack.
         changed: how samples of this pack differ from their records.
@@ -127,7 +130,7 @@ class Pack(Sample):
         padding: nothing but padding, to give all ranks equally many packs.
     """
 
-    batch: PackedBatch
+    batch: Batch
     keys: tuple[str, ...] = ()
     dropped: tuple[DroppedSample, ...] = ()
     changed: tuple[ChangedSample, ...] = ()

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from megatron.energon import TaskEncoder, WorkerConfig, stateless
 
 from energon_packing.config import PackingConfig
-from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
     BatchDataset,
@@ -23,9 +22,10 @@ from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
-from energon_packing.packing.clip_limits import ClipLimits
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.wan.config import TextToVideoPackingConfig
+from energon_packing.wan.limits import ClipLimits
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from energon_packing.energon.text_to_video import ClipPack
+from energon_packing.wan.task_encoder import ClipPack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

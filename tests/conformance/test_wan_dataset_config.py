@@ -16,7 +16,7 @@ from bridge_wan import bridge_batch, bridge_wan
 from energon_packing import thd
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import ConfigError
-from energon_packing.wan_packing import WanSample
+from energon_packing.wan.pack import WanSample
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
@@ -239,8 +239,8 @@ def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_d
 
 
 def test_a_model_of_another_kind_and_a_processor_are_refused(recipe):
-    from energon_packing.bridge import tiny_models
     from energon_packing.bridge.recipe import use_packed_data
+    from energon_packing.bridge_cpu import tiny_models
 
     cfg = recipe()
     with pytest.raises(ConfigError, match="a Wan model has no processor"):

@@ -195,4 +195,12 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        trap=38,
+        name="a name with a lone surrogate passes for one that a file can have",
+        test="tests/test_stored_record.py::"
+        "test_a_name_that_no_store_can_hold_is_refused_in_every_kind_of_record[latents]",
+        oracle="Python's UTF-8 codec",
+        edits=(("stored_record.py", " or not is_unicode(name)", ""),),
+    ),
 )

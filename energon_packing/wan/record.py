@@ -9,11 +9,11 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from energon_packing.conversation import LARGEST_NUMBER, SMALLEST_NUMBER, Media
+from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import StoredRecord
 
 TensorRole = Literal["latents", "context"]
 RECORD_VERSION = 1
@@ -21,6 +21,7 @@ RECORD_KIND = "text_to_video"
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 """What a stored tensor may hold, by torch's names."""
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
+_RECORD = StoredRecord("text-to-video sample")
 _CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
 
 
@@ -109,16 +110,17 @@ class TextToVideo:
             SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a name is
                 absolute or holds ``..``, and the reasons of `TextToVideo` itself.
         """
-        _check_keys(
-            record, {"version", "kind", "caption", "video", "latents", "context", "metadata"}, where="the record"
+        _RECORD.check_keys(
+            record, {"version", "kind", "caption", "video", "latents", "context", "metadata"}, "the record"
         )
-        if record.get("kind") != RECORD_KIND or record.get("version") != RECORD_VERSION:
-            raise _bad(f"kind {reprlib.repr(record.get('kind'))} of version {reprlib.repr(record.get('version'))}")
+        _RECORD.check_version(record, RECORD_VERSION)
+        if record.get("kind") != RECORD_KIND:
+            raise _RECORD.bad(f"its kind is {reprlib.repr(record.get('kind'))}")
         caption, metadata = record.get("caption"), record.get("metadata", {})
         if caption is not None and not isinstance(caption, str):
-            raise _bad(f"the caption is a {type(caption).__name__}")
+            raise _RECORD.bad(f"the caption is a {type(caption).__name__}")
         if not isinstance(metadata, Mapping):
-            raise _bad(f"metadata is a {type(metadata).__name__}, expected an object")
+            raise _RECORD.bad(f"metadata is a {type(metadata).__name__}, expected an object")
         return cls(
             key=key,
             caption=caption,
@@ -129,56 +131,29 @@ class TextToVideo:
         )
 
 
-def _bad(what: str) -> SampleRejected:
-    return SampleRejected("bad_record", f"not a stored text-to-video sample: {what}")
-
-
-def _check_keys(value: Any, known: set[str], *, where: str) -> None:
-    if not isinstance(value, Mapping):
-        raise _bad(f"{where} is a {type(value).__name__}")
-    for key in value:
-        if key not in known:
-            raise _bad(f"{where} has the unknown field {reprlib.repr(key)}")
-
-
 def _read_clip(value: Any) -> Media:
-    _check_keys(value, set(_CLIP_FIELDS), where="the video")
-    _check_name(value.get("name"), "video")
+    _RECORD.check_keys(value, set(_CLIP_FIELDS), "the video")
+    _RECORD.check_name(value.get("name"), "video", "the video")
     for what in ("width", "height", "frames"):
-        _number(value.get(what), f"{what} of the video", whole=True)
+        _RECORD.check_number(value.get(what), f"{what} of the video", whole=True)
     for what in ("fps", "duration"):
-        _number(value.get(what), f"{what} of the video")
+        _RECORD.check_number(value.get(what), f"{what} of the video")
     return Media(kind="video", **value)
 
 
 def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:
-    _check_keys(value, {"name", "tensor", "shape", "dtype", "rows"}, where=role)
-    _check_name(value.get("name"), role)
+    _RECORD.check_keys(value, {"name", "tensor", "shape", "dtype", "rows"}, role)
+    _RECORD.check_name(value.get("name"), role, role)
     tensor, shape, dtype = value.get("tensor", ""), value.get("shape"), value.get("dtype")
     if not isinstance(tensor, str) or dtype not in FLOATING:
-        raise _bad(f"{role} is of dtype {reprlib.repr(dtype)}, or its tensor's name is no text")
+        raise _RECORD.bad(f"{role} is of dtype {reprlib.repr(dtype)}, or its tensor's name is no text")
     if not isinstance(shape, list):
-        raise _bad(f"the shape of {role} is a {type(shape).__name__}")
+        raise _RECORD.bad(f"the shape of {role} is a {type(shape).__name__}")
     for side in shape:
-        _number(side, f"a side of {role}", whole=True)
+        _RECORD.check_number(side, f"a side of {role}", whole=True)
     rows = value.get("rows")
     if rows is not None:
-        _number(rows, f"the rows of {role}", whole=True)
+        _RECORD.check_number(rows, f"the rows of {role}", whole=True)
         if not shape or rows > shape[0]:
-            raise _bad(f"{role} of shape {shape} has {rows} rows")
+            raise _RECORD.bad(f"{role} of shape {shape} has {rows} rows")
     return StoredTensor(name=value["name"], tensor=tensor, shape=tuple(shape), dtype=dtype, rows=rows)
-
-
-def _check_name(name: Any, what: str) -> None:
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise _bad(f"{what} has no usable name")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise SampleRejected("media_outside_root", f"{what} {reprlib.repr(name)} leaves the data set")
-
-
-def _number(value: Any, what: str, *, whole: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
-        raise _bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
-    if not SMALLEST_NUMBER <= value <= LARGEST_NUMBER:
-        raise _bad(f"{what} is outside of what a record may hold")

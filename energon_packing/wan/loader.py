@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 from energon_packing.config import PackingConfig, RunConfig
-from energon_packing.encoders.caption_encoder import CaptionEncoder
-from energon_packing.encoders.latent_encoder import LatentEncoder
-from energon_packing.encoders.text_to_video_config import TextToVideoRunConfig
 from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import PackLoader, build_dataset, data_fingerprint
-from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
+from energon_packing.wan.caption_encoder import CaptionEncoder
+from energon_packing.wan.config import TextToVideoRunConfig
+from energon_packing.wan.latent_encoder import LatentEncoder
+from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 
 def build_text_to_video_loader(

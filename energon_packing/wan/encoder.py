@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from energon_packing.conversation import Media
-from energon_packing.encoders.caption_encoder import CaptionEncoder, T5CaptionEncoder
-from energon_packing.encoders.clip import ClipPlan, plan_clip, resize_frames
-from energon_packing.encoders.latent_encoder import LatentEncoder, WanLatentEncoder
-from energon_packing.encoders.text_to_video_config import TextToVideoConfig
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.tensor import read_tensor
 from energon_packing.media.video import decode_frames
-from energon_packing.text_to_video import StoredTensor, TextToVideo
-from energon_packing.wan_packing import BRIDGE_LARGEST_LATENT, BRIDGE_TEXT_LENGTH, WanSample
+from energon_packing.wan.caption_encoder import CaptionEncoder, T5CaptionEncoder
+from energon_packing.wan.clip import ClipPlan, plan_clip, resize_frames
+from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, TextToVideoConfig
+from energon_packing.wan.latent_encoder import LatentEncoder, WanLatentEncoder
+from energon_packing.wan.pack import BRIDGE_LARGEST_LATENT, WanSample
+from energon_packing.wan.record import StoredTensor, TextToVideo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

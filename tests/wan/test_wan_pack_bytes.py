@@ -10,7 +10,7 @@ import torch
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.wan_packing import WanPack, WanSample, pack_wan
+from energon_packing.wan.pack import WanPack, WanSample, pack_wan
 
 
 def pack(seed: int = 0, multiple: int = 4) -> WanPack:

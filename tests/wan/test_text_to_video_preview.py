@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
-from energon_packing.encoders.text_to_video_config import load_text_to_video_config
-from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
+from energon_packing.wan.config import load_text_to_video_config
+from energon_packing.wan.loader import build_text_to_video_loader
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from energon_packing.cli.convert import convert as command
 from energon_packing.errors import SampleRejected
 from energon_packing.media.tensor import read_tensor, tensor_info
-from energon_packing.text_to_video import TextToVideo
+from energon_packing.wan.record import TextToVideo
 
 
 class Planted:
@@ -125,6 +125,8 @@ def test_stored_records_read_back_unchanged_and_padding_of_texts_is_known(datase
         ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, 1, 2], "dtype": "float32"}}, "wrong_shape"),
         ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, -1, 2, 2], "dtype": "float32"}}, "bad_record"),
         ({"latents": {"name": "x.npy", "tensor": "", "shape": [4, 1, 2, 2], "dtype": "int8"}}, "bad_record"),
+        ({"latents": {"name": "a\ud800.npy", "tensor": "", "shape": [4, 1, 2, 2], "dtype": "float32"}}, "bad_record"),
+        ({"version": True}, "bad_record"),
         ({"caption": None}, "bad_record"),
         ({"unknown": 1}, "bad_record"),
         ({"kind": "other"}, "bad_record"),

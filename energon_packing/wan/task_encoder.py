@@ -25,17 +25,17 @@ from megatron.energon import (
 from megatron.energon.cache import FileStore
 
 from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.encoders.caption_encoder import CaptionEncoder
-from energon_packing.encoders.latent_encoder import LatentEncoder
-from energon_packing.encoders.text_to_video import MeasuredClip, TextToVideoEncoder
-from energon_packing.encoders.text_to_video_config import TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
-from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
+from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_medium
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
-from energon_packing.packing.clip_limits import ClipLimits, clip_cost
-from energon_packing.text_to_video import TextToVideo
-from energon_packing.wan_packing import WanPack, WanSample, clip_order, pack_wan
+from energon_packing.wan.caption_encoder import CaptionEncoder
+from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
+from energon_packing.wan.latent_encoder import LatentEncoder
+from energon_packing.wan.limits import ClipLimits, clip_cost
+from energon_packing.wan.pack import WanPack, WanSample, clip_order, pack_wan
+from energon_packing.wan.record import TextToVideo
 
 
 @edataclass
@@ -63,10 +63,8 @@ class RenderedClipSample(RenderedSample):
 
 
 @edataclass
-class ClipPack(Pack):
+class ClipPack(Pack[WanPack]):
     """What the loader yields: `Pack` with a `WanPack` as its batch; ``occupied`` and lengths count patches."""
-
-    batch: WanPack  # type: ignore[assignment]  # the loader asks for counts only, which both have
 
 
 @stateless
@@ -188,7 +186,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         measured = sample.measured
         if measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        clip = self.encoder.render(measured, functools.partial(_read, sample.store))
+        clip = self.encoder.render(measured, functools.partial(read_medium, sample.store))
         return RenderedClipSample.derive_from(
             sample, rows=(), clip=clip, measured=measured, changes=measured.changes, cost=clip_cost(measured.length)
         )
@@ -249,10 +247,3 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
     def plan_cost(self, plan: Sequence[MeasuredClip]) -> float:
         """See `clip_cost`."""
         return sum(clip_cost(clip.length) for clip in plan)
-
-
-def _read(store: FileStore | None, name: str) -> bytes:
-    if store is None:
-        raise KeyError(f"no store for {name!r}")
-    data, _ = store[name]
-    return bytes(data)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from energon_packing.encoders.text_to_video_config import TextToVideoConfig
 from energon_packing.errors import SampleRejected
+from energon_packing.wan.config import TextToVideoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,12 +8,12 @@ from bridge_wan import bridge_wan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from energon_packing.encoders.caption_encoder import T5CaptionEncoder
-from energon_packing.encoders.clip import plan_clip, resize_frames
-from energon_packing.encoders.latent_encoder import WanLatentEncoder
-from energon_packing.encoders.text_to_video_config import TextToVideoConfig
 from energon_packing.errors import SampleRejected
-from energon_packing.wan_packing import WanSample, pack_wan
+from energon_packing.wan.caption_encoder import T5CaptionEncoder
+from energon_packing.wan.clip import plan_clip, resize_frames
+from energon_packing.wan.config import TextToVideoConfig
+from energon_packing.wan.latent_encoder import WanLatentEncoder
+from energon_packing.wan.pack import WanSample, pack_wan
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 

@@ -13,19 +13,19 @@ from megatron.energon import get_loader
 
 from energon_packing.config import DataConfig, ParallelConfig, RunConfig
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.encoders.caption_encoder import T5CaptionEncoder
-from energon_packing.encoders.latent_encoder import WanLatentEncoder
-from energon_packing.encoders.text_to_video_config import (
+from energon_packing.energon.loader import build_dataset
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.ledger import NothingToPack
+from energon_packing.report.p2p_cut import infers_padding
+from energon_packing.wan.caption_encoder import T5CaptionEncoder
+from energon_packing.wan.config import (
     TextToVideoConfig,
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
-from energon_packing.energon.loader import build_dataset
-from energon_packing.energon.text_to_video import TextToVideoTaskEncoder
-from energon_packing.energon.text_to_video_loader import build_text_to_video_loader
-from energon_packing.errors import ConfigError, UserError
-from energon_packing.ledger import NothingToPack
-from energon_packing.report.p2p_cut import infers_padding
+from energon_packing.wan.latent_encoder import WanLatentEncoder
+from energon_packing.wan.loader import build_text_to_video_loader
+from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 wan = pytest.fixture(scope="module")(bridge_wan)
 SEQ_LENGTH, TEXT = 96, 64
@@ -216,9 +216,9 @@ def test_clips_that_fit_no_row_are_dropped_with_their_size_or_stop_the_run(run, 
 
 
 def test_a_clip_that_breaks_after_conversion_costs_itself_alone(run, load, monkeypatch):
-    from energon_packing.encoders import text_to_video
+    from energon_packing.wan import encoder
 
-    real = text_to_video.decode_frames
+    real = encoder.decode_frames
     calls = Counter()
 
     def sometimes(data, *arguments, **named):
@@ -228,7 +228,7 @@ def test_a_clip_that_breaks_after_conversion_costs_itself_alone(run, load, monke
             return real(data[: len(data) // 3], *arguments, **named)
         return real(data, *arguments, **named)
 
-    monkeypatch.setattr(text_to_video, "decode_frames", sometimes)
+    monkeypatch.setattr(encoder, "decode_frames", sometimes)
     emitted, dropped = [], []
     for pack in load(run(drop_budget=1.0)):
         emitted += pack.keys

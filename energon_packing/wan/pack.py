@@ -14,21 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.visible_padding import hides_padding
-
-BRIDGE_TEXT_LENGTH = 512
-"""Tokens that Bridge's Wan data path pads every text to."""
+from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
+from energon_packing.wan.patches import patch_grid, to_patches
 
 BRIDGE_LARGEST_LATENT = 1e3
 """Bridge's Wan data path skips a video with a larger absolute value."""
-
-Compat = Literal["none", "bridge"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,26 +158,6 @@ _LENGTH_FIELDS = ("seq_len_q", "seq_len_q_padded", "seq_len_kv", "seq_len_kv_pad
 
 def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
     return functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
-
-    Raises:
-        PackingError: where the latent does not divide into patches.
-    """
-    if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
-        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
-    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
-    return frames, height, width
-
-
-def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
-    """``[patches, pF * pH * pW * channels]`` of a latent ``[channels, frames, height, width]``, channels fastest."""
-    channels = latent.shape[0]
-    grid = patch_grid(latent.shape[1:], patch)
-    sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
-    return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:

@@ -5,6 +5,7 @@ What `energon_packing.bridge_cpu.stand_ins` replaces already is needed as well. 
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def attention_class() -> type:
 
 
 def install(monkeypatch: Any) -> None:
-    """Replaces, until the test ends: Wan's layers, CUDA as a target of moves and draws, and compiled kernels."""
+    """Replaces, until the test ends: Wan's layers, and CUDA as a target of moves and draws."""
+    importlib.import_module(f"{WAN}.wan_layer_spec")
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from energon_packing.bridge_cpu.modules import TorchNorm

@@ -71,6 +71,10 @@ class PackedWanDatasetConfig(PackProvider):
                 f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
                 "is 1. Raise seq_length instead."
             )
+        if self.trust_remote_code:
+            raise ConfigError(
+                "dataset.trust_remote_code is true, but no code of a model's folder is run for clips; leave it out."
+            )
 
     def check_run(self, container: ConfigContainer) -> None:
         """Checks the run; see `PackProvider.check_run`. Bridge checks nothing of a Wan data set.

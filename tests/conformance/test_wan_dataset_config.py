@@ -54,9 +54,14 @@ def clips(tmp_path_factory):
 
 
 @pytest.fixture
-def recipe(clips, monkeypatch):
+def world(monkeypatch):
+    """Tells Bridge's ``validate()`` of so many ranks; this process is one of them."""
+    return lambda size: monkeypatch.setattr("megatron.bridge.training.config.get_world_size_safe", lambda: size)
+
+
+@pytest.fixture
+def recipe(clips):
     """Bridge's own recipe with our data set and a model of two layers; keyword arguments are fields of the model."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
 
     def make(**model):
         from megatron.bridge.diffusion.recipes.wan.wan import wan_1_3b_pretrain_config
@@ -121,9 +126,9 @@ def equal(ours, theirs):
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_batches_of_bridges_own_iterators_equal_those_of_its_wan_data_path_field_by_field(
-    recipe, clips, wan, cp_size, monkeypatch
+    recipe, clips, wan, cp_size, world
 ):
-    monkeypatch.setenv("WORLD_SIZE", str(cp_size))
+    world(cp_size)
     cfg = recipe(context_parallel_size=cp_size)
     cfg.dataset.encoder.compat = "bridge"
     cfg.validate()
@@ -184,9 +189,9 @@ def test_an_iterator_that_is_restored_continues_with_the_batch_after_the_saved_o
 
 @pytest.mark.parametrize(("sequence_parallel", "compat", "multiple"), [(True, "none", 8), (False, "none", 4)])
 def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
-    recipe, clips, monkeypatch, sequence_parallel, compat, multiple
+    recipe, clips, world, sequence_parallel, compat, multiple
 ):
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    world(8)
     cfg = recipe(tensor_model_parallel_size=4, context_parallel_size=2, sequence_parallel=sequence_parallel)
     cfg.dataset.encoder.compat = compat
     cfg.validate()
@@ -204,6 +209,7 @@ def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
         ("dataset.path", "", "dataset.path is empty"),
         ("dataset.micro_batch_size", 2, "dataset.micro_batch_size is 2"),
         ("dataset.pin_memory", False, "dataset.pin_memory is false"),
+        ("dataset.trust_remote_code", True, "trust_remote_code is true"),
         ("dataset.dataloader_type", None, "'external'"),
         ("dataset.seq_lenght", 5, "did you mean dataset.seq_length"),
         ("dataset.window", 5, "it is dataset.packing.window"),
@@ -217,8 +223,8 @@ def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
         ("model.context_parallel_size", 5, "seq_length 96 is not a multiple of 10"),
     ],
 )
-def test_what_cannot_work_is_refused_before_any_gpu_is_taken(recipe, monkeypatch, place, value, message):
-    monkeypatch.setenv("WORLD_SIZE", "10")
+def test_what_cannot_work_is_refused_before_any_gpu_is_taken(recipe, world, place, value, message):
+    world(10)
     cfg = recipe()
     cfg.train.global_batch_size = cfg.validation.eval_global_batch_size = 10
     *parents, last = place.split(".")
@@ -230,8 +236,8 @@ def test_what_cannot_work_is_refused_before_any_gpu_is_taken(recipe, monkeypatch
         cfg.validate()
 
 
-def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_divide_them(recipe, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
+def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_divide_them(recipe, world):
+    world(8)
     cfg = recipe(tensor_model_parallel_size=4, context_parallel_size=2, sequence_parallel=True)
     cfg.dataset.encoder.compat = "bridge"
     with pytest.raises(ConfigError, match=r"aligns clips to 4.* divides rows by 8"):
@@ -279,8 +285,8 @@ def test_overrides_and_bridges_yaml_reach_every_section(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "multiple"), [("wan_1_3b_text2video", 8), ("wan_14b_sft", 8)])
-def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multiple, clips, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
+def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multiple, clips, world, monkeypatch):
+    world(8)
     monkeypatch.syspath_prepend(str(ROOT))
     recipes = importlib.import_module("bridge_configs.wan")
     assert recipes.GPUS[name] == 8

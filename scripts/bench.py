@@ -1,4 +1,4 @@
-"""Benchmarks: ``scripts/bench.py loader|packing|thd|rows|encoders|exactness|parity|train|budget [options]``.
+"""Benchmarks: ``scripts/bench.py loader|packing|balance|thd|rows|encoders|exactness|parity|train|budget [options]``.
 
 Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
@@ -19,9 +19,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where it is not installed
 
-NAMES = ("loader", "packing", "thd", "rows", "encoders", "exactness", "parity", "train", "budget")
+NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness", "parity", "train", "budget")
 
 
 class Results(io.TextIOBase):
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
         print(__doc__, file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
-    module = importlib.import_module(f"energon_packing.report.bench_{arguments[0]}")
+    module = importlib.import_module(f"bench.{arguments[0]}")
     results = Results(sys.stdout)
     with redirect_stdout(results):
         if arguments[0] == "thd":  # it has no options

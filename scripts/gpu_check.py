@@ -27,33 +27,32 @@ CHECKS = ("indices", "attention", "parity", "step")
 
 
 def indices() -> Iterator[dict[str, Any]]:
-    """See `energon_packing.report.gpu_checks.partition_check`."""
+    """See `bench.gpu.partition_check`."""
     import transformer_engine.pytorch  # noqa: F401  (loads the compiled module)
     import transformer_engine_torch
-
-    from energon_packing.report.gpu_checks import partition_check
+    from bench.gpu import partition_check
 
     yield partition_check(transformer_engine_torch.thd_get_partitioned_indices)
 
 
 def attention() -> Iterator[dict[str, Any]]:
-    """See `energon_packing.report.gpu_checks.attention_check`."""
-    from energon_packing.report.gpu_checks import attention_check, transformer_engine_kernel
+    """See `bench.gpu.attention_check`."""
+    from bench.gpu import attention_check, transformer_engine_kernel
 
     for multiple in (1, 16):
         yield attention_check(transformer_engine_kernel, multiple=multiple)
 
 
 def parity() -> Iterator[dict[str, Any]]:
-    """See `energon_packing.report.gpu_checks.parity_checks`."""
-    from energon_packing.report.gpu_checks import parity_checks
+    """See `bench.gpu.parity_checks`."""
+    from bench.gpu import parity_checks
 
     yield from parity_checks()
 
 
 def step() -> Iterator[dict[str, Any]]:
-    """See `energon_packing.report.gpu_checks.step_check`."""
-    from energon_packing.report.gpu_checks import step_check
+    """See `bench.gpu.step_check`."""
+    from bench.gpu import step_check
 
     yield from step_check()
 

@@ -90,9 +90,9 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
     Raises:
         UserError: it cannot be read, or an override names nothing.
     """
-    from energon_packing.bridge.container_run import ContainerRun
-    from energon_packing.bridge.run_source import run_source
     from energon_packing.errors import ConfigError
+    from energon_packing.validate.sources.container_run import ContainerRun
+    from energon_packing.validate.sources.run_source import run_source
 
     sys.path.insert(0, str(ROOT))  # recipes of the checkout: bridge_configs.MODULE:FUNCTION
     source = run_source((run,), overrides=overrides)
@@ -105,8 +105,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 def broken_rules(config: Any, step: str) -> list[str]:
     """What our rules say about the run on the ranks that there are, one sentence a rule."""
-    from energon_packing.bridge.container_view import view_of
-    from energon_packing.bridge.rules import violations
+    from energon_packing.validate.rules.registry import violations
+    from energon_packing.validate.views.container import view_of
 
     found = violations(view_of(config, world_size=_world_size(), step=step.partition(":")[0]))
     return [f"{one.rule.id}: {one.finding.why}; {one.finding.mend}" for one in found if one.finding is not None]

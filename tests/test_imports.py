@@ -44,9 +44,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("offline", "energon"),
     ("wan_loader",),
     ("demo", "bridge_cpu"),
+    ("validate",),
     ("bridge", "megatron_lm"),
     ("report",),
-    ("validate",),
     ("cli",),
 )
 # Sideways all the same, with the reason.

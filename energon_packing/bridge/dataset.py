@@ -14,17 +14,17 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.container_view import view_of
 from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider
-from energon_packing.bridge.rules import violations
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.energon.loader import PackLoader, build_loader, build_task_encoder, data_fingerprint
 from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
+from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.views.container import view_of
 
 
 @dataclass(kw_only=True)

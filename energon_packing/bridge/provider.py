@@ -14,7 +14,6 @@ from typing import Any, Literal
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
 from megatron.bridge.training.config import ConfigContainer
 
-from energon_packing.bridge.container_view import finalised
 from energon_packing.bridge.dataset_checks import (
     check_types,
     container_under_validation,
@@ -27,6 +26,7 @@ from energon_packing.energon.loader import PackLoader
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
+from energon_packing.validate.views.container import finalised
 
 _log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from megatron.bridge.training.utils.pg_utils import get_pg_collection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import get_model_config
 
-from energon_packing.bridge.run_view import RunView, installed_version
 from energon_packing.errors import ConfigError
+from energon_packing.validate.run_view import RunView, installed_version
 
 _ON_PARAMS = "energon_packing_padding_mask"
 _HOOKED = "_energon_packing_hooked"

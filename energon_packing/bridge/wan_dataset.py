@@ -11,12 +11,12 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.container_view import finalised
 from energon_packing.bridge.dataset_sections import DataSection, TextToVideoPackingSection, TextToVideoSection, frozen
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.energon.loader import PackLoader
 from energon_packing.errors import ConfigError
+from energon_packing.validate.views.container import finalised
 from energon_packing.wan.config import (
     TextToVideoConfig,
     TextToVideoPackingConfig,

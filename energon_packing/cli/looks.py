@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from energon_packing.validate.look import LOOKS, Look
+from energon_packing.validate.looks.look import LOOKS, Look
 
 _STYLES = {"ok": "green", "error": "bold red", "note": "cyan", "not looked at": "yellow"}
 _SHOWN = 3

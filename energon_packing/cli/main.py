@@ -53,13 +53,13 @@ class Subcommand:
 
 
 SUBCOMMANDS: dict[str, Subcommand] = {
-    "bench": Subcommand(
-        target="energon_packing.cli.bench:bench",
-        summary="Measure packing, balance, THD assembly and the loader.",
-    ),
     "convert": Subcommand(
         target="energon_packing.cli.convert:convert",
         summary="Turn conversation files into an Energon data set.",
+    ),
+    "fill": Subcommand(
+        target="energon_packing.cli.fill:fill",
+        summary="Show how full packs of your own lengths would be.",
     ),
     "parity": Subcommand(
         target="energon_packing.cli.parity:parity",

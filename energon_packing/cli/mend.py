@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from energon_packing.bridge.rules import judge
-from energon_packing.bridge.run_source import ArgumentsRun, RunSource, YamlRun
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.sources.run_source import ArgumentsRun, RunSource, YamlRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,7 @@ def parity(
 
     Then change one segment of each pack and see that no other one notices.
     """
-    from energon_packing.report.parity_run import compare_run
+    from energon_packing.report.parity import compare_run
 
     config = load_config(config_path, overrides)
     if cp_size is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from energon_packing.bridge.data_rules import loader_bytes
-from energon_packing.bridge.run_view import RunView
+from energon_packing.validate.rules.data import loader_bytes
+from energon_packing.validate.run_view import RunView
 
 FILL = 0.99
 """Share of a row that online packing fills, where the data set was not measured."""

@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from energon_packing.bridge.rules import Judgement, judge
-from energon_packing.bridge.run_source import RunSource, run_source
-from energon_packing.bridge.verdict import BridgeVerdict
 from energon_packing.cli.looks import end_of_looks, looks_as_json, print_looks
 from energon_packing.cli.mend import Mend, write_mended
 from energon_packing.cli.picture import picture_lines, resolved_picture
-from energon_packing.validate.look import Look
-from energon_packing.validate.run_looks import look_at_run
+from energon_packing.validate.looks.look import Look
+from energon_packing.validate.looks.run import look_at_run
+from energon_packing.validate.rules.registry import Judgement, judge
+from energon_packing.validate.sources.run_source import RunSource, run_source
+from energon_packing.validate.verdict import BridgeVerdict
 
 _STYLES = {"ok": "green", "error": "bold red", "warning": "yellow", "note": "cyan"}
 

@@ -1,1 +1,1 @@
-"""Reports: previews of packs, and the benchmarks behind ``scripts/bench.py``."""
+"""Reports: previews of packs, packs beside their samples alone on a model, and the fill of a list of lengths."""

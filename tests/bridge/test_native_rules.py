@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from energon_packing.bridge.rules import RULES, judge, violations
-from energon_packing.bridge.run_facts import DataFacts
-from energon_packing.bridge.run_view import RunView, installed_version
 from energon_packing.cli.picture import packing_of, resolved_picture
+from energon_packing.validate.rules.registry import RULES, judge, violations
+from energon_packing.validate.run_facts import DataFacts
+from energon_packing.validate.run_view import RunView, installed_version
 
 NATIVE = RunView(
     dataset_kind="energon",

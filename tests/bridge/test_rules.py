@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from energon_packing.bridge import in_batch_rules
-from energon_packing.bridge.config_view import view_of_config
-from energon_packing.bridge.rules import RULES, judge, rule_that_bridge_named, violations
-from energon_packing.bridge.run_facts import DataFacts, TokenFacts
-from energon_packing.bridge.run_view import RunView
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
+from energon_packing.validate.rules import in_batch as in_batch_rules
+from energon_packing.validate.rules.registry import RULES, judge, rule_that_bridge_named, violations
+from energon_packing.validate.run_facts import DataFacts, TokenFacts
+from energon_packing.validate.run_view import RunView
+from energon_packing.validate.views.config import view_of_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -532,8 +532,8 @@ def test_without_a_world_size_one_replica_of_training_and_evaluation_is_judged()
 def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
     program = (
         "import sys\n"
-        "from energon_packing.bridge.config_view import view_of_config\n"
-        "from energon_packing.bridge.rules import judge\n"
+        "from energon_packing.validate.views.config import view_of_config\n"
+        "from energon_packing.validate.rules.registry import judge\n"
         "import energon_packing.cli.validate\n"
         "from energon_packing.config import RunConfig\n"
         "judge(view_of_config(RunConfig()))\n"

@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from bench import parity as bench_parity
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.report import bench_parity
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, family, mist
 
 
 def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monkeypatch):
-    from energon_packing.report import parity
+    from energon_packing.report import hugging_face_parity as parity
 
     whole = parity._packed_logits
     monkeypatch.setattr(
@@ -228,7 +228,7 @@ def test_impossible_requests_are_one_sentence(run, options, sentence):
 
 
 def test_a_row_too_long_for_a_mask_is_refused_before_memory_is_gone(run, monkeypatch):
-    from energon_packing.report import parity
+    from energon_packing.report import hugging_face_parity as parity
 
     monkeypatch.setattr(parity, "LONGEST_MASK", 100)
     code, outcome = run("text", "--no-bridge")

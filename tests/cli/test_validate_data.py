@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.validate.look import LOOKS
+from energon_packing.validate.looks.look import LOOKS
 
 
 @pytest.fixture(scope="module")

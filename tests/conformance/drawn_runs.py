@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from energon_packing.bridge.run_facts import TokenFacts
-from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate.run_facts import TokenFacts
+from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 
 
 def without_attention(experts: int) -> tuple[str, ...]:

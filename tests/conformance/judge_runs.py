@@ -16,10 +16,10 @@ from collections.abc import Iterable
 
 from drawn_runs import drawn
 
-from energon_packing.bridge import verdict
-from energon_packing.bridge.rules import RULES, violations
-from energon_packing.bridge.run_view import RunView, installed_version
-from energon_packing.bridge.verdict import bridge_verdict
+from energon_packing.validate import verdict
+from energon_packing.validate.rules.registry import RULES, violations
+from energon_packing.validate.run_view import RunView, installed_version
+from energon_packing.validate.verdict import bridge_verdict
 
 SEED = 20261122
 EARLY = "bridge-11-pack-size"

@@ -16,11 +16,11 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge.model_configs import SHIPPED
-from energon_packing.bridge.run_source import run_source
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.validate.sources.model_configs import SHIPPED
+from energon_packing.validate.sources.run_source import run_source
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

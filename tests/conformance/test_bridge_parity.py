@@ -33,7 +33,7 @@ def models(cpu_world, tiny_provider):
 
 @pytest.fixture(scope="module")
 def parity(cpu_world):
-    from energon_packing.bridge_cpu import parity
+    from energon_packing.bridge_cpu import row_parity as parity
 
     return parity
 

@@ -199,7 +199,8 @@ def test_a_bridge_model_on_stand_ins_gives_the_logits_of_hugging_face_with_the_s
     import transformers
     from megatron.bridge import AutoBridge
 
-    from energon_packing.bridge_cpu import parity, tiny_models
+    from energon_packing.bridge_cpu import row_parity as parity
+    from energon_packing.bridge_cpu import tiny_models
 
     provider = tiny_provider(family, seq_length=512)
     kinds = {

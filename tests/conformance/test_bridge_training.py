@@ -15,7 +15,8 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import parity, training_run
+from energon_packing.bridge_cpu import row_parity as parity
+from energon_packing.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -14,12 +14,12 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge.config_view import view_of_config
-from energon_packing.bridge.container_view import view_of
-from energon_packing.bridge.rules import violations
 from energon_packing.bridge_cpu import tiny_models, training_run
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
 from energon_packing.errors import ConfigError
+from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.views.config import view_of_config
+from energon_packing.validate.views.container import view_of
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from bridge_sources import path_of_main
 
-from energon_packing.bridge.rules import RULES
+from energon_packing.validate.rules.registry import RULES
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)

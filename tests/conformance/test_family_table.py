@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from bridge_sources import BridgeSource, sources
 
-from energon_packing.bridge.family_table import FAMILY_TABLE, FamilyLine, line_of, markdown_rows
-from energon_packing.bridge.rules import violations
-from energon_packing.bridge.run_view import RunView
+from energon_packing.validate.family_table import FAMILY_TABLE, FamilyLine, line_of, markdown_rows
+from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.run_view import RunView
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 
@@ -66,7 +66,7 @@ def test_the_page_shows_the_table_that_the_rules_read() -> None:
     if not PAGE.exists():
         pytest.skip("the documentation is not installed")
     page = PAGE.read_text(encoding="utf-8")
-    _, _, rest = page.partition("<!-- made from energon_packing/bridge/family_table.py -->\n")
+    _, _, rest = page.partition("<!-- made from energon_packing/validate/family_table.py -->\n")
     shown, _, _ = rest.partition("<!-- end -->")
     assert shown.strip().splitlines() == list(markdown_rows())
 

@@ -23,10 +23,10 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge.container_run import ContainerRun
-from energon_packing.bridge.rules import judge, rule_that_bridge_named
-from energon_packing.bridge.verdict import believed_world_size, quiet
 from energon_packing.bridge_cpu import tiny_models, training_run
+from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
+from energon_packing.validate.sources.container_run import ContainerRun
+from energon_packing.validate.verdict import believed_world_size, quiet
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

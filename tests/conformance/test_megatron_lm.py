@@ -40,7 +40,7 @@ SAVED_AT, KILLED_AFTER = 2, 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Runs all cases; holds what their ranks saw."""
-    from energon_packing.report.offline_processors import llava
+    from bench.offline_processors import llava
 
     root = tmp_path_factory.mktemp("megatron_lm")
     source = make_data(root / "raw", conversations=80, seed=3, defects=False)

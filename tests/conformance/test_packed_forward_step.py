@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench.p2p_cut import infers_padding
 from bridge_sources import installed_release
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError
-from energon_packing.report.p2p_cut import infers_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from energon_packing import thd
-from energon_packing.bridge.rules import judge
-from energon_packing.bridge.run_view import PACKING_STEPS, RunView
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_view import PACKING_STEPS, RunView
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

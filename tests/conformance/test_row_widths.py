@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from energon_packing import thd
-from energon_packing.bridge.container_view import view_of
-from energon_packing.bridge.run_view import COLLATED, RunView
+from energon_packing.validate.run_view import COLLATED, RunView
+from energon_packing.validate.views.container import view_of
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -142,7 +142,7 @@ def test_nemotron_omnis_own_packer_gives_its_rows_the_width_that_the_rules_say(f
 def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so(
     kind: Any, pipeline: int, experts: int
 ) -> None:
-    from energon_packing.bridge.verdict import believed_world_size, equivalent_container
+    from energon_packing.validate.verdict import believed_world_size, equivalent_container
 
     view = RunView(
         dataset_kind=kind,

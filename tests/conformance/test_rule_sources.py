@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from bridge_sources import BridgeSource, sources
 
-from energon_packing.bridge.rule import Rule
-from energon_packing.bridge.rules import RULES
-from energon_packing.bridge.run_view import RunView, installed_version
+from energon_packing.validate.rules.registry import RULES
+from energon_packing.validate.rules.rule import Rule
+from energon_packing.validate.run_view import RunView, installed_version
 
 NOT_RAISED = [rule for rule in RULES if not rule.id.startswith("bridge-")]
 HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packing.bridge import verdict
-from energon_packing.bridge.container_view import view_of
-from energon_packing.bridge.rules import violations
-from energon_packing.bridge.run_view import RunView, installed_version, smallest_world_size
-from energon_packing.bridge.verdict import BridgeVerdict, bridge_verdict, equivalent_container
+from energon_packing.validate import verdict
+from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
+from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
+from energon_packing.validate.views.container import view_of
 
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from bridge_sources import BridgeSource, sources
 
-from energon_packing.bridge.rules import judge
-from energon_packing.bridge.run_view import RunView
+from energon_packing.validate.rules.registry import judge
+from energon_packing.validate.run_view import RunView
 
 PACKED = {"enable_offline_packing": True, "has_offline_packing_specs": True}
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from bench.p2p_cut import infers_padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
 from energon_packing import thd
-from energon_packing.report.p2p_cut import infers_padding
 from energon_packing.thd.visible_padding import hides_padding
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")

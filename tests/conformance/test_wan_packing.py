@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.p2p_cut import infers_padding
 from bridge_wan import bridge_batch, bridge_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.report.p2p_cut import infers_padding
 from energon_packing.wan.pack import WanSample, clip_order, pack_wan
 from energon_packing.wan.patches import patch_grid, to_patches
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from bench.budget import Cell, measure, run
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EncoderConfig
@@ -11,7 +12,6 @@ from energon_packing.energon import window_task_encoder
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.ledger import Ledger
-from energon_packing.report.bench_budget import Cell, measure, run
 
 RUNS = 200
 

@@ -6,13 +6,13 @@ import json
 
 import pytest
 import torch
+from bench.offline_processors import gemma3
 from PIL import Image
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
-from energon_packing.report.offline_processors import gemma3
 
 SIZES = [(640, 300), (64, 64), (300, 900), (1300, 260), (200, 190), (520, 1040), (90, 30)]
 """Width and height of the images, in turn: long ones, which have crops, and others."""

@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from bench.p2p_cut import infers_padding
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig
@@ -19,7 +20,6 @@ from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.report.p2p_cut import infers_padding
 
 MULTIPLE = 64
 """Of 32 context-parallel ranks, so that rows of a few hundred tokens are few units long and often exactly full."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.offline_processors import gemma3, glm46v, internvl
 from hypothesis import given, settings
 from PIL import Image
 from test_llava_against_processor import small
@@ -18,7 +19,6 @@ from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.families import registry
-from energon_packing.report.offline_processors import gemma3, glm46v, internvl
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 

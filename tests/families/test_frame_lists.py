@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import internvl, llava_onevision, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -16,7 +17,6 @@ from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import SampleRejected
-from energon_packing.report.offline_processors import internvl, llava_onevision, processor_of
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 FRAMES = 6

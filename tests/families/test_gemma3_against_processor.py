@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 import torch
+from bench.offline_processors import gemma3, internvl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.report.offline_processors import gemma3, internvl
 
 MODES = (False, True)
 

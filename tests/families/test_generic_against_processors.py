@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 import torch
+from bench.offline_processors import glm46v, internvl, llava, llava_next, pixtral, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llava_against_processor import PINPOINTS, SIDE
@@ -15,7 +16,6 @@ from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family, load_processor
-from energon_packing.report.offline_processors import glm46v, internvl, llava, llava_next, pixtral, tokenizer
 
 
 @cache

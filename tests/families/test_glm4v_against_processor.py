@@ -9,6 +9,7 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import glm4v
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families_in_packs import SAMPLES, rows
@@ -20,7 +21,6 @@ from energon_packing import PackingConfig, PackingTaskEncoder, ParallelConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.report.offline_processors import glm4v
 
 PIXELS = {"shortest_edge": 28 * 28 * 2, "longest_edge": 28 * 28 * 60}
 MODELS = (Glm4vModel, Glm4vMoeModel)

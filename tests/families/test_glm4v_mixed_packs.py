@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import glm4v
 from hypothesis import assume, given, settings
 from whole_sample import both_ways, conversations, encoder, image, video
 
@@ -15,7 +16,6 @@ from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
 from energon_packing.errors import SampleRejected
-from energon_packing.report.offline_processors import glm4v
 from energon_packing.report.tiny_native import tiny_config
 
 LIMITS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}

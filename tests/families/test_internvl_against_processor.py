@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from bench.offline_processors import internvl, qianfan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlavaOnevisionVideoProcessor
@@ -16,7 +17,6 @@ from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.registry import build_family
 from energon_packing.families.uniform_frames import uniform_frames
-from energon_packing.report.offline_processors import internvl, qianfan
 
 TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
 

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import chatml, llava, llava_next, llava_onevision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
@@ -27,7 +28,6 @@ from whole_sample import both_ways, conversations, encoder, image, video
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.report.offline_processors import chatml, llava, llava_next, llava_onevision
 
 SIDE, FRAMES = 28, 6
 PINPOINTS = [[SIDE * rows, SIDE * columns] for rows in range(1, 5) for columns in range(1, 5)]

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import pixtral, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_families_in_packs import SAMPLES, rows
@@ -17,7 +18,6 @@ from whole_sample import both_ways, conversations, encoder, image, random_pixels
 from energon_packing import PackingConfig, PackingTaskEncoder, thd
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.report.offline_processors import pixtral, processor_of
 
 PUBLISHED = {"pixtral": (1024, 16, 1), "ministral3": (1540, 14, 2)}
 SMALL = {"pixtral": (160, 16, 1), "ministral3": (252, 14, 2)}

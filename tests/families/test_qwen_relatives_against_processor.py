@@ -8,13 +8,13 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from bench.offline_processors import qwen2_vl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from whole_sample import conversations, encoder, image, random_pixels, video
 
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.report.offline_processors import qwen2_vl
 
 NAMES = ("qwen2_vl", "llava_onevision_1_5")
 

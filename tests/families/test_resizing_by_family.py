@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from bench.offline_processors import internvl, llava_next, processor_of
 from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig, LimitsConfig
@@ -13,7 +14,6 @@ from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.resizing import Resizer, frames_of, tokens_of
 from energon_packing.errors import SampleRejected
-from energon_packing.report.offline_processors import internvl, llava_next, processor_of
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 FAMILIES = [

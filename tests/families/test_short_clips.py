@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bench.offline_processors import processor_of
 from whole_sample import both_ways, encoder, video
 
 from energon_packing.config import LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.errors import SampleRejected
-from energon_packing.report.offline_processors import processor_of
 
 BY_RATE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl", "llava_onevision_1_5")
 ALL_FRAMES = ("internvl", "llava_onevision")

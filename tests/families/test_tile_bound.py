@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from bench.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
 from transformers import AutoProcessor
 from whole_sample import encoder, image
 
@@ -16,7 +17,6 @@ from energon_packing.families import tile_bound
 from energon_packing.families.hugging_face import TILE_LIMITS, HuggingFace
 from energon_packing.families.registry import build_family
 from energon_packing.families.tile_bound import MOST_TILES
-from energon_packing.report.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
 
 
 @pytest.mark.parametrize("make", [internvl, qianfan])

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.offline_processors import gemma3, glm4v, pixtral, qwen3_5_vl
 from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F401  (the second is a fixture)
 from whole_sample import encoder
 
 from energon_packing import PackingConfig, PackingTaskEncoder
-from energon_packing.report.offline_processors import gemma3, glm4v, pixtral, qwen3_5_vl
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),

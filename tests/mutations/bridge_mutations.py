@@ -21,7 +21,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="the layout is read from the model as it was given",
         test=LAYOUT + "test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize",
         oracle=PROVIDER,
-        edits=(("bridge/container_view.py", "            changed.finalize()\n", "            pass\n"),),
+        edits=(("validate/views/container.py", "            changed.finalize()\n", "            pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -39,7 +39,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle=PROVIDER,
         edits=(
             (
-                "bridge/config_view.py",
+                "validate/views/config.py",
                 "if view.model_forces_sequence_parallel and",
                 "if not view.model_forces_sequence_parallel and",
             ),
@@ -62,7 +62,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`GraphableMegatronModule.__call__` of the installed Megatron-Core",
         edits=(
             (
-                "bridge/step_rules.py",
+                "validate/rules/steps.py",
                 'changes={"cuda_graph_impl": "none", "step": OUR_STEP}',
                 'changes={"step": OUR_STEP}',
             ),
@@ -73,7 +73,9 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         name="sequence parallelism of Qwen3-VL is let through",
         test=LAYOUT + IMAGES,
         oracle="gradient norms of TP 2 with and without sequence parallelism",
-        edits=(("bridge/own_rules.py", "    if not view.sequence_parallel:\n", "    if view.sequence_parallel:\n"),),
+        edits=(
+            ("validate/rules/families.py", "    if not view.sequence_parallel:\n", "    if view.sequence_parallel:\n"),
+        ),
         needs_bridge=True,
     ),
     Mutation(
@@ -97,7 +99,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`EnergonDatasetConfig` of Bridge 0.7",
         edits=(
             (
-                "bridge/run_view.py",
+                "validate/run_view.py",
                 "self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively",
                 "self.enable_offline_packing or self.enable_in_batch_packing",
             ),
@@ -110,7 +112,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`TopKRouter.routing` of Megatron-Core, which drops tokens without the padding mask",
         edits=(
             (
-                "bridge/expert_rules.py",
+                "validate/rules/experts.py",
                 "    if view.multiple == 1 and not view.rows_of_one_width:\n",
                 "    if not view.rows_of_one_width:\n",
             ),
@@ -123,7 +125,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`_validate_packed_moe_cuda_graph` of Bridge 0.7",
         edits=(
             (
-                "bridge/step_rules.py",
+                "validate/rules/steps.py",
                 "return view.enable_offline_packing or view.multiple > 1",
                 "return False",
             ),

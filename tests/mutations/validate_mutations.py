@@ -24,7 +24,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "validate/leaves.py",
+                "validate/looks/leaves.py",
                 "        yield missing_split(file, reference.split, splits)\n        return\n",
                 "        return\n",
             ),
@@ -38,7 +38,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`traverse_metadataset` of Energon",
         edits=(
             (
-                "validate/leaves.py",
+                "validate/looks/leaves.py",
                 'subflavors={**(values.get("subflavors") or {}), **parent.subflavors},\n        joined',
                 'subflavors={**parent.subflavors, **(values.get("subflavors") or {})},\n        joined',
             ),
@@ -49,14 +49,14 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         name="nobody looks at the media store",
         test=SHARDS + "[polylithic-lacks media-000000.tar]",
         oracle="our loader on the same data",
-        edits=(("validate/shards.py", "    _look_at_media(found, leaf)\n", ""),),
+        edits=(("validate/looks/shards.py", "    _look_at_media(found, leaf)\n", ""),),
     ),
     Mutation(
         trap=58,
         name="a shard without its index passes",
         test=SHARDS + "[monolithic-lacks train-000000.tar.idx]",
         oracle="our loader on the same data",
-        edits=(("validate/shards.py", "    if lost:\n", "    if not indices:\n"),),
+        edits=(("validate/looks/shards.py", "    if lost:\n", "    if not indices:\n"),),
     ),
     Mutation(
         trap=58,
@@ -66,7 +66,7 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "validate/sample_looks.py",
+                "validate/looks/samples.py",
                 'reason.startswith("template_") or reason == "unstable_prefix"',
                 'reason in ("template_error", "unstable_prefix")',
             ),
@@ -78,13 +78,13 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/validate/test_sample_looks.py::"
         "test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn",
         oracle="the definition",
-        edits=(("validate/sample_looks.py", "zip(readable[:MOST_LEAVES],", "zip(readable[:1],"),),
+        edits=(("validate/looks/samples.py", "zip(readable[:MOST_LEAVES],", "zip(readable[:1],"),),
     ),
     Mutation(
         trap=58,
         name="a look reaches for the network",
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
-        edits=(("validate/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
+        edits=(("validate/looks/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
     ),
 )

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench import peers as bench_peers
+from bench import plots as bench_plots
+from bench.length_lists import SYNTHETIC, LengthList, synthetic_list
+from bench.packing import main, run, run_two_limits, table
 
 from energon_packing.errors import UserError
 from energon_packing.packing import policy_names
-from energon_packing.report import bench_peers, bench_plots
-from energon_packing.report.bench_packing import main, run, run_two_limits, table
-from energon_packing.report.length_lists import SYNTHETIC, LengthList, synthetic_list
 
 
 @pytest.fixture

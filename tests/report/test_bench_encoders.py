@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-
-from energon_packing.report import bench_encoders, encoder_samples
-from energon_packing.report.encoder_floor import Floor, decode
-from energon_packing.report.whole_sample import differences
+from bench import encoder_samples
+from bench import encoders as bench_encoders
+from bench.encoder_floor import Floor, decode
+from bench.whole_sample import differences
 
 
 @pytest.fixture(scope="module")

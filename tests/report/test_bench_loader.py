@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.utils.data._utils
+from bench import loader as bench_loader
+from bench import loader_data, loader_run, window_memory
+from bench.loader_run import LoaderJob
 
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import PackingError
-from energon_packing.report import bench_loader, loader_data, loader_run, window_memory
-from energon_packing.report.loader_run import LoaderJob
 
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes seconds otherwise
 PROCESSOR = str(processor_path("qwen2_5_vl"))
@@ -66,7 +67,7 @@ def test_every_planted_defect_is_counted_and_is_all_that_our_loader_loses(made):
 @pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
 @pytest.mark.skipif(importlib.util.find_spec("qwen_vl_utils") is None, reason="qwen-vl-utils is not installed")
 def test_bridge_reads_the_same_conversations_at_the_same_lengths(made, tmp_path):
-    from energon_packing.report.bridge_in_batch import build_bridge_loader, rows, write_bridge_dataset
+    from bench.bridge_in_batch import build_bridge_loader, rows, write_bridge_dataset
 
     config = loader_run.run_config(job(made), workers=0).encoder
     sound = [entry for entry in loader_data.read_conversations(made.root) if entry.key not in made.defective]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench import parity as bench_parity
 
-from energon_packing.report import bench_parity, parity_run
+from energon_packing.report import parity as parity_run
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from bench import train as bench_train
 
 from energon_packing.errors import PackingError, UserError
-from energon_packing.report import bench_train
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:

@@ -6,6 +6,9 @@ import dataclasses
 import json
 
 import pytest
+from bench import exactness as bench_exactness
+from bench import predictions as exactness
+from bench.offline_processors import PROCESSORS
 from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
@@ -13,8 +16,6 @@ from energon_packing.errors import SampleRejected
 from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import families
-from energon_packing.report import bench_exactness, exactness
-from energon_packing.report.offline_processors import PROCESSORS
 
 
 def test_every_family_with_media_is_in_the_table():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench import gpu as gpu_checks
 
 from energon_packing import thd
-from energon_packing.report import gpu_checks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bench.offline_processors import internvl, llava_next, llava_onevision
 from PIL import Image
 
 from energon_packing import thd
@@ -15,7 +16,6 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.dummy_image import DummyImage, mask_fillers
-from energon_packing.report.offline_processors import internvl, llava_next, llava_onevision
 from energon_packing.report.preview import describe
 
 SIDE = 28

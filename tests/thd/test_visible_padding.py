@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bench import rows as bench_rows
+from bench.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
-from energon_packing.report import bench_rows
-from energon_packing.report.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from energon_packing.thd.visible_padding import visible_order
 
 PACKS = int(os.environ.get("ENERGON_PACKING_PACKS", "200"))

@@ -8,12 +8,12 @@ import sqlite3
 import pytest
 import yaml
 
-from energon_packing.bridge.run_reads import PLACES
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.validate.data_looks import look_at_data
+from energon_packing.validate.looks.data import look_at_data
+from energon_packing.validate.sources.run_reads import PLACES
 
 
 @pytest.fixture(scope="module")

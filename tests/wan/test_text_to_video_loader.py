@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import yaml
+from bench.p2p_cut import infers_padding
 from bridge_wan import bridge_batch, bridge_wan
 from megatron.energon import get_loader
 
@@ -16,7 +17,6 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_dataset
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger import NothingToPack
-from energon_packing.report.p2p_cut import infers_padding
 from energon_packing.wan.caption_encoder import T5CaptionEncoder
 from energon_packing.wan.config import (
     TextToVideoConfig,

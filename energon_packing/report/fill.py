@@ -1,0 +1,169 @@
+"""What packing is worth on a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work.
+
+A list is a file: ``.npz`` with ``length`` ``[N]`` and, where they are known, ``images`` ``[N]`` and ``capacity``;
+``.npy`` with the lengths; or text with one length per line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packing.errors import UserError
+from energon_packing.packing.balance import Order, pack_cost, simulate_steps
+from energon_packing.packing.bound import lower_bound
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.statistics import PackStatistics
+from energon_packing.packing.whole_list import pack_lengths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleLengths:
+    """Samples that are known by their sizes alone.
+
+    Attributes:
+        lengths: tokens, ``[N]`` int64, in stream order.
+        images: ``[N]`` int64, or None where the file has none.
+        capacity: tokens of a pack, or None where the file does not say.
+    """
+
+    lengths: np.ndarray
+    images: np.ndarray | None
+    capacity: int | None
+
+
+def read_lengths(path: Path) -> SampleLengths:
+    """Reads a list; runs no pickled code.
+
+    Raises:
+        UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
+    """
+    images = capacity = None
+    try:
+        if path.suffix in (".npz", ".npy"):
+            found = np.load(path, allow_pickle=False)
+            if isinstance(found, np.ndarray):
+                lengths = found
+            else:
+                with found as arrays:
+                    lengths = arrays["length"]
+                    images = arrays["images"].astype(np.int64) if "images" in arrays else None
+                    capacity = int(arrays["capacity"]) if "capacity" in arrays else None
+        else:
+            lengths = np.array([int(line) for line in path.read_text(encoding="utf-8").split()], dtype=np.int64)
+    except (OSError, KeyError, ValueError, EOFError) as error:
+        raise UserError(
+            f"{path} is no list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
+            "length per line."
+        ) from error
+    if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise UserError(f"{path} must hold at least one length, and only whole numbers of tokens of at least 1.")
+    if images is not None and (images.shape != lengths.shape or images.min() < 0):
+        raise UserError(f"{path} has {lengths.size} lengths, but `images` of shape {images.shape} or below 0.")
+    return SampleLengths(lengths=lengths.astype(np.int64), images=images, capacity=capacity)
+
+
+def fills(
+    samples: SampleLengths,
+    capacity: int,
+    *,
+    policies: Sequence[str],
+    windows: Sequence[int],
+    multiple: int = 1,
+    image_limit: int | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Packs the samples by each policy.
+
+    Args:
+        samples: the list; samples that fit no pack alone are left out and counted.
+        capacity: tokens of a pack, a multiple of `multiple`.
+        policies: names of policies.
+        windows: samples held, for the policy ``window``.
+        multiple: what each segment is padded to, for context and sequence parallelism.
+        image_limit: images of a pack.
+
+    Yields:
+        ``policy, window, bound`` (no packer needs fewer packs), ``oversize`` (samples left out), ``seconds``, and the
+        figures of `energon_packing.packing.PackStatistics`.
+
+    Raises:
+        UserError: the capacity is no multiple of `multiple`, images are limited but not known, or nothing fits.
+    """
+    if capacity % multiple:
+        raise UserError(f"the capacity of {capacity} tokens is no multiple of {multiple}")
+    if image_limit is not None and samples.images is None:
+        raise UserError("images are limited, but the list does not say how many images each sample has")
+    aligned = -(-samples.lengths // multiple) * multiple
+    fits = aligned <= capacity
+    if image_limit is not None and samples.images is not None:
+        fits &= samples.images <= image_limit
+    if not fits.any():
+        raise UserError(f"none of the {fits.size} samples fits a pack of {capacity} tokens; raise the capacity")
+    tokens, real = aligned[fits], samples.lengths[fits]
+    pairs = {}
+    if image_limit is not None and samples.images is not None:
+        pairs = {"images": (samples.images[fits], image_limit)}
+    bound = lower_bound(tokens, capacity, Constraints.from_pairs(pairs, tokens.size))
+    for policy in policies:
+        for window in windows if policy == "window" else (max(windows),):
+            start = time.perf_counter()
+            packs = pack_lengths(tokens, capacity, policy, constraints=pairs, window=window)
+            seconds = time.perf_counter() - start
+            found = PackStatistics.of(packs, tokens, capacity, real_lengths=real)
+            yield {
+                "policy": policy,
+                "window": window if policy == "window" else None,
+                "bound": bound,
+                "oversize": int((~fits).sum()),
+                "seconds": round(seconds, 4),
+                **found.to_json(),
+            }
+
+
+def step_efficiencies(
+    samples: SampleLengths,
+    capacity: int,
+    *,
+    ranks: Sequence[int],
+    balance_windows: Sequence[int],
+    window: int,
+    multiple: int = 1,
+    max_shift: int = 0,
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Simulates data-parallel steps on the packs of the policy ``window``.
+
+    Args:
+        samples, capacity, multiple: as `fills`.
+        ranks: data-parallel sizes.
+        balance_windows: packs that a rank sorts by cost at a time (``packing.balance_window``); unsorted comes first.
+        window: samples held.
+        max_shift: most packs that ranks are apart, as after samples that some ranks drop.
+        seed: of the shifts.
+
+    Yields:
+        ``ranks, balance_window, order``, ``efficiency`` (share of the time in which ranks compute) and ``drift``
+        (distance of the 5th and 95th percentile of a step's cost, in means).
+    """
+    aligned = -(-samples.lengths // multiple) * multiple
+    real = samples.lengths[aligned <= capacity]
+    packs = pack_lengths(aligned[aligned <= capacity], capacity, "window", window=window)
+    costs = [pack_cost(real[pack]) for pack in packs]
+    for size in ranks:
+        for sorted_at_once in (1, *balance_windows):
+            order: Order = "none" if sorted_at_once == 1 else "serpentine"
+            report = simulate_steps(
+                costs, ranks=size, window=sorted_at_once, order=order, max_shift=max_shift, seed=seed
+            ).to_json()
+            yield {
+                "ranks": size,
+                "balance_window": sorted_at_once,
+                "order": order,
+                "efficiency": round(report["efficiency"], 4),
+                "drift": round(report["drift"], 4),
+            }

@@ -1,0 +1,223 @@
+"""Looks at ten conversations of each data set: does the run's chat template show everything that they say?
+
+They are read by Energon and measured by the run's own task encoder, in this process and without pixels, so that what is
+refused here is what the ledger of the run would name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from energon_packing.config import ParallelConfig, RunConfig
+from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.errors import UserError
+from energon_packing.validate.looks.data import DataLooks
+from energon_packing.validate.looks.hub import offline
+from energon_packing.validate.looks.leaves import REMOTE, Leaf
+from energon_packing.validate.looks.look import Look, RefusedSample
+from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected
+
+SAMPLES = 10
+"""Conversations of one data set."""
+MOST_LEAVES = 20
+"""Data sets of a blend whose conversations are read; each takes about a tenth of a second."""
+_MARK = next(iter(SUBFLAVORS))
+
+
+def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str) -> list[Look]:
+    """One look a data set.
+
+    Args:
+        config: of the run.
+        processor: loaded.
+        data: what is known of the directories of shards.
+        at: setting and value of ``data.path``.
+    """
+    readable = data.readable
+    left_alone = [_unreadable(leaf, found) for leaf, found in readable]
+    encoder, wrong = _opened(config, processor, at, whole=data.whole and not any(left_alone))
+    if wrong is not None:
+        return [wrong]
+    looks = []
+    for (leaf, _), why in zip(readable[:MOST_LEAVES], left_alone, strict=False):
+        place = at if not leaf.named_in or len(readable) == 1 else f"{at}: {leaf.path}"
+        if why:
+            looks.append(Look(id="samples", at=place, outcome="not looked at", why=why))
+        else:
+            looks.append(_measured(config, encoder, leaf, place))
+    if len(readable) > MOST_LEAVES:
+        why = f"{len(readable) - MOST_LEAVES} further data sets: only the first {MOST_LEAVES} are read"
+        looks.append(Look(id="samples", at=at, outcome="not looked at", why=why))
+    return looks
+
+
+def _opened(config: RunConfig, processor: Any, at: str, *, whole: bool) -> tuple[Any, Look | None]:
+    """The task encoder, and why Energon does not open the run's data set with it: a misspelt key of a blend, say.
+
+    Args:
+        whole: all of the data set is here, sound, and ours; else it is not opened.
+    """
+    try:
+        from energon_packing.energon.loader import build_dataset
+
+        with offline():
+            encoder = _measuring(config, processor)
+            if whole:
+                build_dataset(config, task_encoder=encoder, workers=0)
+    except ImportError as error:
+        return None, Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}")
+    except UserError as error:
+        return None, _error(at, str(error).rstrip("."), "change what it names", 0, [])
+    except Exception as error:  # Energon's parser and its data set classes raise all kinds
+        return None, _error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset", 0, [])
+    return encoder, None
+
+
+def _unreadable(leaf: Leaf, found: Inspected) -> str:
+    """Why the records of a data set are left alone; empty where they are conversations of ours."""
+    if leaf.joined:
+        return f"{leaf.path} is one of several data sets that are joined into one sample"
+    if any(REMOTE in address for address in leaf.aux.values()):
+        return "its media are not on this machine"
+    mark = found.subflavors.get(_MARK)
+    if mark == TEXT_TO_VIDEO_SUBFLAVORS[_MARK]:
+        return "it holds clips for text-to-video; only their paths were looked at"
+    if mark != SUBFLAVORS[_MARK]:
+        return (
+            f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
+            "only a cooker of your own reads them"
+        )
+    return ""
+
+
+def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
+    """The look at the conversations of one data set."""
+    refused: list[RefusedSample] = []
+    number = 0
+    try:
+        with offline():
+            for key, problem in _read(config, encoder, leaf):
+                number += 1
+                if problem is None:
+                    continue
+                if problem.fatal is not None:
+                    why = f"sample {key} stops the run: {' '.join(str(problem.fatal).split())}"
+                    refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
+                    return _error(at, why.rstrip("."), "change the setting that it names", number, refused)
+                refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
+    except UserError as error:
+        return _error(at, str(error).rstrip("."), "change the setting that it names", number, refused)
+    except Exception as error:  # broken shards and indices make Energon raise all kinds
+        why = f"Energon cannot read {leaf.path}: {_reason(error)}"
+        return _error(at, why.rstrip("."), f"run 'energon prepare {leaf.path}' anew, or convert again", number, refused)
+    return _judged(at, number, refused)
+
+
+def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
+    """What the refusals say of the run."""
+    counts = Counter(sample.reason for sample in refused)
+    listed = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+    if not number:
+        return _error(at, "it gave no sample", "convert records into it", number, refused)
+    by_template = [sample for sample in refused if is_of_the_template(sample.reason)]
+    unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
+    for kind, fix in (
+        (by_template, "name a chat template that shows everything (encoder.chat_template), or change the records"),
+        (unmeasured, PREPARE_MEDIA),
+    ):
+        if kind:
+            first = kind[0]
+            why = f"{len(kind)} of {number} conversations are refused ({listed}): {first.key}: {first.detail}"
+            return _error(at, why.rstrip("."), fix, number, refused)
+    if len(refused) == number:
+        why = f"all {number} conversations are refused ({listed}): {refused[0].key}: {refused[0].detail}"
+        return _error(
+            at, why.rstrip("."), "change settings or records, so that some can be trained on", number, refused
+        )
+    if refused:
+        why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
+        return Look(
+            id="samples", at=at, outcome="note", why=why, samples=number, refused=tuple(refused), fix="see 'preview'"
+        )
+    why = f"{number} conversations were measured, and none is refused"
+    return Look(id="samples", at=at, outcome="ok", why=why, samples=number)
+
+
+def is_of_the_template(reason: str) -> bool:
+    """Whether a sample is refused for what the chat template makes of it: other samples will be, too."""
+    return reason.startswith("template_") or reason == "unstable_prefix"
+
+
+def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSample]) -> Look:
+    return Look(id="samples", at=at, outcome="error", why=why, fix=fix, samples=samples, refused=tuple(refused))
+
+
+def _measuring(config: RunConfig, processor: Any) -> Any:
+    """The run's task encoder, which hands measured samples out instead of packing them."""
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
+
+    class Measuring(PackingTaskEncoder):
+        """Ends where packing begins."""
+
+        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
+            """The data set of samples itself; called by Energon in place of batching."""
+            return dataset
+
+    # What is too long is dropped as the run drops it; how rows are aligned is the affair of the rules.
+    packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
+    return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
+
+
+def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[tuple[str, Any]]:
+    """Key and problem (None where there is none) of the first conversations of one data set.
+
+    A metadataset that refers to that directory alone is opened, so that media store and subflavors come along and a
+    small data set of a blend is not left to chance.
+    """
+    from megatron.energon import get_loader
+
+    from energon_packing.energon.loader import build_dataset
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "one.yaml"
+        file.write_text(yaml.safe_dump(_metadataset(leaf), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        data = dataclasses.replace(
+            config.data,
+            path=str(file),
+            split=leaf.split,
+            workers=0,
+            shuffle_buffer=1,
+            shuffle_over_epochs=1,
+            repeat=False,
+            epoch_end="uneven",
+        )
+        once = dataclasses.replace(config, data=data)
+        loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
+        for number, sample in enumerate(loader, 1):
+            yield sample.__key__, sample.problem
+            if number == SAMPLES:
+                return
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _metadataset(leaf: Leaf) -> dict[str, Any]:
+    """The metadataset of one directory."""
+    reference: dict[str, Any] = {"path": leaf.path, "split_part": leaf.split}
+    for name, usual in (("split_config", "split.yaml"), ("dataset_config", "dataset.yaml")):
+        if getattr(leaf, name) != usual:
+            reference[name] = getattr(leaf, name)
+    if leaf.subflavors:
+        reference["subflavors"] = dict(leaf.subflavors)
+    if leaf.aux:
+        reference["aux"] = dict(leaf.aux)
+    return {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {leaf.split: reference}}

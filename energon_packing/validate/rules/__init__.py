@@ -1,0 +1,1 @@
+"""The rules, one file per topic. Imports neither torch nor Bridge."""

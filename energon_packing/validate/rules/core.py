@@ -1,0 +1,116 @@
+"""Rules that Megatron-Core holds a run to, but only when GPUs are taken. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, always, bridge_is_silent_on_loss, collector
+from energon_packing.validate.run_view import RunView
+
+CORE_RULES: list[Rule] = []
+_rule = collector(CORE_RULES)
+
+
+def _experts_are_spread(view: RunView) -> bool:
+    return view.expert_parallel > 1
+
+
+def _packed_with_cp_and_core(view: RunView) -> bool:
+    return view.packed and view.context_parallel > 1 and view.megatron_core_version is not None
+
+
+@_rule(
+    id="core-15-global-batch-size",
+    checks="the global batch divides over the replicas",
+    place="megatron.core.num_microbatches_calculator",
+    applies=always,
+    sources=(
+        SourceLine(file="megatron/core/num_microbatches_calculator.py", says="is not divisible by micro batch size"),
+    ),
+)
+def _global_batch(view: RunView) -> Finding | None:
+    rows = view.micro_batch_size * view.data_parallel
+    if rows == 0 or view.global_batch_size % rows == 0:
+        return None
+    return Finding(
+        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
+        f"data parallel {view.data_parallel} = {rows}",
+        mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
+        changes={"global_batch_size": math.ceil(view.global_batch_size / rows) * rows},
+    )
+
+
+@_rule(
+    id="core-15-expert-world-size",
+    checks="the world size is a multiple of expert TP x EP x PP",
+    place="megatron.core.parallel_state.initialize_model_parallel",
+    applies=_experts_are_spread,
+    sources=(
+        SourceLine(
+            file="megatron/core/parallel_state.py",
+            says="if world_size % expert_tensor_model_pipeline_parallel_size != 0:",
+        ),
+    ),
+)
+def _expert_world_size(view: RunView) -> Finding | None:
+    inside = view.expert_tensor_parallel or view.tensor_parallel
+    group = inside * view.expert_parallel * view.pipeline_parallel
+    if view.world_size % group == 0:
+        return None
+    return Finding(
+        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP {view.expert_parallel} x "
+        f"PP {view.pipeline_parallel} = {group}"
+        + ("" if view.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
+        mend=f"use a multiple of {group} GPUs"
+        + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
+    )
+
+
+@_rule(
+    id="core-17-no-average-with-token-loss",
+    checks="per-token loss is not averaged in the collective",
+    place="megatron.core.distributed.DistributedDataParallel",
+    applies=bridge_is_silent_on_loss,
+    sources=(
+        SourceLine(
+            file="megatron/core/distributed/distributed_data_parallel.py",
+            says="not self.ddp_config.average_in_collective",
+        ),
+    ),
+)
+def _no_average_with_token_loss(view: RunView) -> Finding | None:
+    if not (view.calculate_per_token_loss and view.average_in_collective):
+        return None
+    return Finding(
+        why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
+        "refuses that",
+        mend="set training.average_in_collective to false",
+        changes={"average_in_collective": False},
+    )
+
+
+@_rule(
+    id="core-21-context-parallel-packs",
+    checks="Megatron-Core slices packed rows over CP",
+    place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
+    applies=_packed_with_cp_and_core,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/utils/packed_seq_utils.py",
+            says="THD context-parallel partitioning requires Megatron-Core >= 0.18.0",
+        ),
+    ),
+)
+def _core_slices_packs(view: RunView) -> Finding | None:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
+    if found is None:
+        return None
+    release = tuple(int(number or 0) for number in found.groups()[:3])
+    # As versions are ordered, a pre-release of 0.18.0 comes before it.
+    if release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None):
+        return None
+    return Finding(
+        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
+        mend="install megatron-core 0.18 or later",
+    )

@@ -1,0 +1,119 @@
+"""Rules about experts under packed rows: how tokens reach them, and what padding takes from them.
+
+Nobody else says so before GPUs are taken. Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+
+from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector, one_length
+from energon_packing.validate.run_view import RunView
+
+EXPERT_RULES: list[Rule] = []
+_rule = collector(EXPERT_RULES)
+
+HYBRIDEP_CHUNK = 128
+"""Tokens of a chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
+
+
+def _has_experts(view: RunView) -> bool:
+    return view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+
+
+def _packed_with_capacity(view: RunView) -> bool:
+    return view.packed and _has_experts(view) and (view.expert_capacity_factor or 0) > 0
+
+
+def _packed_over_hybridep(view: RunView) -> bool:
+    return view.packed and view.expert_parallel > 1 and view.expert_dispatcher == "hybridep"
+
+
+def _shards(view: RunView) -> int:
+    return view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
+
+
+@_rule(
+    id="ours-47-equal-dispatch",
+    checks="every rank gives HybridEP as many tokens",
+    place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
+    applies=_packed_over_hybridep,
+    sources=(
+        SourceLine(
+            file="megatron/core/transformer/moe/token_dispatcher.py",
+            says="HybridEP dispatch expects equal per-rank input sizes.",
+        ),
+        SourceLine(
+            file="megatron/bridge/models/transformer_config.py",
+            says="synchronization is not capture-safe; those configs require equal inputs.",
+        ),
+    ),
+)
+def _equal_dispatch(view: RunView) -> Finding | None:
+    padded = view.pads_uneven_dispatch or view.cuda_graph_impl == "none"  # without graphs Bridge pads them itself
+    if view.rows_of_one_width or padded:
+        return None
+    return Finding(
+        why=f"HybridEP takes equally many tokens of each rank, rows differ in width, and under cuda_graph_impl "
+        f"{view.cuda_graph_impl!r} Bridge does not pad its inputs: the dispatch hangs or mixes tokens up",
+        mend="set cuda_graph_impl to 'none'"
+        + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
+        changes={"cuda_graph_impl": "none"},
+    )
+
+
+@_rule(
+    id="ours-48-hybridep-chunks",
+    checks="each rank gives HybridEP whole chunks",
+    place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
+    applies=_packed_over_hybridep,
+    severity="warning",
+    sources=(SourceLine(file="megatron/core/transformer/moe/fused_a2a.py", says="HYBRIDEP_TOKEN_ALIGNMENT = 64"),),
+)
+def _hybridep_chunks(view: RunView) -> Finding | None:
+    shards = _shards(view)
+    if view.rows_of_one_width and view.dataset_seq_length % (HYBRIDEP_CHUNK * shards) == 0:
+        return None
+    good = math.lcm(HYBRIDEP_CHUNK * shards, view.multiple)
+    length = math.ceil(view.dataset_seq_length / good) * good
+    rows = f"rows of {view.dataset_seq_length} tokens" if view.rows_of_one_width else "rows that differ in width"
+    why = (
+        f"{rows} are spread over {shards} rank{'s' if shards > 1 else ''}, Megatron-Core pads each rank's tokens to a "
+        f"multiple of 64 at most, and the kernels of HybridEP take chunks of {HYBRIDEP_CHUNK} unless told otherwise: "
+        "DeepEP before its #638 stops at the first row that is no multiple of them"
+    )
+    told = "set the three variables NUM_OF_TOKENS_PER_CHUNK_*_API to 64"
+    if view.as_wide_as_its_samples:
+        return Finding(why=why, mend=f"{told}, or turn in-batch packing off and pad_to_max_length on")
+    return Finding(
+        why=why,
+        mend=f"set pad_to_max_length to true and seq_length to {length}, or {told}",
+        changes={"pad_to_max_length": True, **one_length(view, length)},
+    )
+
+
+@_rule(
+    id="ours-49-capacity-and-padding",
+    checks="padding takes no expert's room from tokens",
+    place="megatron.core.transformer.moe.router.TopKRouter.routing",
+    applies=_packed_with_capacity,
+    severity="warning",
+    sources=(
+        SourceLine(
+            file="megatron/core/transformer/moe/router.py", says="probs, routing_map = apply_router_token_dropping("
+        ),
+        SourceLine(
+            file="megatron/core/transformer/moe/router.py",
+            says="capacity_factor=self.config.moe_expert_capacity_factor,",
+        ),
+    ),
+)
+def _capacity_and_padding(view: RunView) -> Finding | None:
+    if view.multiple == 1 and not view.rows_of_one_width:
+        return None
+    return Finding(
+        why=f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what is beyond their room, and "
+        "Megatron-Core's router counts padding among the tokens that ask for it, with a padding mask too",
+        mend="leave moe_expert_capacity_factor out",
+        changes={"expert_capacity_factor": None},
+    )

@@ -1,0 +1,135 @@
+"""Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about lengths of rows, packs and the model.
+
+Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes rules 7 and 13. Ours is a provider and needs
+them just as much: for the kind ``packed_energon`` they apply. Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+import math
+
+from energon_packing.validate.rules.rule import Finding, Rule, collector, context_parallel, one_length, packed_offline
+from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
+
+LENGTH_RULES: list[Rule] = []
+_rule = collector(LENGTH_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
+
+# Which of Bridge's data set classes a rule of its tests for.
+_SIZED: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft", "gpt_pretraining")
+
+
+def _collated(view: RunView) -> bool:
+    return view.dataset_kind in COLLATED
+
+
+def _sized(view: RunView) -> bool:
+    return view.dataset_kind in _SIZED
+
+
+def _needs_fixed_width(view: RunView) -> bool:
+    # The in-batch packer widens no row, whatever `pad_to_max_length` is turned to.
+    return view.width_fixed_by_bridge and not view.as_wide_as_its_samples
+
+
+def _in_batch_pipeline(view: RunView) -> bool:
+    return view.enable_in_batch_packing and view.pipeline_parallel > 1
+
+
+@_rule(
+    id="bridge-07-seq-length-multiple",
+    checks="the data set's seq_length is a multiple of the alignment",
+    applies=_collated,
+    bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
+)
+def _seq_length_multiple(view: RunView) -> Finding | None:
+    multiple, length = view.multiple, view.dataset_seq_length
+    if length % multiple == 0:
+        return None
+    above = math.ceil(length / multiple) * multiple
+    evaluation = "" if view.eval_context_parallel is None else f", evaluation CP {view.eval_context_parallel}"
+    return Finding(
+        why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.tensor_parallel}, "
+        f"CP {view.context_parallel}{evaluation}, sequence parallel {'on' if view.sequence_parallel else 'off'}",
+        mend=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
+        changes=one_length(view, above),
+    )
+
+
+@_rule(
+    id="bridge-08-model-seq-length",
+    checks="the model's seq_length is a multiple of 2 x CP",
+    applies=context_parallel,
+    bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
+)
+def _model_seq_length_multiple(view: RunView) -> Finding | None:
+    pieces, length = 2 * view.context_parallel, view.model_seq_length
+    if length % pieces == 0:
+        return None
+    return Finding(
+        why=f"the model's seq_length {length} is not divisible by 2 * CP = {pieces}",
+        mend=f"set the model's seq_length to {math.ceil(length / pieces) * pieces}",
+        changes=one_length(view, math.ceil(length / math.lcm(pieces, view.multiple)) * math.lcm(pieces, view.multiple)),
+    )
+
+
+@_rule(
+    id="bridge-11-pack-size",
+    checks="a pack has a size",
+    applies=packed_offline,
+    bridge_says=("packed_sequence_size must be greater than 0",),
+)
+def _pack_size_is_positive(view: RunView) -> Finding | None:
+    if view.packed_sequence_size is None or view.packed_sequence_size > 0:
+        return None
+    return Finding(
+        why=f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
+        mend=f"set it to the row width, {view.dataset_seq_length}",
+        changes={"packed_sequence_size": view.dataset_seq_length},
+    )
+
+
+@_rule(
+    id="bridge-13-same-seq-length",
+    checks="model and data set have one seq_length",
+    applies=_sized,
+    bridge_says=("Please ensure sequence length configuration in model config and",),
+)
+def _same_seq_length(view: RunView) -> Finding | None:
+    if view.model_seq_length == view.dataset_seq_length:
+        return None
+    return Finding(
+        why=f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
+        mend=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
+        changes={"model_seq_length": view.dataset_seq_length},
+    )
+
+
+@_rule(
+    id="bridge-16-fixed-width",
+    checks="rows of pipelines and experts have one width",
+    applies=_needs_fixed_width,
+    severity="note",
+)
+def _widths_are_fixed(view: RunView) -> Finding | None:
+    if view.pad_to_max_length:
+        return None
+    sizes = f"PP {view.pipeline_parallel}, EP {view.expert_parallel}"
+    return Finding(
+        why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.dataset_seq_length} tokens wide",
+        mend="set packing.pad_to_max_length to true to say so",
+        changes={"pad_to_max_length": True},
+    )
+
+
+@_rule(
+    id="bridge-16-variable-lengths",
+    checks="in-batch packing in a pipeline exchanges widths",
+    applies=_in_batch_pipeline,
+    severity="note",
+)
+def _lengths_vary(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and stages "
+        "exchange the width of every micro-batch",
+        mend="nothing to do",
+    )

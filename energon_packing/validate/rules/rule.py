@@ -1,0 +1,159 @@
+"""What a rule is: an identity, a question to a `RunView`, and an answer with the values and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from energon_packing.validate.run_view import RunView
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Why a rule does not hold, with the values, and what to change.
+
+    Attributes:
+        changes: fields of the `RunView` and the values with which the rule holds, where the mend is a matter of setting
+            values; empty where it needs a decision.
+    """
+
+    why: str
+    mend: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceLine:
+    """Where a rule can be read in the source of the program that it speaks of.
+
+    Attributes:
+        file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
+        says: text that the file holds, part of one line.
+        since: first two numbers of the version of Megatron-Bridge from which the file says so.
+        before: likewise of the first version that does not say so any more; None where every known one does.
+    """
+
+    file: str
+    says: str
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Whether the file is to say so in this version of Megatron-Bridge, or beside it."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        id: stable name for people and machines. The number is that of the list in ``docs/validate.md``.
+        checks: what is true when the rule holds.
+        place: where the rule comes from.
+        applies: whether the rule says anything about such a run.
+        check: None where the rule holds.
+        severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
+        bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty where it has no such
+            rule.
+        since: first two numbers of the version of Megatron-Bridge from which the rule is true.
+        before: likewise of the first version in which it is not; None where every known one has it.
+        sources: lines that justify a rule that nobody raises before GPUs are taken; ``bridge_says`` does it for others.
+    """
+
+    id: str
+    checks: str
+    place: str
+    applies: Callable[[RunView], bool]
+    check: Callable[[RunView], Finding | None]
+    severity: Severity = "error"
+    bridge_says: tuple[str, ...] = ()
+    since: tuple[int, int] = (0, 6)
+    before: tuple[int, int] | None = None
+    sources: tuple[SourceLine, ...] = ()
+
+    def speaks_of(self, release: tuple[int, int]) -> bool:
+        """Whether the rule is true of a version of Megatron-Bridge."""
+        return self.since <= release and (self.before is None or release < self.before)
+
+    def concerns(self, view: RunView) -> bool:
+        """Whether the rule says anything about such a run, of the Bridge that is installed."""
+        return self.speaks_of(view.bridge_release) and self.applies(view)
+
+
+def always(_view: RunView) -> bool:
+    """For rules that concern every run."""
+    return True
+
+
+def packed(view: RunView) -> bool:
+    """For rules about rows that hold several samples."""
+    return view.packed
+
+
+def packed_offline(view: RunView) -> bool:
+    """For rules about rows that arrive packed; with both modes on, rule 1 speaks: either of them may stay."""
+    return view.enable_offline_packing and not view.enable_in_batch_packing
+
+
+def context_parallel(view: RunView) -> bool:
+    """For rules about rows that several ranks share."""
+    return view.context_parallel > 1
+
+
+def bridge_is_silent_on_loss(view: RunView) -> bool:
+    """For rules about the loss where rules 9 and 10 say nothing: at CP 1, and on data sets that escape them."""
+    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
+
+
+def one_length(view: RunView, tokens: int) -> dict[str, Any]:
+    """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
+    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}
+    return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
+
+
+def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Callable[..., Rule]]:
+    """A decorator that makes a rule of a check function and appends it to `rules`.
+
+    Args:
+        rules: receives the rules in the order of their definition.
+        default_place: the place of rules that name none.
+    """
+
+    def rule(
+        *,
+        id: str,
+        checks: str,
+        applies: Callable[[RunView], bool],
+        place: str = default_place,
+        severity: Severity = "error",
+        bridge_says: tuple[str, ...] = (),
+        since: tuple[int, int] = (0, 6),
+        before: tuple[int, int] | None = None,
+        sources: tuple[SourceLine, ...] = (),
+    ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+        """Takes what `Rule` holds besides its check, and returns the decorator of the check."""
+
+        def make(check: Callable[[RunView], Finding | None]) -> Rule:
+            """Makes the rule of its check, and appends it."""
+            made = Rule(
+                id=id,
+                checks=checks,
+                place=place,
+                applies=applies,
+                check=check,
+                severity=severity,
+                bridge_says=bridge_says,
+                since=since,
+                before=before,
+                sources=sources,
+            )
+            rules.append(made)
+            return made
+
+        return make
+
+    return rule

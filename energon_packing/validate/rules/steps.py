@@ -1,0 +1,247 @@
+"""Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
+
+Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector
+from energon_packing.validate.run_view import RunView
+
+STEP_RULES: list[Rule] = []
+_rule = collector(STEP_RULES)
+
+OUR_STEP = "energon_packing.bridge.step"
+"""The module of our forward step, as a run's ``step`` names it."""
+
+
+def _packed_known_step(view: RunView) -> bool:
+    return view.reaches_the_step_packed and view.step is not None
+
+
+def _packed_mixture(view: RunView) -> bool:
+    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+    known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
+    return view.reaches_the_step_packed and mixture and known
+
+
+def _packed_not_natively(view: RunView) -> bool:
+    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: rule 46
+
+
+_ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
+"""Modules of ``cuda_graph_modules`` that hold the router; as `_validate_packed_moe_cuda_graph` of 0.7's gpt_step."""
+
+
+def _step_gives_the_mask_itself(view: RunView) -> bool:
+    return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
+
+
+def _model_makes_the_mask(view: RunView) -> bool:
+    """Whether the model finds padding by the boundaries itself: Qwen3-VL of 0.7, where samples are padded at all."""
+    knows = view.bridge_release >= (0, 7) and view.family.startswith(("qwen3vl", "qwen35vl"))
+    return knows and not view.goes_through_gpt_step and view.multiple > 1
+
+
+def _rows_bring_a_mask(view: RunView) -> bool:
+    """Whether the batches of a data set have a padding mask: ours, and on 0.7 those of Bridge's collators for text."""
+    if view.dataset_kind == "packed_energon" or _model_makes_the_mask(view):
+        return True
+    if view.bridge_release < (0, 7):
+        return False
+    if view.dataset_kind == "gpt_sft":
+        return view.enable_offline_packing or view.multiple > 1
+    return view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
+
+
+def _masked_experts_under_graphs(view: RunView) -> bool:
+    masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
+    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
+
+
+def _packed_rows_over_cp(view: RunView) -> bool:
+    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
+    return view.enable_offline_packing and wide and follows_the_trainer
+
+
+def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
+    undeclared = view.dataset_kind == "provider" and not view.packed
+    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+
+
+@_rule(
+    id="ours-19-step-reads-packs",
+    checks="the forward step reads packed rows",
+    place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
+    applies=_packed_known_step,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/qwen_vl/qwen3_vl_step.py",
+            says="qwen3_vl_step does not support collate-time in-batch packing.",
+        ),
+        SourceLine(
+            file="megatron/bridge/training/audio_lm_step.py", says='required_host_keys.add("cu_seqlens_argmin")'
+        ),
+    ),
+)
+def _step_reads_packs(view: RunView) -> Finding | None:
+    if not view.step_packs:
+        return None
+    if "qwen3_vl_step" in (view.step or ""):
+        why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
+    else:
+        why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
+    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
+
+
+@_rule(
+    id="ours-24-experts-see-padding",
+    checks="experts do not count padding",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=_packed_mixture,
+    severity="warning",
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/vlm_step.py",
+            says='required_device_keys.update(("tokens", "input_ids", "position_ids"))',
+        ),
+        SourceLine(
+            file="megatron/core/transformer/moe/router.py",
+            says="def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
+        ),
+    ),
+)
+def _experts_see_padding(view: RunView) -> Finding | None:
+    if view.multiple == 1 and not view.rows_of_one_width:
+        return None
+    if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
+        return None
+    why = (
+        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_version or '0.6'}: "
+        "padding is routed to experts and counts in their load balance"
+    )
+    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours-44
+        return Finding(
+            why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
+            "'transformer_engine'",
+            mend=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
+            changes={"cuda_graph_impl": "none", "step": OUR_STEP},
+        )
+    return Finding(why=why, mend=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+
+
+@_rule(
+    id="ours-44-padding-mask-under-graphs",
+    checks="experts get the padding mask under CUDA graphs",
+    place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
+    applies=_masked_experts_under_graphs,
+    sources=(
+        SourceLine(file="megatron/core/transformer/module.py", says="return cuda_graph_func(*args, **kwargs)"),
+        SourceLine(
+            file="megatron/bridge/training/gpt_step.py",
+            says="Packed MoE padding masks do not support router-scoped Transformer Engine CUDA graphs in the pinned",
+            since=(0, 7),
+        ),
+    ),
+)
+def _mask_under_graphs(view: RunView) -> Finding | None:
+    scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
+    if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
+        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
+            return None
+        end = (
+            f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
+            if _step_gives_the_mask_itself(view)
+            else "experts would count padding"
+        )
+        return Finding(
+            why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, routers among them, which take no "
+            f"padding mask there: {end}",
+            mend="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
+            changes={"cuda_graph_impl": "none"},
+        )
+    if OUR_STEP not in (view.step or ""):  # Bridge's own steps drop the mask with and without graphs: ours-24
+        return None
+    return Finding(
+        why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
+        "which our forward step passes the padding mask, so experts would count padding",
+        mend="set cuda_graph_impl to 'none'",
+        changes={"cuda_graph_impl": "none"},
+    )
+
+
+@_rule(
+    id="ours-20-one-packed-row-over-context-parallelism",
+    checks="context parallelism slices one packed row at a time",
+    place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
+    applies=_packed_rows_over_cp,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/gpt_step.py",
+            says="Packed THD batches expect micro-batch size 1 for context-parallel slicing",
+        ),
+    ),
+)
+def _one_packed_row_over_cp(view: RunView) -> Finding | None:
+    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
+        return None
+    return Finding(
+        why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
+        "first evaluation stops the run",
+        mend="set training.eval_micro_batch_size to 1",
+        changes={"eval_micro_batch_size": 1},
+    )
+
+
+@_rule(
+    id="ours-26-middle-stages-see-boundaries",
+    checks="middle pipeline stages get the boundaries of packed rows",
+    place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
+    applies=_undeclared_provider_in_a_long_pipeline,
+    severity="warning",
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/gpt_step.py",
+            says="return uses_custom_attention_mask or _uses_packed_sequence_metadata(cfg)",
+        ),
+    ),
+)
+def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
+        "stages, so packed rows would attend across samples there",
+        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        f"step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
+    )
+
+
+@_rule(
+    id="ours-28-no-schedule-plan",
+    checks="boundaries survive overlapped expert communication",
+    place="megatron.bridge.training.vlm_step and gpt_step",
+    applies=_packed_not_natively,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/training/vlm_step.py",
+            says="tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
+        ),
+        SourceLine(
+            file="megatron/bridge/training/gpt_step.py",
+            says="tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask",
+            before=(0, 7),
+        ),
+    ),
+)
+def _no_schedule_plan(view: RunView) -> Finding | None:
+    # gpt_step of 0.7 gives its plan packed_seq_params and padding_mask; vlm_step gives neither, in both versions.
+    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
+        return None
+    step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
+    return Finding(
+        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_version or '0.6'} builds "
+        "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
+        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+        changes={"overlap_moe_expert_parallel_comm": False},
+    )

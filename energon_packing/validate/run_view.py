@@ -1,0 +1,319 @@
+"""`RunView`: one flat record of everything that a rule reads about a training run.
+
+A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`config_view`), a
+Bridge ``ConfigContainer`` (`container_view`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from energon_packing.thd.alignment import alignment_multiple
+from energon_packing.validate.run_facts import DataFacts, TokenFacts
+
+DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
+"""What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
+
+COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "mock_vlm")
+"""Data sets with Bridge's settings of a collator, ``pad_to_max_length`` among them; ours has them as well."""
+
+PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
+"""Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs, where rows are packed).
+
+    None means that the source does not say; a rule that needs the value then does not apply.
+    """
+
+    dataset_kind: DatasetKind = "packed_energon"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int | None = None
+    """Tensor parallelism inside experts; None is that of the model."""
+    sequence_parallel: bool = False
+    eval_context_parallel: int | None = None
+    world_size: int = 1
+    cp_comm_type: str | tuple[str, ...] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    eval_micro_batch_size: int | None = None
+    eval_global_batch_size: int | None = None
+    dataset_micro_batch_size: int | None = None
+    """The data set's own micro-batch size where it has one (Energon); None where it follows the trainer."""
+    do_validation: bool = True
+    dataset_seq_length: int = 4096
+    model_seq_length: int = 4096
+
+    enable_offline_packing: bool = False
+    """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
+    enable_in_batch_packing: bool = False
+    defer_in_batch_packing_to_step: bool = False
+    """Bridge's flag for steps that do the in-batch packing themselves."""
+    has_offline_packing_specs: bool = False
+    packed_sequence_size: int | None = None
+    pad_cu_seqlens: bool = False
+    pad_to_max_length: bool = False
+
+    calculate_per_token_loss: bool = True
+    average_in_collective: bool = False
+    overlap_grad_reduce: bool | None = None
+
+    cuda_graph_impl: str = "none"
+    cuda_graph_modules: tuple[str, ...] = ()
+    """Module names under capture; ``full_iteration`` among them, as Bridge allows, means the whole iteration."""
+    inference_graph_scopes: tuple[str, ...] = ()
+    check_for_nan_in_loss: bool = False
+    vision_cuda_graph_impl: str = "none"
+    mtp_num_layers: int = 0
+    dist_train: bool = False
+    """Whether vision encoder and language model have GPUs of their own (Qwen3-VL's DistTrain)."""
+    num_moe_experts: int | None = None
+    expert_dispatcher: str | None = None
+    """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
+    pads_uneven_dispatch: bool = False
+    """Whether HybridEP's inputs are padded to those of the rank with most tokens."""
+    expert_capacity_factor: float | None = None
+    """Tokens that an expert takes, by its share of all; None where it takes every token that is sent to it."""
+    num_layers: int | None = None
+    model: str | None = None
+    """Model family, as `family` normalises it."""
+    step: str | None = None
+    """Forward step by function or module name."""
+    megatron_core_version: str | None = None
+    overlap_moe_expert_parallel_comm: bool = False
+    recompute_granularity: str | None = None
+    packed_metadata_missing: str | None = None
+    """Path of the metadata of packs prepared offline, where it is needed and not there."""
+    pad_seq_to_multiple: int | None = None
+    """What packs that Bridge prepares offline pad each sample to."""
+    packing_buffer_size: int | None = None
+    """Samples that Bridge's own online packing chooses from."""
+    task_encoder: str | None = None
+    """Class of the settings of Bridge's task encoder."""
+    num_epochs: int | None = None
+    dataloader_type: str | None = None
+    bridge_version: str | None = None
+
+    vision_frozen: bool = False
+    """Whether neither the vision encoder nor its projection is trained."""
+    head_dim: int | None = None
+    attention_backend: str | None = None
+    fp8_recipe: str | None = None
+    """None where the model computes without fp8."""
+    model_tokens: TokenFacts | None = None
+    processor_tokens: TokenFacts | None = None
+
+    loss_weighting: str | None = None
+    window: int | None = None
+    balance_window: int | None = None
+    workers: int | None = None
+    failure_tolerance: int | None = None
+    """Consecutive failures that Energon allows a function of the task encoder; 0 allows any number."""
+    data: DataFacts | None = None
+    """What was measured of the data set."""
+
+    @property
+    def multiple(self) -> int:
+        """Tokens that every segment is padded to a multiple of."""
+        return alignment_multiple(
+            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+        )
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows that hold several samples reach the model."""
+        return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
+
+    @property
+    def packs_natively(self) -> bool:
+        """Whether Bridge's own online packing makes the rows; 0.6 takes ``packing_buffer_size`` and has none."""
+        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
+
+    @property
+    def rows_are_packs(self) -> bool:
+        """Whether a row of the data set is a pack, so that batch sizes count packs and not samples."""
+        return self.enable_offline_packing or self.packs_natively
+
+    @property
+    def reaches_the_step_packed(self) -> bool:
+        """As `packed`, less the rows that the forward step packs itself."""
+        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
+        return self.packed and not deferred
+
+    @property
+    def as_wide_as_its_samples(self) -> bool:
+        """Whether a row is the samples of a micro-batch joined by a collator, without a width of its own.
+
+        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` and never the row, and reads no
+        ``pad_to_max_length``. The collator of Nemotron Omni has a packer of its own, which does both.
+        """
+        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
+            return False
+        return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
+
+    @property
+    def width_fixed_by_bridge(self) -> bool:
+        """Whether ``validate()`` turns ``pad_to_max_length`` on, for the sake of pipelines and experts."""
+        return self.dataset_kind in COLLATED and (self.pipeline_parallel > 1 or self.expert_parallel > 1)
+
+    @property
+    def rows_of_one_width(self) -> bool:
+        """Whether every row that reaches the forward step is ``dataset_seq_length`` tokens wide."""
+        return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
+
+    @property
+    def step_packs(self) -> bool:
+        """Whether the forward step joins the samples of a micro-batch itself."""
+        return any(name in (self.step or "") for name in PACKING_STEPS)
+
+    @property
+    def rows_per_epoch(self) -> int | None:
+        """What `global_batch_size` counts, in an epoch of the measured data: packs, or else the samples themselves."""
+        if self.data is None:
+            return None
+        return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
+
+    @property
+    def bridge_packs_natively(self) -> bool:
+        """Whether the installed Bridge has online packing of its own, which came with 0.7."""
+        return self.bridge_release >= (0, 7)
+
+    @property
+    def bridge_release(self) -> tuple[int, int]:
+        """First two numbers of the installed Bridge's version; without one that of 0.6, whose rules are the stricter.
+
+        A pre-release counts as the release: the development branch calls itself 0.7.0.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
+        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
+
+    @property
+    def goes_through_gpt_step(self) -> bool:
+        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because the model is one of text.
+
+        Without a name, and with our step, the model decides (`energon_packing.bridge.step`).
+        """
+        if self.step is not None and "energon_packing.bridge.step" not in self.step:
+            return self.step.endswith("gpt_step")
+        sees_or_hears = r"vl|omni|asr|audio|llava|glm4\dv|ministral3|kimik25|exaone45|step37|mimo"
+        return re.search(sees_or_hears, self.family) is None
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas in training, rounded down where the world size does not divide."""
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @property
+    def eval_data_parallel(self) -> int:
+        """Replicas in evaluation, rounded down where the world size does not divide."""
+        cp = self.eval_context_parallel or self.context_parallel
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * cp)
+
+    @property
+    def eval_micro(self) -> int:
+        """Bridge's default: the training micro-batch size."""
+        return self.micro_batch_size if self.eval_micro_batch_size is None else self.eval_micro_batch_size
+
+    @property
+    def eval_global(self) -> int:
+        """Bridge's default: the training global batch size."""
+        return self.global_batch_size if self.eval_global_batch_size is None else self.eval_global_batch_size
+
+    @property
+    def full_iteration_graph(self) -> bool:
+        """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
+        if self.cuda_graph_impl == "full_iteration":
+            return True
+        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+
+    @property
+    def local_layer_graph(self) -> bool:
+        """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
+        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
+            return False
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
+
+    @property
+    def graphs_capture_attention(self) -> bool:
+        """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
+        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
+        scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
+        return self.full_iteration_graph or scoped
+
+    @property
+    def family(self) -> str:
+        """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
+        return "".join(c for c in (self.model or "").lower() if c.isalnum())
+
+    @property
+    def may_show_images(self) -> bool:
+        """Whether images or videos may reach the model: not on data sets of text, nor with a tokenizer of text."""
+        if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
+            return False
+        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+
+    @property
+    def model_forces_sequence_parallel(self) -> bool:
+        """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever was set.
+
+        ``Qwen3VLMoEModelProvider.finalize`` of ``megatron/bridge/models/qwen_vl/qwen3_vl_provider.py``, 0.6.2 and 0.7.
+        A published name has its active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
+        """
+        return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
+
+
+def smallest_world_size(
+    tensor_parallel: int, pipeline_parallel: int, context_parallel: int, eval_context_parallel: int | None = None
+) -> int:
+    """Fewest GPUs that hold one replica, in training and in evaluation."""
+    return tensor_parallel * pipeline_parallel * math.lcm(context_parallel, eval_context_parallel or context_parallel)
+
+
+_SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
+"""Distributions that often run from a checkout on the path, by their folder in ``megatron``."""
+
+
+@functools.cache
+def installed_version(distribution: str) -> str | None:
+    """Version of what Python would import of a distribution, without importing it; None where it is absent.
+
+    A checkout of Megatron that stands on the path before the installed distribution counts: it is what runs.
+    """
+    if distribution in _SOURCES:
+        for folder in sys.path:
+            package = Path(folder) / "megatron" / _SOURCES[distribution]
+            if (package / "__init__.py").is_file():
+                return _version_in(package / "package_info.py") or _version_of_metadata(distribution)
+    return _version_of_metadata(distribution)
+
+
+def _version_in(file: Path) -> str | None:
+    """``0.20.0rc1`` of Megatron's ``package_info.py``; None where it is not written as expected."""
+    if not file.is_file():
+        return None
+    found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", file.read_text("utf-8"), re.M))
+    if not all(found.get(part, "").isdigit() for part in ("MAJOR", "MINOR", "PATCH")):
+        return None
+    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
+
+
+def _version_of_metadata(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,249 @@
+"""The verdict of the installed Bridge: its own unmodified ``ConfigContainer.validate()`` on an equivalent run.
+
+Bridge escapes some of its rules for a ``DatasetProvider``, which our data set is. The equivalent therefore takes
+Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` that carries the offline-packing fields, which
+Bridge reads by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing
+is built and no process group is opened. Without CUDA or Transformer Engine, `stand_ins` is installed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from energon_packing.validate.rules.native import TASK_ENCODER
+from energon_packing.validate.rules.registry import rule_that_bridge_named
+from energon_packing.validate.rules.rule import Rule
+from energon_packing.validate.run_view import RunView, installed_version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BridgeVerdict:
+    """What the installed Bridge says.
+
+    Attributes:
+        version: of megatron-bridge, None where it is not installed.
+        accepted: None where Bridge could not be asked.
+        message: why it rejects, or why it could not be asked.
+        rule: the rule of ours behind the rejection, None where it is about something else.
+    """
+
+    version: str | None
+    accepted: bool | None
+    message: str = ""
+    rule: Rule | None = None
+
+
+def bridge_verdict(view: RunView) -> BridgeVerdict:
+    """Asks the installed Bridge about a run. Importing Bridge takes several seconds.
+
+    Args:
+        view: kinds ``packed_energon``, ``energon`` and ``gpt_sft``.
+    """
+    version = installed_version("megatron-bridge")
+    if version is None:
+        return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
+    with quiet():
+        try:
+            prepare_bridge()
+            container = equivalent_container(view)
+        except ImportError as error:
+            return BridgeVerdict(version=version, accepted=None, message=f"it cannot be imported: {error}")
+    return _judged(container.validate, view.world_size)
+
+
+def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
+    """What Bridge's ``pretrain()`` calls first, on a ``ConfigContainer``; it ends with ``validate()``.
+
+    It changes the container: names of precisions become settings, and what follows from the rest is filled in. On a
+    machine without Transformer Engine, which Megatron-Core looks for already here, fused kernels are turned off before.
+    """
+    from megatron.bridge.training.config import runtime_config_update
+
+    from energon_packing.bridge_cpu import stand_ins
+
+    if stand_ins.needed():
+        for name in ("moe_permute_fusion", "moe_router_fusion"):
+            if hasattr(container.model, name):
+                setattr(container.model, name, False)
+    environment = dict(os.environ)
+    try:
+        return _judged(lambda: runtime_config_update(container), world_size)
+    finally:  # a recipe brings variables of the training machine
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
+    version = installed_version("megatron-bridge")
+    with quiet(), believed_world_size(size):
+        try:
+            check()
+        except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
+            message = " ".join(str(error).split()) or type(error).__name__
+            return BridgeVerdict(
+                version=version, accepted=False, message=message, rule=rule_that_bridge_named(str(error))
+            )
+    return BridgeVerdict(version=version, accepted=True)
+
+
+def prepare_bridge() -> None:
+    """Makes Bridge importable on this machine: a no-op with CUDA and Transformer Engine."""
+    from energon_packing.bridge_cpu import stand_ins
+
+    stand_ins.install()
+
+
+def equivalent_container(view: RunView) -> Any:
+    """A ``ConfigContainer`` with Bridge's own classes that agrees with the view in everything that a rule reads.
+
+    Raises:
+        ValueError: the view's kind of data set has no equivalent here.
+    """
+    from megatron.bridge.models.gpt_provider import GPTModelProvider
+    from megatron.bridge.training import config as bridge
+    from megatron.bridge.training.tokenizers.config import TokenizerConfig
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    tensor, pipeline = view.tensor_parallel, view.pipeline_parallel
+    experts = view.num_moe_experts or (view.expert_parallel if view.expert_parallel > 1 else None)
+    comm = view.cp_comm_type
+    sizes = view.hierarchical_context_parallel_sizes
+    model = GPTModelProvider(
+        # The smallest shape that TP, PP and EP divide, so that only the rules in question can fail.
+        num_layers=view.num_layers or pipeline,
+        num_attention_heads=tensor,
+        hidden_size=16 * tensor,
+        num_moe_experts=experts,
+        add_bias_linear=False,  # experts over tensor ranks have none
+        seq_length=view.model_seq_length,
+        tensor_model_parallel_size=tensor,
+        context_parallel_size=view.context_parallel,
+        pipeline_model_parallel_size=pipeline,
+        expert_model_parallel_size=view.expert_parallel,
+        sequence_parallel=view.sequence_parallel,
+        cp_comm_type=list(comm) if isinstance(comm, tuple) else comm,
+        hierarchical_context_parallel_sizes=None if sizes is None else list(sizes),
+        calculate_per_token_loss=view.calculate_per_token_loss,
+        cuda_graph_impl=view.cuda_graph_impl,
+        cuda_graph_modules=[CudaGraphModule[name] for name in view.cuda_graph_modules if not name.startswith("full")],
+        # What 0.19 calls full_iteration; as a module it is history that no CudaGraphModule names.
+        cuda_graph_scope=["full_iteration"] if "full_iteration" in view.cuda_graph_modules else None,
+    )
+    if view.packs_natively:  # Bridge reads these by name from any model, and only there
+        model.mtp_num_layers = view.mtp_num_layers or None
+        model.vision_cuda_graph_impl = view.vision_cuda_graph_impl
+        model.dist_train = SimpleNamespace(use_dist_train=view.dist_train, language_world_size=view.world_size)
+    return bridge.ConfigContainer(
+        train=bridge.TrainingConfig(
+            micro_batch_size=view.micro_batch_size,
+            global_batch_size=view.global_batch_size,
+            train_iters=1 if view.num_epochs is None else None,
+            num_epochs=view.num_epochs,
+        ),
+        validation=bridge.ValidationConfig(
+            eval_micro_batch_size=view.eval_micro_batch_size, eval_global_batch_size=view.eval_global_batch_size
+        ),
+        model=model,
+        optimizer=bridge.OptimizerConfig(),
+        scheduler=bridge.SchedulerConfig(),
+        ddp=bridge.DistributedDataParallelConfig(average_in_collective=view.average_in_collective),
+        dist=bridge.DistributedInitConfig(eval_context_parallel_size=view.eval_context_parallel),
+        dataset=_equivalent_dataset(view),
+        logger=bridge.LoggerConfig(),
+        tokenizer=TokenizerConfig(),
+        checkpoint=bridge.CheckpointConfig(),
+        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=view.check_for_nan_in_loss),
+    )
+
+
+def _equivalent_dataset(view: RunView) -> Any:
+    from megatron.bridge.data.builders import energon
+    from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
+    from megatron.bridge.data.packing.config import PackedSequenceSpecs
+
+    specs = None
+    if view.has_offline_packing_specs:
+        specs = PackedSequenceSpecs(
+            packed_sequence_size=-1 if view.packed_sequence_size is None else view.packed_sequence_size,
+            pad_cu_seqlens=view.pad_cu_seqlens,
+        )
+    data: Any
+    if view.dataset_kind == "gpt_sft":
+        data = GPTSFTDatasetConfig(
+            seq_length=view.dataset_seq_length,
+            dataset_root="unused",
+            dataset_kwargs={"pad_to_max_length": view.pad_to_max_length},
+            do_validation=view.do_validation,
+            do_test=False,
+            **({} if view.dataloader_type is None else {"dataloader_type": view.dataloader_type}),
+        )
+    elif view.dataset_kind in ("energon", "packed_energon"):
+        micro = view.dataset_micro_batch_size
+        known = view.task_encoder or (TASK_ENCODER if view.packs_natively else "HFEnergonTaskEncoderConfig")
+        data = energon.EnergonDatasetConfig(
+            path="unused",
+            seq_length=view.dataset_seq_length,
+            micro_batch_size=view.micro_batch_size if micro is None else micro,
+            task_encoder=_equivalent_task_encoder(getattr(energon, known)),
+            packing_buffer_size=view.packing_buffer_size if view.dataset_kind == "energon" else None,
+            do_validation=view.do_validation,
+            pad_to_max_length=view.pad_to_max_length,
+        )
+    else:
+        raise ValueError(f"no equivalent of a {view.dataset_kind} data set")
+    data.enable_offline_packing = view.enable_offline_packing
+    data.offline_packing_specs = specs
+    data.enable_in_batch_packing = view.enable_in_batch_packing
+    if view.packs_natively:
+        data.defer_in_batch_packing_to_step = view.defer_in_batch_packing_to_step
+    return data
+
+
+def _equivalent_task_encoder(settings: type) -> Any:
+    """Settings of one of Bridge's task encoders that nothing but its class is read of."""
+    values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
+    needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
+    return settings(**{entry.name: values[_name(entry.type)] for entry in needed if entry.init})
+
+
+def _name(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+@contextlib.contextmanager
+def believed_world_size(size: int) -> Iterator[None]:
+    """Lets Bridge believe in a number of processes; it reads ``WORLD_SIZE`` where no process group is open."""
+    before = os.environ.get("WORLD_SIZE")
+    os.environ["WORLD_SIZE"] = str(size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["WORLD_SIZE"]
+        else:
+            os.environ["WORLD_SIZE"] = before
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
+    before = logging.root.manager.disable
+    if before < logging.CRITICAL:  # each change clears what thousands of loggers remember: 20 ms
+        logging.disable(logging.CRITICAL)
+    sink = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if before < logging.CRITICAL:
+            logging.disable(before)

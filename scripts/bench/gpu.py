@@ -1,0 +1,173 @@
+"""What only a GPU can show: compiled kernels on our boundaries, and the speed of a packed step.
+
+Each check gives one dict with ``check`` and ``equal``, or ``skipped`` and why. The functions take the kernel or the
+device as an argument, so that what surrounds a kernel can be tested without one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing import thd
+
+ROWS = 200
+HEADS, WIDTH = 4, 64
+KERNEL_TOLERANCE = 2e-2
+"""Largest difference of an output of attention in bfloat16 on values of a normal distribution: 8 bits of mantissa."""
+FLASH_TOLERANCE = 5e-2
+"""Largest difference of a logit in bfloat16; in float32 that of `energon_packing.report.hugging_face_parity` holds."""
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, thd.PackedBatch], torch.Tensor]
+"""``(query, key, value, batch)``, each ``[T, heads, width]``, to the output ``[T, heads, width]``."""
+
+
+def partition_check(compiled: Any, device: str = "cuda") -> dict[str, Any]:
+    """Our context-parallel indices beside ``thd_get_partitioned_indices``, for 1, 2, 4 and 8 ranks.
+
+    Args:
+        compiled: ``(cu_seqlens, total, cp_size, rank) -> indices``.
+        device: of the boundaries.
+    """
+    random = np.random.default_rng(0)
+    compared = 0
+    different: dict[str, Any] | None = None
+    for _ in range(ROWS):
+        for cp_size in (1, 2, 4, 8):
+            pieces = random.integers(1, 40, random.integers(1, 40))
+            ends = np.concatenate([[0], np.cumsum(pieces * 2 * cp_size)]).astype(np.int32)
+            boundaries = torch.from_numpy(ends).to(device)
+            for rank in range(cp_size):
+                theirs = compiled(boundaries, int(ends[-1]), cp_size, rank)
+                ours = thd.context_parallel_indices(boundaries, cp_size, rank)
+                compared += 1
+                if different is None and not torch.equal(ours, theirs.to(ours)):
+                    different = {"cu_seqlens": ends.tolist(), "cp": cp_size, "rank": rank}
+    return {
+        "check": "thd_get_partitioned_indices",
+        "compared": compared,
+        "different": different,
+        "equal": different is None,
+    }
+
+
+def attention_check(
+    kernel: Kernel, *, multiple: int, device: str = "cuda", dtype: Any = torch.bfloat16
+) -> dict[str, Any]:
+    """A variable-length attention kernel on the boundaries of a pack, beside each of its samples alone.
+
+    The samples alone are attended to by torch's ``scaled_dot_product_attention`` in float32. The control gives the
+    kernel a pack whose boundaries span the whole row, which must change the output.
+
+    Args:
+        kernel: causal, kept apart by the boundaries of the batch that it gets.
+        multiple: of the alignment; above 1 there is padding between the samples.
+        device: of all tensors.
+        dtype: of query, key and value.
+    """
+    random = np.random.default_rng(multiple)
+    lengths = random.integers(3, 400, 12).tolist()
+    batch = thd.assemble([_row(length) for length in lengths], multiple=multiple)
+    generator = torch.Generator().manual_seed(multiple)
+    shape = (batch.total_tokens, HEADS, WIDTH)
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))
+    found = kernel(query, key, value, batch).reshape(shape).float()
+    whole = thd.assemble([_row(batch.total_tokens)])
+    ignored = kernel(query, key, value, whole).reshape(shape).float()
+    worst = control = 0.0
+    for start, length in zip(batch.boundaries[:-1].tolist(), lengths, strict=False):
+        part = slice(start, start + length)
+        one, two, three = (tensor[part].float().transpose(0, 1)[None] for tensor in (query, key, value))
+        made = torch.nn.functional.scaled_dot_product_attention(one, two, three, is_causal=True)
+        alone = made[0].transpose(0, 1)
+        worst = max(worst, float((found[part] - alone).abs().max()))
+        control = max(control, float((ignored[part] - alone).abs().max()))
+    return {
+        "check": "attention",
+        "multiple": multiple,
+        "segments": len(lengths),
+        "tokens": batch.total_tokens,
+        "largest": worst,
+        "control": control,
+        "equal": worst <= KERNEL_TOLERANCE < control,
+    }
+
+
+def transformer_engine_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Any) -> torch.Tensor:
+    """Transformer Engine's attention, called with what `energon_packing.thd.packed_seq_params` gives Megatron-Core."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    params = thd.packed_seq_params(batch)
+    given = {
+        name: getattr(params, name)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        if getattr(params, name) is not None
+    }
+    attention = DotProductAttention(
+        HEADS, WIDTH, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal"
+    )
+    between = "cu_seqlens_q_padded" in given and not torch.equal(given["cu_seqlens_q"], given["cu_seqlens_q_padded"])
+    made = attention(
+        query,
+        key,
+        value,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        max_seqlen_q=int(params.max_seqlen_q),
+        max_seqlen_kv=int(params.max_seqlen_kv),
+        pad_between_seqs=between,
+        **{name: boundaries.to(query.device) for name, boundaries in given.items()},
+    )
+    return torch.as_tensor(made)
+
+
+def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
+    """`bench.parity` on the device: by a written-out mask, then by the model's own segments.
+
+    The second takes flash attention's variable-length kernels (bfloat16) where the package is installed.
+    """
+    from bench import parity as bench_parity
+    from energon_packing.report.models import has_flash_attention
+
+    for attention in ("mask", "positions"):
+        flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()
+        with tempfile.TemporaryDirectory(prefix="gpu-parity-") as work:
+            for row in bench_parity.run(
+                families or bench_parity.FAMILIES,
+                Path(work),
+                device=device,
+                attention=attention,
+                tolerance=FLASH_TOLERANCE if flash else None,
+                bridge=False,
+            ):
+                equal = row["equal"] and row["control_found"]
+                yield {"check": "parity", "attention": attention, "flash": flash, **row, "equal": equal}
+
+
+def step_check() -> Iterator[dict[str, Any]]:
+    """Tokens a second and peak memory of a training step on packs, rows packed in the batch, and padded rows."""
+    from bench import train as bench_train
+
+    with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:
+        rows = list(bench_train.run(bench_train.TrainBench(), Path(work)))
+    verdict = bench_train.verdict(rows)
+    yield from ({**row, "check": "step"} for row in rows)
+    yield {**verdict, "check": "step", "equal": verdict["same_samples"] and verdict["same_loss"]}
+
+
+def _row(length: int) -> dict[str, Any]:
+    ids = torch.arange(length)
+    labels = torch.cat([ids[1:], torch.tensor([thd.IGNORE_INDEX])])
+    return {
+        "key": f"sample{length}",
+        "input_ids": ids,
+        "labels": labels,
+        "loss_mask": (labels >= 0).float(),
+        "position_ids": torch.arange(length),
+        "expected_length": length,
+    }

@@ -1,0 +1,212 @@
+"""One measured run of one loader, in a process of its own: one epoch, one worker, one JSON object.
+
+The clock starts when the loader is asked for its first row: imports, the processor and the opening of the data set lie
+before it, the start of the worker and the filling of buffers after it. CPU seconds are those of the worker and of the
+consuming process; the thread that watches the memory is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderJob:
+    """What one process measures.
+
+    Attributes:
+        path: ``ours`` or ``bridge``.
+        data: directory of the data set in the form of that path.
+        processor: directory of a Hugging Face processor.
+        seq_length: tokens that a row may hold.
+        window: measured samples held for selection (ours).
+        micro_batch_size: samples of a row (Bridge).
+        shuffle_buffer: samples shuffled before encoding.
+        pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
+        keep_memory: ``data.keep_memory`` (ours).
+    """
+
+    path: str
+    data: str
+    processor: str
+    seq_length: int
+    window: int = 256
+    micro_batch_size: int = 4
+    shuffle_buffer: int = 100
+    pixels: tuple[int, int] | None = None
+    keep_memory: bool = True
+
+
+def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConfig:
+    """Our configuration for a job."""
+    low, high = job.pixels or (None, None)
+    return RunConfig(
+        data=DataConfig(
+            path=job.data,
+            workers=workers,
+            shuffle_buffer=job.shuffle_buffer,
+            repeat=repeat,
+            keep_memory=job.keep_memory,
+        ),
+        encoder=EncoderConfig(
+            processor=job.processor, min_pixels=low, max_pixels=high, video_min_pixels=low, video_max_pixels=high
+        ),
+        packing=PackingConfig(seq_length=job.seq_length, window=job.window, drop_budget=1.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is counted of one emitted row: keys of its samples, real tokens, drop reasons that came with it."""
+
+    keys: tuple[str, ...]
+    tokens: int
+    dropped: tuple[str, ...] = ()
+    flush: bool = False
+
+
+def open_rows(job: LoaderJob) -> Iterator[Row]:
+    """Builds the loader of a job at once; the iterator starts its worker when the first row is asked for."""
+    if job.path == "ours":
+        from energon_packing.energon.loader import build_loader
+
+        return _our_rows(build_loader(run_config(job, workers=1)))
+    from bench.bridge_in_batch import build_bridge_loader, rows
+
+    loader = build_bridge_loader(
+        Path(job.data),
+        processor=job.processor,
+        seq_length=job.seq_length,
+        micro_batch_size=job.micro_batch_size,
+        shuffle_buffer=job.shuffle_buffer,
+        pixels=job.pixels,
+    )
+    return (Row(tuple(keys), tokens) for keys, tokens in rows(loader))
+
+
+def _our_rows(loader: Any) -> Iterator[Row]:
+    for pack in loader:
+        dropped = tuple(entry.reason for entry in pack.dropped)
+        yield Row(pack.batch.sample_keys, pack.batch.real_tokens, dropped, pack.flush)
+
+
+class MemoryWatch(threading.Thread):
+    """Peaks of the memory of this process's children, bytes: ``rss`` (kernel's own mark), ``pss`` and ``uss``.
+
+    ``uss`` is what the worker alone holds; ``pss`` adds its share of pages that it has in common with its parent.
+    """
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        super().__init__(daemon=True)
+        self._seconds = seconds
+        self._done = threading.Event()
+        self.peaks = {"rss": 0, "pss": 0, "uss": 0}
+        self.cpu_seconds = 0.0
+
+    def run(self) -> None:
+        """Looks at the children until `stop`."""
+        while not self._done.wait(self._seconds):
+            for child in multiprocessing.active_children():
+                found = worker_memory(child.pid)
+                self.peaks = {name: max(peak, found.get(name, 0)) for name, peak in self.peaks.items()}
+            self.cpu_seconds = time.thread_time()
+
+    def stop(self) -> None:
+        """Ends the watch and waits for it."""
+        self._done.set()
+        self.join()
+
+
+def worker_memory(pid: int | None) -> dict[str, int]:
+    """Memory of a process, bytes: ``rss`` at its highest, the others now; empty where the process has gone."""
+    try:
+        rollup = _fields(Path(f"/proc/{pid}/smaps_rollup").read_text())
+        status = _fields(Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return {}
+    if "VmHWM" not in status:  # a process that has ended but was not waited for
+        return {}
+    own = rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0)
+    return {"rss": status["VmHWM"], "pss": rollup.get("Pss", 0), "uss": own}
+
+
+def _fields(text: str) -> dict[str, int]:
+    pairs = (line.split() for line in text.splitlines()[1:])
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in pairs if words[-1] == "kB"}
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of all its children, whether they have ended or not."""
+    running = [_cpu_of(child.pid) for child in multiprocessing.active_children()]  # waits for those that have ended
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(running) + sum(entry.ru_utime + entry.ru_stime for entry in used)
+
+
+def _cpu_of(pid: int | None) -> float:
+    # After the name, which may hold anything but stands in brackets: user and system ticks are the 12th and 13th.
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(job: LoaderJob) -> dict[str, Any]:
+    """Runs one epoch.
+
+    Returns:
+        ``seconds`` (first request to end of epoch), ``cpu_seconds``, ``first_row_seconds``,
+        ``memory`` (peaks of the worker in bytes), ``keys`` (emitted, in order), ``tokens`` (real, of each row),
+        ``flush`` (rows made when the data had ended), ``dropped`` (reason -> samples, where the path says).
+    """
+    rows = open_rows(job)
+    watch = MemoryWatch()
+    watch.start()
+    before, start = cpu_seconds(), time.perf_counter()
+    first = None
+    emitted: list[Row] = []
+    for row in rows:
+        first = time.perf_counter() - start if first is None else first
+        emitted.append(row)
+    seconds = time.perf_counter() - start
+    watch.stop()
+    used = cpu_seconds() - before - watch.cpu_seconds
+    return {
+        "seconds": seconds,
+        "first_row_seconds": first,
+        "cpu_seconds": used,
+        "memory": watch.peaks,
+        "keys": [key for row in emitted for key in row.keys],
+        "tokens": [row.tokens for row in emitted],
+        "flush": sum(row.flush for row in emitted),
+        "dropped": dict(Counter(reason for row in emitted for reason in row.dropped)),
+    }
+
+
+def read_job(text: str) -> LoaderJob:
+    """A job from its JSON form."""
+    values = json.loads(text)
+    return LoaderJob(**values | {"pixels": values["pixels"] and tuple(values["pixels"])})
+
+
+def main() -> None:
+    """Takes a `LoaderJob` as JSON and the file that the result is written to."""
+    job = read_job(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(measure(job) | {"job": dataclasses.asdict(job)}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Whether packed rows mean to every kernel what they say: random rows through the cut of context parallelism.
+
+    scripts/bench.py rows [--rows 10000] [--seed 0]
+    scripts/bench.py rows --fill [--samples 100000]
+
+Prints one JSON line for each kind of row: ours, and as a control the rows in which the last sample's place takes all
+that is left over (ours until November 2026; Megatron-Bridge's packers). The oracle is `bench.p2p_cut`;
+its result is compared with the attention of each sample alone. ``masked_share`` is what masked segments cost where rows
+have no width of their own. ``--fill`` prints what they cost on lists of lengths of real data instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.length_lists import synthetic_list
+from bench.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
+from energon_packing import thd
+from energon_packing.packing.whole_list import pack_lengths
+from energon_packing.thd.visible_padding import hides_padding, visible_order
+
+MULTIPLES = tuple(range(2, 33))
+EXACT = 1e-9
+"""Largest difference that counts as equal, in float64."""
+NAMES = ("a", "c", "d8", "d32", "e")
+WIDTH = 4
+"""Of a head."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCase:
+    """Samples of one row, in the order in which a policy chose them.
+
+    Attributes:
+        lengths: real tokens of each.
+        multiple: alignment of the run.
+        width: of the row in tokens; None for one as long as its samples.
+        ranks: context-parallel size; 1 where the multiple is of another kind (sequence parallelism).
+    """
+
+    lengths: tuple[int, ...]
+    multiple: int
+    width: int | None
+    ranks: int
+
+    @property
+    def occupied(self) -> int:
+        """Tokens that the samples occupy."""
+        return sum(-(-length // self.multiple) * self.multiple for length in self.lengths)
+
+
+def random_case(random: np.random.Generator) -> RowCase:
+    """A row of 1 to 6 samples; half of them have a fixed width, and many samples are aligned, as full packs are."""
+    multiple = int(random.choice(MULTIPLES))
+    longest = min(3 * multiple, 64)
+    lengths = random.integers(1, longest + 1, int(random.integers(1, 7)))
+    aligned = random.random(lengths.size) < random.choice([0.0, 0.5, 0.9])
+    lengths = np.where(aligned, -(-lengths // multiple) * multiple, lengths)
+    sizes = [ranks for ranks in range(2, 17) if multiple % (2 * ranks) == 0]
+    case = RowCase(
+        lengths=tuple(lengths.tolist()),
+        multiple=multiple,
+        width=None,
+        ranks=int(random.choice(sizes)) if sizes else 1,
+    )
+    if random.random() < 0.5:
+        return case
+    spare = int(random.choice([0, 0, 1, 3]))
+    if spare == 0 and len(lengths) == 1 and hides_padding(case.lengths, multiple):
+        spare = 1  # a pack's capacity leaves this room
+    width = case.occupied + spare * multiple
+    return RowCase(lengths=case.lengths, multiple=multiple, width=width, ranks=case.ranks)
+
+
+@functools.cache
+def _row(length: int) -> dict[str, Any]:
+    labels = torch.full((length,), thd.IGNORE_INDEX)
+    return {
+        "input_ids": torch.ones(length, dtype=torch.int64),
+        "labels": labels,
+        "loss_mask": torch.zeros(length),
+        "position_ids": torch.arange(length),
+    }
+
+
+def our_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Real and physical boundaries of our row, and the lengths of its samples in their order."""
+    order = visible_order([(length,) for length in case.lengths], case.multiple)
+    lengths = tuple(case.lengths[at] for at in order)
+    batch = thd.assemble([_row(length) for length in lengths], multiple=case.multiple, width=case.width)
+    if batch.cu_seqlens_padded is None:
+        raise AssertionError("a multiple above 1 gives two boundaries")
+    return batch.cu_seqlens, batch.cu_seqlens_padded, lengths
+
+
+def former_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """The same of a row whose last sample's place takes the rest: what Bridge's packers make."""
+    real = np.concatenate([[0], np.cumsum(case.lengths)])
+    physical = np.concatenate([[0], np.cumsum([-(-n // case.multiple) * case.multiple for n in case.lengths])])
+    if case.width is not None:
+        physical[-1] = case.width
+    made = (torch.from_numpy(array.astype(np.int32)) for array in (real, physical))
+    return next(made), next(made), case.lengths
+
+
+def largest_error(
+    real: torch.Tensor, physical: torch.Tensor, lengths: Sequence[int], *, ranks: int, padded: bool, seed: int
+) -> float:
+    """The largest difference between a sample's attention in the row and alone."""
+    places = physical.numpy().astype(np.int64)
+    random = np.random.default_rng(seed)
+    query, key, value = random.standard_normal((3, int(places[-1]), WIDTH))
+    out = attention_over_ranks(query, key, value, real.numpy().astype(np.int64), places, ranks=ranks, padded=padded)
+    worst = 0.0
+    for start, length in zip(places.tolist(), lengths, strict=False):
+        here = slice(start, start + length)
+        causal = np.tri(length, dtype=bool)
+        alone = masked_attention(query[here], key[here], value[here], causal)
+        worst = max(worst, float(np.abs(out[here] - alone).max()))
+    return worst
+
+
+def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """One result for our rows and one for the control.
+
+    Args:
+        count: random rows.
+        seed: of their lengths.
+    """
+    for kind, boundaries_of in (("ours", our_boundaries), ("control", former_boundaries)):
+        random = np.random.default_rng(seed)
+        hidden = shared = wrong = wrong_when_told = 0
+        misread = dict.fromkeys(RELEASES, 0)
+        worst = 0.0
+        masked = tokens = 0
+        for number in range(count):
+            case = random_case(random)
+            real, physical, lengths = boundaries_of(case)
+            has_padding = not torch.equal(real, physical)
+            hidden += has_padding and torch.equal(real[:-1], physical[:-1])
+            for release in RELEASES:
+                misread[release] += infers_padding(real, physical, release) != has_padding
+            tokens += int(physical[-1])
+            masked += int(physical[-1]) - case.occupied if case.width is None else 0
+            if case.ranks == 1:
+                continue
+            shared += 1
+            cut = functools.partial(largest_error, real, physical, lengths, ranks=case.ranks, seed=number)
+            error = cut(padded=infers_padding(real, physical, "2.16"))
+            worst = max(worst, error)
+            wrong += error > EXACT
+            if error > EXACT:
+                wrong_when_told += cut(padded=has_padding) > EXACT
+        yield {
+            "benchmark": f"rows.{kind}",
+            "rows": count,
+            "multiples": f"{MULTIPLES[0]}-{MULTIPLES[-1]}",
+            "hide_padding": hidden,
+            **{f"misread_by_{release}": number for release, number in misread.items()},
+            "over_ranks": shared,
+            "wrong": wrong,
+            "wrong_when_told": wrong_when_told,
+            "largest_error": worst,
+            "masked_share": round(masked / tokens, 5),
+        }
+
+
+def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8, 16, 32)) -> Iterator[dict[str, Any]]:
+    """What visible padding costs, one result for a list and a multiple, packed by the policy ``window``.
+
+    Args:
+        names: of the lists of `synthetic_list`.
+        samples: of each list.
+        multiples: alignments.
+    """
+    for name in names:
+        given = synthetic_list(name, samples).fitting(samples)
+        for multiple in multiples:
+            capacity = given.capacity // multiple
+            padded = given.lengths % multiple != 0
+            units = -(-given.lengths // multiple)
+            alone = padded & (units == capacity)  # fills its row but for its own padding
+            before = pack_lengths(units, capacity, policy="window")
+            kept, kept_padded = units[~alone], padded[~alone]
+            after = pack_lengths(kept, capacity, policy="window")
+            masked = sum(len(group) == 1 and bool(kept_padded[group[0]]) for group in after)
+            yield {
+                "benchmark": "rows.fill",
+                "list": name,
+                "multiple": multiple,
+                "samples": int(given.lengths.size),
+                "too_long": int(alone.sum()),
+                "packs_before": len(before),
+                "packs": len(after),
+                "fill_before": round(float(given.lengths.sum()) / (len(before) * given.capacity), 6),
+                "fill": round(float(given.lengths[~alone].sum()) / (len(after) * given.capacity), 6),
+                "rows_with_masked_segment": int(masked),
+                "masked_share": round(masked * multiple / (len(after) * given.capacity), 8),
+            }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the results as JSON lines; 1 where a row of ours hides its padding or is attended wrongly."""
+    parser = argparse.ArgumentParser(prog="bench.py rows", description=__doc__)
+    parser.add_argument("--rows", type=int, default=10_000, help="random rows")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fill", action="store_true", help="what masked segments cost on lists of lengths")
+    parser.add_argument("--samples", type=int, default=100_000, help="of each list, with --fill")
+    given = parser.parse_args(arguments)
+    if given.fill:
+        for result in fill(NAMES, given.samples):
+            print(json.dumps(result), flush=True)
+        return 0
+    failed = False
+    for result in measure(given.rows, given.seed):
+        print(json.dumps(result), flush=True)
+        failed |= result["benchmark"] == "rows.ours" and bool(result["hide_padding"] or result["wrong"])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

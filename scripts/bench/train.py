@@ -1,0 +1,209 @@
+"""Benchmark of training: packs beside padded rows and Megatron-Bridge's in-batch packing, same samples, same model.
+
+Every kind of rows runs in a fresh process on one thread: a tiny model of Bridge, Bridge's own training loop and forward
+step, the same conversations, all micro-batches made before the clock starts. Figures are of whole passes over the data;
+each result is one JSON object, and the last one compares them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from bench.loader import start
+from bench.loader_data import prepare_data
+from bench.loader_run import MEGABYTE
+from bench.train_run import Rows, TrainJob
+from energon_packing.demo import processor_path
+from energon_packing.errors import PackingError, UserError
+
+FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+PIXELS = (32 * 32, 160 * 160)
+"""Limits of images and frames: a tiny vision tower is slow per patch, and text shall not drown in pictures."""
+SAME_LOSS = 2e-5
+"""Losses of the first pass differ by less: the rows hold the same samples, and one does not see another. They differ by
+1e-6 in fp32; with the boundaries of packs ignored by 4e-4, a model of random weights caring little for context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainBench:
+    """What is measured.
+
+    Attributes:
+        conversations: how many the demo writes.
+        family: of the tiny model and the processor.
+        seq_length: tokens of a pack, and the longest sample.
+        window: measured samples that packs are chosen from.
+        micro_batches: samples of a micro-batch of the other rows, one run of each kind for each.
+        passes: measured over the data; figures are medians. One more comes before them.
+        seed: of the data.
+    """
+
+    conversations: int = 60
+    family: str = "qwen3_vl"
+    seq_length: int = 4096
+    window: int = 256
+    micro_batches: tuple[int, ...] = (4, 8)
+    passes: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("conversations", "seq_length", "window", "passes"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.family not in FAMILIES:
+            raise UserError(f"there is no tiny model for {self.family!r}; the names are {', '.join(FAMILIES)}")
+        if not self.micro_batches or min(self.micro_batches) < 2:
+            raise UserError(f"micro-batches {self.micro_batches} must all be at least 2, or nothing is joined")
+
+
+def run(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
+    """Makes the data and measures every kind of rows.
+
+    Args:
+        bench: what is measured.
+        work: directory for the data and the logs of the measured processes.
+
+    Yields:
+        One dict for each kind (see `figures`), then one ``train.verdict`` (see `verdict`).
+
+    Raises:
+        UserError: Bridge is not installed.
+        PackingError: a measured process failed; the message names its log.
+    """
+    if importlib.util.find_spec("megatron.bridge") is None:
+        raise UserError("megatron.bridge is not installed, which trains the model; install the extra 'bridge'")
+    data = prepare_data(work, conversations=bench.conversations, seed=bench.seed)
+    results = []
+    for rows, size in kinds(bench.micro_batches):
+        job = TrainJob(
+            rows=rows,
+            data=str(data.root),
+            processor=str(processor_path(bench.family)),
+            family=bench.family,
+            seq_length=bench.seq_length,
+            window=bench.window,
+            micro_batch_size=size,
+            passes=bench.passes,
+            pixels=PIXELS,
+        )
+        name = rows if rows == "packs" else f"{rows}-mb{size}"
+        measured = start(job, work / f"train-{name}.log", module="train_run", name=name)
+        results.append(figures(name, bench, measured))
+        yield results[-1]
+    yield verdict(results)
+
+
+def kinds(sizes: Sequence[int]) -> list[tuple[Rows, int]]:
+    """Packs first, then the others for each size of a micro-batch."""
+    others: list[Rows] = [rows for rows in get_args(Rows) if rows != "packs"]
+    return [("packs", 1), *((rows, size) for size in sizes for rows in others)]
+
+
+def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one kind of rows.
+
+    Returns:
+        ``tokens_per_second`` and ``tokens_per_cpu_second``, real tokens over the median pass; ``peak_mb`` that training
+        took beyond the data; ``padding``, share of computed tokens that are none; ``widest``, tokens of the largest
+        micro-batch; ``loss`` of the pass before any step.
+    """
+    computed = sum(measured["rows"])
+    tokens = measured["tokens"]
+    return {
+        "benchmark": "train",
+        "rows": name,
+        "family": bench.family,
+        "device": measured["device"],
+        "seq_length": bench.seq_length,
+        "tokens_per_second": round(tokens / statistics.median(measured["seconds"])),
+        "tokens_per_cpu_second": round(tokens / statistics.median(measured["cpu_seconds"])),
+        "peak_mb": round(measured["peak_bytes"] / MEGABYTE),
+        "padding": round(1 - tokens / computed, 4),
+        "widest": max(measured["rows"]),
+        "micro_batches": len(measured["rows"]),
+        "samples": measured["samples"],
+        "dropped": measured["dropped"],
+        "tokens": tokens,
+        "seconds_a_pass": round(statistics.median(measured["seconds"]), 2),
+        "passes": len(measured["seconds"]),
+        "loss": round(measured["losses"][0], 6),
+    }
+
+
+def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Packs (the first result) against the others.
+
+    Returns:
+        ``times_faster`` and ``memory`` (theirs over ours) by rows, from CPU seconds and peaks; ``same_samples`` and
+        ``same_loss``, without which the rest means nothing.
+
+    Raises:
+        PackingError: there is nothing to compare with.
+    """
+    if len(results) < 2:
+        raise PackingError("a verdict needs packs and at least one other kind of rows")
+    ours, others = results[0], results[1:]
+    losses = [row["loss"] for row in results]
+    return {
+        "benchmark": "train.verdict",
+        "times_faster": {
+            row["rows"]: round(ours["tokens_per_cpu_second"] / row["tokens_per_cpu_second"], 2) for row in others
+        },
+        "memory": {row["rows"]: round(row["peak_mb"] / max(1, ours["peak_mb"]), 2) for row in others},
+        "same_samples": len({(row["samples"], row["tokens"]) for row in results}) == 1,
+        "same_loss": max(losses) - min(losses) < SAME_LOSS,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options of ``scripts/bench.py train``."""
+    default = TrainBench()
+    options = argparse.ArgumentParser(prog="bench.py train", description=__doc__)
+    options.add_argument("--conversations", type=int, default=default.conversations)
+    options.add_argument("--family", choices=FAMILIES, default=default.family, help="of the tiny model")
+    options.add_argument("--seq-length", type=int, default=default.seq_length)
+    options.add_argument("--window", type=int, default=default.window)
+    options.add_argument("--micro-batch", type=int, action="append", help="samples; may be repeated (4, 8)")
+    options.add_argument("--passes", type=int, default=default.passes, help="over the data; figures are medians")
+    options.add_argument("--seed", type=int, default=default.seed)
+    options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints one JSON line a result; 1 where the rows did not train the same, 2 where the input cannot be used."""
+    given = parser().parse_args(argv)
+    same = True
+    try:
+        bench = TrainBench(
+            conversations=given.conversations,
+            family=given.family,
+            seq_length=given.seq_length,
+            window=given.window,
+            micro_batches=tuple(given.micro_batch or TrainBench().micro_batches),
+            passes=given.passes,
+            seed=given.seed,
+        )
+        with tempfile.TemporaryDirectory(prefix="bench-train-") as temporary:
+            work = given.work or Path(temporary)
+            work.mkdir(parents=True, exist_ok=True)
+            for result in run(bench, work):
+                print(json.dumps(result), flush=True)
+                same = result.get("same_loss", True) and result.get("same_samples", True)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +51,15 @@ DEFAULTS: dict[str, Any] = {
 # --- Inside the ranks ------------------------------------------------------------------------------------------------
 
 
-def record_packs(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
-    """Notes every batch that the data set hands out on this rank, and keeps those of the reading ranks for a replay."""
+def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callable[[], None]]:
+    """Notes every batch that the data set hands out on this rank; the function writes those of a reader for a replay."""
     import torch
 
     from energon_packing.bridge import pack_iterator
 
     seen: list[dict[str, Any]] = []
     kept: list[Any] = []
+    replica: list[int] = []
     original = pack_iterator.BridgePackIterator.__next__
 
     def take(self: Any) -> Any:
@@ -80,11 +83,15 @@ def record_packs(folder: Path, name: str, rank: int) -> list[dict[str, Any]]:
         )
         if self._reader._replica.is_reader and not seen[-1]["validation"]:
             kept.append(batch)
-            torch.save(kept, folder / f"{name}-packs-{self._reader._replica.rank}.pt")
+            replica[:] = [self._reader._replica.rank]
         return batch
 
+    def keep() -> None:
+        if kept:
+            torch.save(kept, folder / f"{name}-packs-{replica[0]}.pt")
+
     pack_iterator.BridgePackIterator.__next__ = take  # type: ignore[method-assign]
-    return seen
+    return seen, keep
 
 
 def record_attention(seen: list[list[int]]) -> None:
@@ -187,7 +194,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     if run["virtual"]:  # else two stages would take each other's activations for gradients, see Megatron-LM's arguments
         provider.overlap_p2p_comm, provider.batch_p2p_comm = True, False
 
-    report["packs"] = record_packs(folder, run["name"], rank)
+    report["packs"], keep_packs = record_packs(folder, run["name"])
     report["attention"] = []
     record_attention(report["attention"])
     if run["broken_decoder"] == rank:
@@ -239,6 +246,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
 
     assert pack_iterator  # the recorders changed it
     training_run.run(config, forward_step=forward_step, on_step=after)
+    keep_packs()  # a run that is killed is never replayed
 
 
 def write(folder: Path, run: dict[str, Any], rank: int, report: dict[str, Any]) -> None:
@@ -309,6 +317,9 @@ def main(file: str, folder: str) -> None:
 
     import energon_packing.bridge.dataset  # noqa: F401
 
+    # Else the first collection of garbage in every rank copies all pages of these imports: a third of a run's time.
+    gc.collect()
+    gc.freeze()
     plan = json.loads(Path(file).read_text())
     for run in plan["runs"]:
         fork_ranks(run, Path(folder), plan["data"])

@@ -9,6 +9,7 @@ Run as a program it imports all that once and forks the ranks: ``gloo_ranks.py C
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -346,6 +347,9 @@ def main(name: str, *worlds: str) -> None:
 
     stand_ins.install()
     stand_ins.uninstall()
+    # Else the first collection of garbage in every rank copies all pages of these imports.
+    gc.collect()
+    gc.freeze()
     for world in worlds:
         folder = Path(name) / world
         fork_ranks(int(world), json.loads((folder / "cases.json").read_text()), folder)

@@ -32,13 +32,15 @@ from energon_packing.errors import UserError
 def quiet() -> Iterator[None]:
     """No warnings, no log records: Megatron says twenty times that Transformer Engine and Apex are absent."""
     disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.WARNING))
+    if disabled < logging.WARNING:  # each change walks over all loggers, more than a thousand with Bridge
+        logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
+        if logging.root.manager.disable != disabled:
+            logging.disable(disabled)
 
 
 try:

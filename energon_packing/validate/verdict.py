@@ -237,7 +237,8 @@ def believed_world_size(size: int) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
     before = logging.root.manager.disable
-    if before < logging.CRITICAL:  # each change clears what thousands of loggers remember: 20 ms
+    # Each change walks over all loggers, more than a thousand with Bridge: most of a verdict's time.
+    if before < logging.CRITICAL:
         logging.disable(logging.CRITICAL)
     sink = io.StringIO()
     try:
@@ -245,5 +246,5 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
-        if before < logging.CRITICAL:
+        if logging.root.manager.disable != before:
             logging.disable(before)

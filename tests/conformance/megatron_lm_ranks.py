@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import shlex
@@ -345,6 +346,9 @@ def main(name: str) -> None:
     """Imports what the ranks need, then forks them, case after case."""
     folder = Path(name)
     prepare()
+    # Else the first collection of garbage in every rank copies all pages of these imports.
+    gc.collect()
+    gc.freeze()
     for entry in json.loads((folder / "cases.json").read_text()):
         fork_ranks(Case(**entry), folder)
 

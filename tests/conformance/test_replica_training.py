@@ -44,7 +44,7 @@ LAYOUTS = {
 # Sequence parallelism on text only: Bridge 0.6.2 gives a tensor rank of Qwen3-VL the gradients of its own stretch of
 # the row for the deepstack features, and never adds them up.
 UNINTERRUPTED = {"tp2-cp2-sp": {"world": 4, "tensor": 2, "context": 2, "sequence_parallel": True, **TEXT}}
-KILLED_AFTER, SAVED_AT = 9, 6
+STEPS, KILLED_AFTER, SAVED_AT = 10, 5, 3  # the data are read more than once by then
 VALIDATED = "dp2-cp2"  # the layout whose interrupted run evaluates in between, while the other one does not
 EVERY = {"dataset": {"readers": "every"}}
 
@@ -58,7 +58,7 @@ def planned(folder):
 
     def add(name, settings, **more):
         weights = text if settings.get("family") == "text" else vision
-        runs.append({"name": name, "weights": weights, **settings, **more})
+        runs.append({"name": name, "weights": weights, "steps": STEPS, **settings, **more})
 
     for name, layout in (LAYOUTS | UNINTERRUPTED).items():
         alone = {key: layout[key] for key in ("family", "layers", "global_batch", "micro_batch") if key in layout}
@@ -127,7 +127,7 @@ def test_all_ranks_of_a_replica_train_on_the_same_packs_and_other_replicas_on_ot
     for replica in packs:
         layout = LAYOUTS[name]
         micro_batches = layout.get("global_batch", 2) // layout.get("micro_batch", 1)
-        assert len(replica[0]) == 20 * micro_batches // len(packs)
+        assert len(replica[0]) == STEPS * micro_batches // len(packs)
         assert all(other == replica[0] for other in replica)
     assert len(packs) == 2 if "dp2" in name else len(packs) == 1
     if len(packs) == 2:
@@ -164,7 +164,7 @@ def test_pixels_go_to_the_first_pipeline_stage_only(run):
 def test_losses_and_gradient_norms_equal_those_of_one_process_on_the_same_packs(name, run):
     reports, (alone,) = run(name), run(f"{name}-alone")
     for report in reports:
-        assert len(report["losses"]) == 20
+        assert len(report["losses"]) == STEPS
         differences = [abs(a - b) for a, b in zip(report["losses"], alone["losses"], strict=True)]
         norms = [abs(a - b) / b for a, b in zip(report["norms"], alone["norms"], strict=True)]
         assert max(differences) < 1e-4
@@ -176,7 +176,7 @@ def test_losses_and_gradient_norms_equal_those_of_one_process_on_the_same_packs(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint_with_the_same_packs_and_the_same_losses(name, run, folder):
     whole, killed, resumed = run(name), run(f"{name}-killed"), run(f"{name}-resumed")
-    each = len(digests(whole[0])) // 20
+    each = len(digests(whole[0])) // STEPS
     for before, first, second in zip(whole, killed, resumed, strict=True):
         assert first["losses"] == before["losses"][:KILLED_AFTER]
         assert digests(second) == digests(before)[SAVED_AT * each :]

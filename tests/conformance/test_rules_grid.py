@@ -52,13 +52,13 @@ class Counts:
 
 @pytest.fixture(scope="module")
 def counts() -> Counts:
-    with quiet():
+    verdict.prepare_bridge()
+    with verdict.quiet():  # once, not four times for every run
         return judged()
 
 
 def judged() -> Counts:
     """The whole grid, judged by Bridge and by us."""
-    verdict.prepare_bridge()
     found = Counts()
     for view in grid(RUNS):
         ours = [judgement.rule for judgement in violations(view)]

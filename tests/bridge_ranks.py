@@ -52,7 +52,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callable[[], None]]:
-    """Notes every batch that the data set hands out on this rank; the function writes those of a reader for a replay."""
+    """Notes each batch that the data set hands out on this rank; the function keeps those of a reader for a replay."""
     import torch
 
     from energon_packing.bridge import pack_iterator

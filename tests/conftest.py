@@ -1,8 +1,10 @@
-"""Fixtures that several test directories share: the shipped processors, and encoders on them."""
+"""Fixtures that several test directories share, and the tiers: ``--fast`` leaves out what is marked ``full``."""
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,6 +20,36 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
+
+LONGEST_FIRST = ()
+"""Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the tests that are marked `full`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the longest files first, and leaves out the full tier's tests where ``--fast`` asks for it."""
+    if config.getoption("--fast"):
+        left_out = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    tests = Path(__file__).parent
+    places = {tests / file: place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector off what was imported, for good.
+
+    A million objects stay alive until the end. Energon collects garbage around every epoch, half a second each time,
+    and each forked worker copies the pages that a collection writes to. Energon also freezes for the length of an
+    epoch, and what it unfreezes afterwards is everything: it does neither here.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,9 @@ each worker also appends to a file of its own there, one JSON object a line::
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
+A run that goes on from a checkpoint appends. Packs that it makes a second time are entered a second time under the same
+number, so the last line of a number counts. A line that a kill cut off is ended, and spoils no other.
+
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
 consecutive failures only, so that a data set of which every second sample is broken passes it for ever. The budget is a
 share of what was *read*: samples that wait in the window count as sound until they turn out not to be
@@ -76,6 +79,9 @@ class Ledger:
         read: samples that reached the worker; whoever reads them counts them here, before they are dropped or held.
         emitted: samples that left in a pack.
         reasons: how many were dropped, by reason.
+
+    Raises:
+        UserError: the file cannot be made, or later not be written.
     """
 
     def __init__(
@@ -88,11 +94,13 @@ class Ledger:
         self.reasons: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
+        self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: IO[str] | None = None
-        if directory is not None:
-            path = Path(directory)
-            path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / f"{name}.jsonl").open("a", encoding="utf-8", buffering=1)
+        if self._path is not None:
+            try:
+                self._file = _opened(self._path)
+            except OSError as error:
+                raise _unwritable(self._path, error) from error
 
     @property
     def dropped(self) -> int:
@@ -157,5 +165,27 @@ class Ledger:
         return taken
 
     def _write(self, entry: dict[str, object]) -> None:
-        if self._file is not None:
+        if self._file is None or self._path is None:
+            return
+        try:
             self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+
+def _opened(path: Path) -> IO[str]:
+    """The file, to be appended to by whole lines; a line that was cut off is ended first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Half of a surrogate pair has no UTF-8; its backslash escape is the one that JSON has for it.
+    file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
+    with path.open("rb") as written:
+        if file.tell() and written.seek(-1, 2) >= 0 and written.read(1) != b"\n":
+            file.write("\n")
+    return file
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"The ledger {path} cannot be written ({error.strerror}). Make room there, or set packing.ledger to another "
+        "directory."
+    )

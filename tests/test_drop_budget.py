@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.drop_budget import BUDGET_STARTS_AT, FALSE_STOP, over_budget, reads_until_stop
-from energon_packing.ledger import DropBudgetExceeded, Ledger
 
 BUDGETS = (0.01, 0.1, 0.5, 0.9)
 
@@ -69,59 +68,6 @@ def test_the_rule_is_the_binomial_probability_that_its_page_gives(
         return  # too near for the last digits of either
     expected = read >= BUDGET_STARTS_AT and dropped > budget * read and evidence <= np.log(FALSE_STOP)
     assert over_budget(dropped, read, budget) == expected
-
-
-def test_a_budget_of_0_stops_at_the_first_drop_and_one_of_1_never() -> None:
-    strict = Ledger(None, budget=0.0, name="x")
-    strict.read = 1_000_000
-    with pytest.raises(DropBudgetExceeded, match=r"^1 of the 1000000 samples read were dropped \(1 oversize\)"):
-        strict.drop("a", "oversize", "too long")
-    everything = Ledger(None, budget=1.0, name="x")
-    for number in range(5000):
-        everything.read += 1
-        everything.drop(str(number), "oversize", "")
-
-
-def test_a_first_bad_stretch_alone_stops_nothing_before_enough_is_read() -> None:
-    ledger = Ledger(None, budget=0.1, name="x")
-    for number in range(BUDGET_STARTS_AT - 1):
-        ledger.read += 1
-        ledger.drop(str(number), "oversize", "")
-    ledger.read += 1
-    with pytest.raises(DropBudgetExceeded):
-        ledger.drop("one more", "oversize", "")
-
-
-def test_what_is_held_counts_as_read_and_the_message_names_reasons_and_the_way_out() -> None:
-    ledger = Ledger(None, budget=0.1, name="x")
-    ledger.read = 1000  # emitted: none, all of them wait in the window
-    for number in range(60):
-        ledger.drop(str(number), "oversize", "")
-    while not over_budget(ledger.dropped + 1, 1000, 0.1):
-        ledger.drop("c", "corrupt_media", "cut off")
-    with pytest.raises(DropBudgetExceeded) as caught:
-        ledger.drop("last", "corrupt_media", "cut off")
-    message = str(caught.value)
-    dropped = ledger.dropped
-    assert f"{dropped} of the 1000 samples read were dropped ({dropped - 60} corrupt_media, 60 oversize)" in message
-    assert "drop_budget=0.1" in message
-    assert message.endswith("the last one is last: cut off. Fix the data, or raise the budget.")
-    assert dropped > 100  # the budget's own share of what was read
-
-
-def test_counts_of_a_state_are_taken_over_and_a_state_without_them_counts_its_window() -> None:
-    ledger = Ledger(None, budget=0.1, name="x")
-    ledger.read = 500
-    for number in range(20):
-        ledger.drop(str(number), "oversize", "")
-    again = Ledger(None, budget=0.1, name="x")
-    for _ in range(2):  # one state, restored twice
-        again.resume(ledger.counts(), held=99)
-        assert (again.read, again.dropped) == (500, 20)
-        again.drop("more", "oversize", "")
-    assert ledger.counts() == {"read": 500, "reasons": {"oversize": 20}}
-    again.resume(None, held=7)
-    assert (again.read, again.dropped) == (7, 0)
 
 
 @pytest.mark.parametrize(("share", "budget", "luck"), [(0.1, 0.1, 1.0), (0.5, 0.0, 1.0), (0.5, 0.1, 0.0)])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
-from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig, PackingConfig
+from energon_packing.config import EncoderConfig, PackingConfig
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import Ledger, NothingToPack
+from energon_packing.ledger import NothingToPack
 
 ENDLESS = {"data": {"repeat": True}, "drop_budget": 1.0}
 MOST = 200
@@ -61,28 +61,6 @@ def test_single_samples_of_which_all_are_dropped_end_too(dataset):
     )
     with pytest.raises(Exception, match=f"{MOST} samples were dropped without"):
         next(iter(get_savable_loader(made)))
-
-
-def test_the_most_frequent_reason_is_named_with_its_last_sample_and_a_pack_starts_the_count_anew():
-    ledger = Ledger(None, budget=1.0, name="x", most_pending=10)
-    for number in range(9):
-        ledger.drop(f"a{number}", "oversize", "")
-    assert len(ledger.take_dropped()) == 9  # a pack took them along
-    for number in range(6):
-        ledger.drop(f"b{number}", "oversize", f"{number} tokens")
-    for number in range(3):
-        ledger.drop(f"c{number}", "corrupt_media", "cut off")
-    with pytest.raises(NothingToPack, match=r"^10 samples .*, 6 of them as oversize \(the last one is b5: 5 tokens\)"):
-        ledger.drop("c3", "corrupt_media", "cut off")
-
-
-def test_no_more_entries_wait_for_a_pack_than_the_configuration_says():
-    ledger = Ledger(None, budget=1.0, name="x")
-    for number in range(MAX_DROPS_WITHOUT_PACK - 1):
-        ledger.drop(str(number), "oversize", "")
-    with pytest.raises(NothingToPack):
-        ledger.drop("one more", "oversize", "")
-    assert len(ledger.take_dropped()) == MAX_DROPS_WITHOUT_PACK == PackingConfig().max_drops_without_pack
 
 
 def test_a_number_below_one_is_refused():

@@ -7,6 +7,7 @@ from mutation_table import Mutation
 BUDGET_TRAPS: dict[int, str] = {
     37: "a deep image becomes white or black, a turned TIFF or a one-frame clip is lost without its reason",
     54: "the drop budget forgets what is still held, or asks before the share is certain",
+    57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
@@ -134,5 +135,26 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         test=LOADER + "test_every_sample_of_an_epoch_is_counted_as_read_once[16]",
         oracle="the keys of the data set",
         edits=(("energon/disjoint_buffers.py", "            self.accounts.ledger.read += 1\n", ""),),
+    ),
+    Mutation(
+        trap=57,
+        name="a line that was cut off is joined to the next",
+        test="tests/test_ledger.py::test_a_line_that_a_kill_cut_off_spoils_no_other",
+        oracle="Python's json, line by line",
+        edits=(("ledger.py", '            file.write("\\n")\n', "            pass\n"),),
+    ),
+    Mutation(
+        trap=57,
+        name="half of a surrogate pair in a key ends the run",
+        test="tests/test_ledger.py::test_any_text_is_one_line",
+        oracle="Python's json, line by line",
+        edits=(("ledger.py", ', errors="backslashreplace"', ""),),
+    ),
+    Mutation(
+        trap=57,
+        name="entries wait in a buffer that a kill empties",
+        test="tests/test_ledger.py::test_a_worker_that_is_killed_leaves_every_entry_that_it_made",
+        oracle="a process that is killed",
+        edits=(("ledger.py", ", buffering=1", ""),),
     ),
 )

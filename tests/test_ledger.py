@@ -1,0 +1,258 @@
+"""The ledger of one worker: what it counts, when it stops a run, and a file that survives kills and odd keys.
+
+Files are read with Python's own `json`, line by line. What a whole loader enters is in
+``energon/test_ledger_in_the_loader.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packing.config import MAX_DROPS_WITHOUT_PACK, PackingConfig
+from energon_packing.drop_budget import BUDGET_STARTS_AT, over_budget
+from energon_packing.errors import UserError
+from energon_packing.ledger import ChangedSample, DropBudgetExceeded, DroppedSample, Ledger, NothingToPack
+
+
+def lines(directory: Path, name: str = "w") -> list[dict[str, Any]]:
+    """The entries of a worker's file; fails where a line is no JSON object."""
+    with (directory / f"{name}.jsonl").open(encoding="utf-8", newline="\n") as file:
+        return [json.loads(line) for line in file]
+
+
+# --- What it counts, and when it stops a run -------------------------------------------------------------------------
+
+
+def test_a_budget_of_0_stops_at_the_first_drop_and_one_of_1_never() -> None:
+    strict = Ledger(None, budget=0.0, name="x")
+    strict.read = 1_000_000
+    with pytest.raises(DropBudgetExceeded, match=r"^1 of the 1000000 samples read were dropped \(1 oversize\)"):
+        strict.drop("a", "oversize", "too long")
+    everything = Ledger(None, budget=1.0, name="x")
+    for number in range(5000):
+        everything.read += 1
+        everything.drop(str(number), "oversize", "")
+
+
+def test_a_first_bad_stretch_alone_stops_nothing_before_enough_is_read() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    for number in range(BUDGET_STARTS_AT - 1):
+        ledger.read += 1
+        ledger.drop(str(number), "oversize", "")
+    ledger.read += 1
+    with pytest.raises(DropBudgetExceeded):
+        ledger.drop("one more", "oversize", "")
+
+
+def test_what_is_held_counts_as_read_and_the_message_names_reasons_and_the_way_out() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    ledger.read = 1000  # emitted: none, all of them wait in the window
+    for number in range(60):
+        ledger.drop(str(number), "oversize", "")
+    while not over_budget(ledger.dropped + 1, 1000, 0.1):
+        ledger.drop("c", "corrupt_media", "cut off")
+    with pytest.raises(DropBudgetExceeded) as caught:
+        ledger.drop("last", "corrupt_media", "cut off")
+    message = str(caught.value)
+    dropped = ledger.dropped
+    assert f"{dropped} of the 1000 samples read were dropped ({dropped - 60} corrupt_media, 60 oversize)" in message
+    assert "drop_budget=0.1" in message
+    assert message.endswith("the last one is last: cut off. Fix the data, or raise the budget.")
+    assert dropped > 100  # the budget's own share of what was read
+
+
+def test_counts_of_a_state_are_taken_over_and_a_state_without_them_counts_its_window() -> None:
+    ledger = Ledger(None, budget=0.1, name="x")
+    ledger.read = 500
+    for number in range(20):
+        ledger.drop(str(number), "oversize", "")
+    again = Ledger(None, budget=0.1, name="x")
+    for _ in range(2):  # one state, restored twice
+        again.resume(ledger.counts(), held=99)
+        assert (again.read, again.dropped) == (500, 20)
+        again.drop("more", "oversize", "")
+    assert ledger.counts() == {"read": 500, "reasons": {"oversize": 20}}
+    again.resume(None, held=7)
+    assert (again.read, again.dropped) == (7, 0)
+
+
+def test_the_most_frequent_reason_is_named_with_its_last_sample_and_a_pack_starts_the_count_anew() -> None:
+    ledger = Ledger(None, budget=1.0, name="x", most_pending=10)
+    for number in range(9):
+        ledger.drop(f"a{number}", "oversize", "")
+    assert len(ledger.take_dropped()) == 9  # a pack took them along
+    for number in range(6):
+        ledger.drop(f"b{number}", "oversize", f"{number} tokens")
+    for number in range(3):
+        ledger.drop(f"c{number}", "corrupt_media", "cut off")
+    with pytest.raises(NothingToPack, match=r"^10 samples .*, 6 of them as oversize \(the last one is b5: 5 tokens\)"):
+        ledger.drop("c3", "corrupt_media", "cut off")
+
+
+def test_no_more_entries_wait_for_a_pack_than_the_configuration_says() -> None:
+    ledger = Ledger(None, budget=1.0, name="x")
+    for number in range(MAX_DROPS_WITHOUT_PACK - 1):
+        ledger.drop(str(number), "oversize", "")
+    with pytest.raises(NothingToPack):
+        ledger.drop("one more", "oversize", "")
+    assert len(ledger.take_dropped()) == MAX_DROPS_WITHOUT_PACK == PackingConfig().max_drops_without_pack
+
+
+def test_a_drop_waits_for_the_next_pack_and_travels_with_it_once() -> None:
+    ledger = Ledger(None, budget=1.0, name="x")
+    ledger.drop("a", "oversize", "too long")
+    ledger.drop("b", "decode", "cut off")
+    expected = (
+        DroppedSample(key="a", reason="oversize", detail="too long"),
+        DroppedSample(key="b", reason="decode", detail="cut off"),
+    )
+    assert ledger.take_dropped() == expected
+    assert ledger.take_dropped() == ()
+    assert (ledger.dropped, dict(ledger.reasons)) == (2, {"oversize": 1, "decode": 1})
+
+
+def test_the_drop_that_stops_a_run_is_counted_and_written_like_the_others(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path), budget=0.0, name="w")
+    ledger.read = 5
+    with pytest.raises(DropBudgetExceeded):
+        ledger.drop("a", "oversize", "too long")
+    assert ledger.counts() == {"read": 5, "reasons": {"oversize": 1}}
+    assert lines(tmp_path) == [{"dropped": "a", "reason": "oversize", "detail": "too long"}]
+
+
+# --- Its file --------------------------------------------------------------------------------------------------------
+
+
+def test_every_entry_is_a_line_that_others_can_read_at_once(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "new" / "deeper"), budget=1.0, name="w")
+    written = []
+    ledger.drop("a", "oversize", "too long")
+    written.append({"dropped": "a", "reason": "oversize", "detail": "too long"})
+    assert lines(tmp_path / "new" / "deeper") == written
+    ledger.emit(3, ["b", "c"], changed=[ChangedSample(key="c", how="resized", detail="half")])
+    written += [{"pack": 3, "keys": ["b", "c"]}, {"changed": "c", "how": "resized", "detail": "half"}]
+    assert lines(tmp_path / "new" / "deeper") == written
+    assert (ledger.emitted, dict(ledger.changes)) == (2, {"resized": 1})
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger(None, budget=1.0, name="w")
+    ledger.drop("a", "oversize", "")
+    ledger.emit(0, ["b"])
+    assert list(tmp_path.iterdir()) == []
+
+
+ODD = [
+    "",
+    "a\nb",
+    "a\r\nb",
+    "\u2028",
+    "\x85",
+    "\x00",
+    '"',
+    "\\",
+    "\\ud800",
+    "\ud800",
+    "a\udfff.jpg",
+    "\U0001f986",
+    "e\u0301",
+    "\ufeff",
+]
+
+
+@pytest.mark.parametrize("key", ODD, ids=ascii)
+def test_odd_keys_come_out_of_the_file_as_they_went_in(key: str, tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path), budget=1.0, name="w")
+    ledger.drop(key, "oversize", key)
+    ledger.emit(0, [key, key + "b"])
+    assert lines(tmp_path) == [
+        {"dropped": key, "reason": "oversize", "detail": key},
+        {"pack": 0, "keys": [key, key + "b"]},
+    ]
+
+
+@given(keys=st.lists(st.text(st.characters(exclude_categories=())), min_size=1))
+def test_any_text_is_one_line(tmp_path_factory: pytest.TempPathFactory, keys: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("ledger")
+    ledger = Ledger(str(folder), budget=1.0, name="w")
+    for key in keys:
+        ledger.drop(key, "oversize", key)
+    ledger.emit(0, keys)
+    *dropped, emitted = lines(folder)
+    assert [entry["dropped"] for entry in dropped] == [entry["detail"] for entry in dropped] == keys == emitted["keys"]
+
+
+def test_a_second_run_appends(tmp_path: Path) -> None:
+    for number in range(3):
+        Ledger(str(tmp_path), budget=1.0, name="w").emit(number, [f"key{number}"])
+    assert lines(tmp_path) == [{"pack": number, "keys": [f"key{number}"]} for number in range(3)]
+
+
+def test_workers_of_one_directory_write_files_of_their_own(tmp_path: Path) -> None:
+    ledgers = [Ledger(str(tmp_path), budget=1.0, name=f"rank0-worker{number}") for number in range(2)]
+    for number in range(200):
+        ledgers[number % 2].emit(number, [f"key{number}"])
+    for worker in range(2):
+        own = lines(tmp_path, f"rank0-worker{worker}")
+        assert own == [{"pack": number, "keys": [f"key{number}"]} for number in range(worker, 200, 2)]
+
+
+@pytest.mark.parametrize("end", range(1, len('{"pack": 1, "keys": ["k\u00e9y"]}'.encode()) + 1))
+def test_a_line_that_a_kill_cut_off_spoils_no_other(end: int, tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path), budget=1.0, name="w")
+    ledger.emit(0, ["first"])
+    cut = json.dumps({"pack": 1, "keys": ["k\u00e9y"]}, ensure_ascii=False).encode()[:end]
+    with (tmp_path / "w.jsonl").open("ab") as file:
+        file.write(cut)
+    Ledger(str(tmp_path), budget=1.0, name="w").emit(1, ["k\u00e9y"])
+    written = (tmp_path / "w.jsonl").read_bytes().split(b"\n")
+    assert written[1] == cut
+    assert [json.loads(line) for line in (written[0], *written[2:-1])] == [
+        {"pack": 0, "keys": ["first"]},
+        {"pack": 1, "keys": ["k\u00e9y"]},
+    ]
+    assert written[-1] == b""
+
+
+def test_a_worker_that_is_killed_leaves_every_entry_that_it_made(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        ledger = Ledger(str(tmp_path), budget=1.0, name="w")
+        for number in range(500):
+            ledger.emit(number, ["key"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert [entry["pack"] for entry in lines(tmp_path)] == list(range(500))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+def test_a_full_disk_stops_the_run_with_the_file_and_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "w.jsonl").symlink_to("/dev/full")
+    ledger = Ledger(str(tmp_path), budget=1.0, name="w")
+    with pytest.raises(
+        UserError, match=r"w\.jsonl cannot be written \(No space left on device\)\. Make room"
+    ) as caught:
+        ledger.drop("a", "oversize", "too long")
+    assert "\n" not in str(caught.value)
+    assert ledger.dropped == 1  # counted before it was written: no drop escapes the budget
+    with pytest.raises(UserError, match="No space left"):
+        ledger.emit(0, ["b"])
+    (tmp_path / "w.jsonl").unlink()  # so that nobody else takes it for a ledger
+
+
+def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match=r"cannot be written \((File exists|Not a directory)\)"):
+            Ledger(str(place), budget=1.0, name="w")
+    assert (tmp_path / "file").read_text() == "mine"

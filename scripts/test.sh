@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# Sets everything up (scripts/setup.sh) and runs the tests. Arguments go to pytest:
+# Sets everything up (scripts/setup.sh) and runs the tests:
 #
-#   bash scripts/test.sh                          all tests
-#   bash scripts/test.sh tests/packing -k window  some
+#   bash scripts/test.sh                          the fast tier: one layout of each training run, no bugs put back
+#   bash scripts/test.sh --all                    all tests, as .ci/run does
+#   bash scripts/test.sh tests/packing -k window  some; arguments go to pytest (those after --all too)
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/scripts/setup.sh"
 cd "$root"
 
-# A test process for each core, one thread each: the tests' models are small. A file stays in one process, for its fixtures.
+tier=()
+case "${1:-}" in
+  "") tier=(--fast) ;;
+  --all) shift ;;
+esac
+
+# A test process for each core, one thread each: the tests' models are small. A file stays in one process, for its
+# fixtures; tests/conftest.py puts the longest files first.
 cores=$("$root/.venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
@@ -17,4 +25,4 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONUNBUFFERED=1
 
-exec "$root/.venv/bin/python" -m pytest --numprocesses "$((cores < 8 ? cores : 8))" --dist loadfile "$@"
+exec "$root/.venv/bin/python" -m pytest --numprocesses "$((cores < 8 ? cores : 8))" --dist loadfile --no-loadscope-reorder ${tier[@]+"${tier[@]}"} "$@"

@@ -21,7 +21,29 @@ settings.load_profile("patient")
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
 
-LONGEST_FIRST = ()
+LONGEST_FIRST = (
+    "mutations/test_mutations.py",
+    "conformance/test_replica_training.py",
+    "conformance/test_megatron_lm_page.py",
+    "conformance/test_megatron_lm.py",
+    "test_launchers.py",
+    "conformance/test_packed_forward_step.py",
+    "test_demo_script.py",
+    "energon/test_epoch_end.py",
+    "energon/test_loader.py",
+    "cli/test_validate_measure.py",
+    "chat/test_published_templates.py",
+    "conformance/test_gloo_gradients.py",
+    "cli/test_validate_data.py",
+    "cli/test_parity.py",
+    "conformance/test_in_batch_mode.py",
+    "conformance/test_bridge_config_batches.py",
+    "conformance/test_rules_grid.py",
+    "conformance/test_megatron_lm_arguments.py",
+    "text_to_video/test_text_to_video_loader.py",
+    "report/test_bench_train.py",
+    "report/test_bench_loader.py",
+)
 """Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
 
 

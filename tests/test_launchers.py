@@ -180,6 +180,7 @@ needs_bridge = pytest.mark.skipif(
 
 
 @needs_bridge
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     from energon_packing.demo import make_data
@@ -193,6 +194,7 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
 
 
 @needs_bridge
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),

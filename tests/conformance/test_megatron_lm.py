@@ -35,11 +35,12 @@ FOUR = {  # of GPT, four processes
     "dp2-cp2": ("--context-parallel-size", "2"),  # with 4 processes: two replicas
 }
 SAVED_AT, KILLED_AFTER = 2, 3
+full = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Runs all cases; holds what their ranks saw."""
+def folder(tmp_path_factory, request):
+    """Runs all cases, in the fast tier GPT's of one and two processes; holds what their ranks saw."""
     from bench.offline_processors import llava
 
     root = tmp_path_factory.mktemp("megatron_lm")
@@ -82,6 +83,8 @@ def folder(tmp_path_factory):
         case("llava", "killed", (), 4, *kept("llava"), kill_after=KILLED_AFTER),
         case("llava", "continued", (), 4, *again("llava")),
     ]
+    if request.config.getoption("--fast"):
+        cases = [case for case in cases if case.name in ("gpt-one", *(f"gpt-{name}" for name in LAYOUTS))]
     run_cases(cases, root)
     return root
 
@@ -96,6 +99,7 @@ def pieces(boundaries, rank):
     return torch.tensor(found)
 
 
+@full
 def test_the_model_learns_from_packs_of_several_samples_and_of_several_images(folder):
     one = result_of(folder, "gpt-one")
     assert one["losses"][3] < one["losses"][0] - 0.05
@@ -106,7 +110,7 @@ def test_the_model_learns_from_packs_of_several_samples_and_of_several_images(fo
     assert any(found and found["pixel_values"].shape[0] > 1 for found in pixels)
 
 
-@pytest.mark.parametrize("model", ["gpt", "llava"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llava", marks=full)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradient_norms_of_two_processes_are_those_of_one(folder, model, layout):
     one, last = result_of(folder, f"{model}-one"), result_of(folder, f"{model}-{layout}", rank=1)
@@ -152,6 +156,7 @@ def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):
             assert torch.equal(stage["padding_mask"], expected["padding_mask"])
 
 
+@full
 def test_vision_models_get_whole_rows_on_every_rank_and_pixels_on_the_first_stage_only(folder):
     whole = result_of(folder, "llava-one")["batches"]
     for layout in LAYOUTS:
@@ -167,6 +172,7 @@ def test_vision_models_get_whole_rows_on_every_rank_and_pixels_on_the_first_stag
                     assert pixels is None
 
 
+@full
 def test_middle_pipeline_stages_get_the_boundaries_and_nothing_else_of_a_row(folder):
     whole = result_of(folder, "gpt-one")
     stages = [result_of(folder, "gpt-pp4", rank) for rank in range(4)]
@@ -179,6 +185,7 @@ def test_middle_pipeline_stages_get_the_boundaries_and_nothing_else_of_a_row(fol
     torch.testing.assert_close(stages[3]["losses"], whole["losses"], rtol=0, atol=1e-5)
 
 
+@full
 def test_two_replicas_train_on_different_packs_with_the_losses_of_one_process_on_all_of_them(folder):
     ranks = [result_of(folder, "gpt-dp2-cp2", rank) for rank in range(4)]
     packs = [[tuple(batch["tokens"].flatten().tolist()) for batch in rank["batches"]] for rank in ranks]
@@ -193,6 +200,7 @@ def test_two_replicas_train_on_different_packs_with_the_losses_of_one_process_on
     torch.testing.assert_close(ranks[3]["norms"], alone["norms"], rtol=0, atol=1e-4)
 
 
+@full
 @pytest.mark.parametrize(("model", "uninterrupted", "ranks"), [("gpt", "dp2-cp2", 4), ("llava", "one", 1)])
 def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_same_losses(
     folder, model, uninterrupted, ranks
@@ -209,6 +217,7 @@ def test_a_run_that_was_killed_continues_with_the_next_packs_and_exactly_the_sam
             torch.testing.assert_close(own, expected, rtol=0, atol=0)
 
 
+@full
 def test_one_file_of_loader_state_is_written_for_a_replica(folder):
     states = sorted(str(path.relative_to(folder / "loader-gpt")) for path in (folder / "loader-gpt").rglob("*.pt"))
     assert states == [

@@ -20,7 +20,7 @@ from megatron_lm_ranks import COMMON, EXISTING_SCRIPT
 
 from energon_packing.demo import processor_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()

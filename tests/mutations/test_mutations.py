@@ -60,6 +60,7 @@ def verdicts():
     return {(row["trap"], row["mutation"]): (row["verdict"], row["detail"]) for row in json.loads(done.stdout)}
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: f"{mutation.trap} {mutation.name}")
@@ -70,6 +71,7 @@ def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
     assert verdict == "noticed", detail
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_without_any_bug_the_named_tests_are_green(verdicts):

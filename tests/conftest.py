@@ -20,6 +20,7 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
+FREEZE = gc.freeze
 
 LONGEST_FIRST = (
     "mutations/test_mutations.py",
@@ -63,15 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collector off what was imported, for good.
+    """Keeps Energon from unfreezing what `imports_without_garbage` froze; it unfreezes all after every epoch."""
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
-    A million objects stay alive until the end. Energon collects garbage around every epoch, half a second each time,
-    and each forked worker copies the pages that a collection writes to. Energon also freezes for the length of an
-    epoch, and what it unfreezes afterwards is everything: it does neither here.
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_without_garbage() -> None:
+    """Keeps the garbage collector off all that was imported before this file, for good.
+
+    These are a million objects. Energon collects garbage around every epoch and after every ten batches, half a second
+    each time, and each forked worker copies the pages that a collection writes to.
     """
     gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+    FREEZE()
 
 
 @pytest.fixture(scope="session")

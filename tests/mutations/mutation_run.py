@@ -11,6 +11,7 @@ good; each mutation runs in a fork of it, so it pays for its own test and little
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import gc
 import json
@@ -62,13 +63,21 @@ class Recorder:
             )
 
 
-def copy_package(folder: Path, mutation: Mutation | None) -> None:
+def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None = None) -> None:
     """A copy of the package under `folder`, with the mutation's edits.
+
+    Args:
+        folder: gets the copy.
+        mutation: its edits; None makes none.
+        compiled: folder of a copy whose bytecode is copied too; None compiles on import.
 
     Raises:
         ValueError: where a text to replace does not occur exactly once.
     """
-    shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    if compiled is None:
+        shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        shutil.copytree(compiled / PACKAGE, folder / PACKAGE)
     if mutation is None:
         return
     for file, old, new in mutation.edits:
@@ -79,6 +88,8 @@ def copy_package(folder: Path, mutation: Mutation | None) -> None:
         changed = source.replace(old, new)
         compile(changed, str(path), "exec")
         path.write_text(changed, encoding="utf-8")
+        for bytecode in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            bytecode.unlink()
 
 
 def import_once() -> bool:
@@ -206,12 +217,16 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
     ]
     running: dict[int, tuple[Mutation | None, Path, float]] = {}
     number = 0
+    # The forks write no bytecode; compiled once, not in every one of them.
+    compiled = keep / "compiled"
+    copy_package(compiled, None)
+    compileall.compile_dir(compiled / PACKAGE, quiet=1)
     while todo or running:
         while todo and len(running) < jobs:
             mutation, tests = todo.pop(0)
             folder = keep / f"{number:03d}"
             number += 1
-            copy_package(folder, mutation)
+            copy_package(folder, mutation, compiled)
             running[start(folder, tests)] = (mutation, folder, time.monotonic())
         for child, (mutation, folder, since) in list(running.items()):
             ended, _ = os.waitpid(child, os.WNOHANG)

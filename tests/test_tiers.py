@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-import conftest
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+# By its path: every directory has a module of that name.
+_spec = importlib.util.spec_from_file_location("conftest_of_all_tests", ROOT / "tests" / "conftest.py")
+conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(conftest)
 
 
 def item(file, *marks):

@@ -15,7 +15,7 @@ from drawn_runs import grid
 from energon_packing.validate import verdict
 from energon_packing.validate.rules.registry import RULES, violations
 from energon_packing.validate.run_view import RunView, installed_version
-from energon_packing.validate.verdict import bridge_verdict, quiet
+from energon_packing.validate.verdict import bridge_verdict
 
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)

@@ -41,9 +41,9 @@ LONGEST_FIRST = (
     "conformance/test_bridge_config_batches.py",
     "conformance/test_rules_grid.py",
     "conformance/test_megatron_lm_arguments.py",
-    "text_to_video/test_text_to_video_loader.py",
-    "report/test_bench_train.py",
-    "report/test_bench_loader.py",
+    "wan/test_text_to_video_loader.py",
+    "bench/test_bench_train.py",
+    "bench/test_bench_loader.py",
 )
 """Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
 

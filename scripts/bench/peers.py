@@ -168,7 +168,10 @@ def run_peer(
     """
     own = python is None or name.startswith("bridge:")
     samples = prefix_of(name, given)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "scripts"))),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as work:
         file = Path(work) / f"{given.name}.npz"
         np.savez(file, length=given.lengths[:samples], capacity=np.int64(given.capacity))

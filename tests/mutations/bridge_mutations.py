@@ -58,7 +58,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=49,
         name="runs with graphs are sent to the step whose hooks they bypass",
-        test="tests/bridge/test_rules.py::test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed",
+        test="tests/validate/test_rules.py::test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed",
         oracle="`GraphableMegatronModule.__call__` of the installed Megatron-Core",
         edits=(
             (

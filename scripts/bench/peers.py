@@ -169,7 +169,7 @@ def run_peer(
     own = python is None or name.startswith("bridge:")
     samples = prefix_of(name, given)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "scripts"))),
+        "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(REPOSITORY) / "scripts"))),
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     }
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as work:

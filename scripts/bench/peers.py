@@ -38,7 +38,8 @@ PREFIX = {"binpacking": 10_000}
 MOST_TOKENS = {"trl:bfd": 30_000_000, "fast-axolotl": 30_000_000}
 """Tokens of the samples that a peer gets that moves them all: hundreds of millions take gigabytes as Python's lists."""
 LIMIT_SECONDS = 180.0
-REPOSITORY = Path(__file__).resolve().parents[2]
+SEARCH_PATH = os.pathsep.join(str(Path(__file__).resolve().parents[up]) for up in (2, 1))
+"""Where a peer's process finds the package and the benchmarks."""
 
 
 def trl_packer() -> Packer:
@@ -169,7 +170,7 @@ def run_peer(
     own = python is None or name.startswith("bridge:")
     samples = prefix_of(name, given)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(Path(REPOSITORY) / "scripts"))),
+        "PYTHONPATH": SEARCH_PATH,
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     }
     with tempfile.TemporaryDirectory(prefix="bench-peer-") as work:

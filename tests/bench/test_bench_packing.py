@@ -124,7 +124,7 @@ def test_a_peer_runs_in_a_process_of_its_own_and_its_packs_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = LengthList(name="x", lengths=np.array([5, 3, 4, 8]), images=np.ones(4, dtype=int), capacity=8)
-    monkeypatch.setattr(bench_peers, "REPOSITORY", f"{bench_peers.REPOSITORY}:{tmp_path}")
+    monkeypatch.setattr(bench_peers, "SEARCH_PATH", f"{bench_peers.SEARCH_PATH}:{tmp_path}")
     peer("binpacking", tmp_path, "def to_constant_volume(lengths, capacity): return [[n] for n in lengths]")
     found = bench_peers.run_peer("binpacking", given)
     assert (found["samples"], found["packs"]) == (4, 4)

@@ -53,7 +53,11 @@ def losses_and_norms(tiny_provider, ready_batches):
                 provider.recompute_granularity, provider.recompute_method = "full", "uniform"
                 provider.recompute_num_layers = 1
             config = training_run.make_config(provider, ready_batches(train=batches), steps=3, learning_rate=1e-2)
-            result = training_run.run(config, forward_step=forward_step)
+            from energon_packing.bridge import step  # which imports Bridge
+
+            result = training_run.run(
+                config, forward_step=step.forward_step if forward_step == "ours" else forward_step
+            )
         return torch.tensor([[step.loss, step.grad_norm] for step in result.steps])
 
     return run
@@ -62,7 +66,7 @@ def losses_and_norms(tiny_provider, ready_batches):
 @pytest.mark.parametrize("family", BRIDGES)
 def test_a_dense_model_trains_exactly_as_with_bridges_own_step(family, losses_and_norms, make_samples):
     batches = [thd.assemble(rows, multiple=8, width=WIDTH).to_bridge() for rows in packs_of(make_samples, family)]
-    assert torch.equal(losses_and_norms(family, batches, "packed"), losses_and_norms(family, batches, BRIDGES[family]))
+    assert torch.equal(losses_and_norms(family, batches, "ours"), losses_and_norms(family, batches, BRIDGES[family]))
 
 
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])
@@ -71,7 +75,7 @@ def test_without_padding_a_mixture_of_experts_trains_exactly_as_with_bridges_own
 ):
     batches = [thd.assemble(rows).to_bridge() for rows in packs_of(make_samples, family)]
     assert not any(batch["padding_mask"].any() for batch in batches)
-    ours = losses_and_norms(family, batches, "packed", experts=4)
+    ours = losses_and_norms(family, batches, "ours", experts=4)
     torch.testing.assert_close(
         ours, losses_and_norms(family, batches, BRIDGES[family], experts=4), rtol=1e-5, atol=1e-6
     )
@@ -97,8 +101,8 @@ def test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_
     packs = packs_of(make_samples, family)
     tight = [thd.assemble(rows).to_bridge() for rows in packs]
     padded = [thd.assemble(rows, multiple=multiple, width=WIDTH).to_bridge() for rows in packs]
-    expected = losses_and_norms(family, tight, "packed", experts=4, recompute=recompute)
-    ours = losses_and_norms(family, padded, "packed", experts=4, recompute=recompute)
+    expected = losses_and_norms(family, tight, "ours", experts=4, recompute=recompute)
+    ours = losses_and_norms(family, padded, "ours", experts=4, recompute=recompute)
     theirs = losses_and_norms(family, padded, BRIDGES[family], experts=4, recompute=recompute)
     print(f"\n{family}: ours {(ours - expected).abs().max():.1e}, Bridge {(theirs - expected).abs().max():.1e}")
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""`energon-packing convert`: conversation files to an Energon data set."""
+"""`energon-packing convert`: converts conversation files to an Energon data set."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Examples:
 
 @click.command(name="convert", epilog=_EXAMPLES)
 @click.argument("sources", metavar="SRC...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the data set.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory to write the data set to.")
 @click.option(
     "--media-root",
     type=click.Path(path_type=Path),
-    help="Media paths are relative to it and may not leave it. Default: the directory of each source file.",
+    help="Directory that media paths are relative to and may not leave. Default: that of each source file.",
 )
 @click.option(
     "--format",
@@ -45,35 +45,39 @@ Examples:
     type=click.Choice(["auto", "sharegpt", "openai", "text-to-video"]),
     default="auto",
     show_default=True,
-    help="Layout of the records; auto looks at each of them for a conversation.",
+    help="Layout of the records; auto detects the conversation layout of each record.",
 )
 @click.option(
     "--layout",
     type=click.Choice(["polylithic", "monolithic"]),
     default="polylithic",
     show_default=True,
-    help="Text and media in two WebDatasets (fast first pass, each file stored once), or everything in one.",
+    help="polylithic: text and media in two WebDatasets, each file stored once, fast first pass; monolithic: one.",
 )
 @click.option(
     "--split",
     default=",".join(f"{name}={share}" for name, share in DEFAULT_SPLIT.items()),
     show_default=True,
-    help="Shares of the splits; a sample's split depends on its key alone.",
+    help="Share of each split; a sample's split depends only on its key.",
 )
-@click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples of one tar.")
-@click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB of a media tar (polylithic).")
+@click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples per tar.")
+@click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB per media tar (polylithic).")
 @click.option(
-    "--workers", type=int, default=default_workers, help="Threads that check media. Default: CPUs, at most 8."
+    "--workers", type=int, default=default_workers, help="Threads that check media. Default: number of CPUs, at most 8."
 )
 @click.option(
     "--check-media",
     type=click.Choice(["full", "header"]),
     default="full",
     show_default=True,
-    help="Decode every image and video once, or read headers and first frames only.",
+    help="full: decode every image and video once. header: read headers and first frames only.",
 )
 @click.option(
-    "--max-pixels", type=int, default=DEFAULT_MAX_PIXELS, show_default=True, help="Largest image or frame, w*h."
+    "--max-pixels",
+    type=int,
+    default=DEFAULT_MAX_PIXELS,
+    show_default=True,
+    help="Largest image or frame, width x height.",
 )
 @click.option("--max-media-mib", type=int, default=1024, show_default=True, help="Largest media file, in MiB.")
 @click.option(
@@ -81,25 +85,25 @@ Examples:
     type=float,
     default=DEFAULT_FRAME_FPS,
     show_default=True,
-    help="Frames a second of a video that is a list of images and does not say its own.",
+    help="Frames per second of a video given as a list of images, if the record has no rate of its own.",
 )
 @click.option(
     "--extra-column",
     "extra_columns",
     multiple=True,
-    help="Column with values of the trained tokens (advantages, log-probabilities); may be repeated.",
+    help="Column with a value per trained token (advantages, log-probabilities); may be repeated.",
 )
 @click.option(
     "--max-rejects",
     type=float,
     default=0.5,
     show_default=True,
-    help="Exit with 1 where a larger share of the records was rejected.",
+    help="Exit with 1 if a larger share of the records is rejected.",
 )
 @click.option(
     "--resume", is_flag=True, help="Skip a finished conversion; reuse the media checks of an interrupted one."
 )
-@click.option("--overwrite", is_flag=True, help="Replace the data set that is in --out.")
+@click.option("--overwrite", is_flag=True, help="Replace the data set in --out.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
 @click.pass_context
 def convert(
@@ -125,8 +129,8 @@ def convert(
 ) -> None:
     """Convert conversation files to an Energon data set.
 
-    SRC are JSON arrays, JSON Lines or directories of them, as ShareGPT (conversations of from/value) or OpenAI
-    (messages of role/content) records. Bad records go to OUT/rejects.jsonl with their reason; the rest goes on.
+    SRC are JSON arrays, JSON Lines files or directories of them. Records are ShareGPT (conversations of from/value) or
+    OpenAI (messages of role/content). Bad records go to OUT/rejects.jsonl with their reason; the others are converted.
 
     Exit code 0: done. 1: more records were rejected than --max-rejects allows. 2: nothing usable, or a bad option.
     """
@@ -153,7 +157,7 @@ def convert(
         with _ShownProgress(Console(stderr=True), quiet=as_json) as shown:
             report = run_conversion(config, shown)
     except KeyboardInterrupt:
-        click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks done so far.", err=True)
+        click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
         raise
     if as_json:
         click.echo(json.dumps(report.to_json(), ensure_ascii=False))
@@ -169,7 +173,7 @@ def convert(
 
 
 class _ShownProgress:
-    """A bar on a terminal, a line now and then in a log, nothing where only JSON is wanted."""
+    """A bar on a terminal, a line now and then in a log, nothing with --json."""
 
     def __init__(self, console: Console, *, quiet: bool) -> None:
         self._console = console
@@ -219,7 +223,7 @@ class _ShownProgress:
 
 
 def _print_report(report: ConversionReport) -> None:
-    title = "Conversion (complete already, nothing was done)" if report.skipped else "Conversion"
+    title = "Conversion (already complete, nothing to do)" if report.skipped else "Conversion"
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")

@@ -1,4 +1,4 @@
-"""`energon-packing fill`: what packing is worth on your own sample lengths."""
+"""`energon-packing fill`: how full packs of your own sample lengths would be."""
 
 from __future__ import annotations
 
@@ -24,14 +24,30 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("lengths", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--capacity", type=_AT_LEAST_ONE, help="Tokens of a pack; by default what the .npz file says.")
-@click.option("--multiple", default=1, show_default=True, type=_AT_LEAST_ONE, help="Each segment is padded to it.")
-@click.option("--image-limit", type=_AT_LEAST_ONE, help="Images of a pack; needs `images` in the .npz file.")
-@click.option("--policy", "policies", multiple=True, help="A policy; may be repeated. All by default.")
-@click.option("--window", "windows", multiple=True, type=_AT_LEAST_ONE, help="Samples held online; may be repeated.")
-@click.option("--ranks", multiple=True, type=_AT_LEAST_ONE, help="A data-parallel size; adds a table of steps.")
-@click.option("--balance-window", "sorted_at_once", multiple=True, type=click.IntRange(min=2), help="Packs sorted.")
-@click.option("--shift", default=0, show_default=True, type=click.IntRange(min=0), help="Packs that ranks are apart.")
+@click.option("--capacity", type=_AT_LEAST_ONE, help="Tokens per pack. Default: `capacity` of the .npz file.")
+@click.option(
+    "--multiple", default=1, show_default=True, type=_AT_LEAST_ONE, help="Pad each sample to a multiple of this."
+)
+@click.option("--image-limit", type=_AT_LEAST_ONE, help="Images per pack, at most; needs `images` in the .npz file.")
+@click.option("--policy", "policies", multiple=True, help="Packing policy; may be repeated. Default: all.")
+@click.option(
+    "--window",
+    "windows",
+    multiple=True,
+    type=_AT_LEAST_ONE,
+    help="Samples that an online policy holds; may be repeated.",
+)
+@click.option("--ranks", multiple=True, type=_AT_LEAST_ONE, help="Data-parallel size; adds a table of steps.")
+@click.option(
+    "--balance-window", "sorted_at_once", multiple=True, type=click.IntRange(min=2), help="Packs to sort by cost."
+)
+@click.option(
+    "--shift",
+    default=0,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Largest distance between ranks, in packs.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line per result instead of tables.")
 def fill(
     lengths: Path,
@@ -48,8 +64,8 @@ def fill(
     """Show how full packs of your samples would be, per policy.
 
     LENGTHS is a file with the tokens of each sample: .npz with the array `length` (and `images`, `capacity`), .npy, or
-    text with one length per line. With --ranks, also show how much of a step data-parallel ranks would compute, with
-    and without packs sorted by cost.
+    text with one length per line. With --ranks, a second table shows the share of each step in which data-parallel
+    ranks compute, with and without packs sorted by cost.
     """
     from energon_packing.packing.policies.registry import policy_names
     from energon_packing.report.fill import fills, read_lengths, step_efficiencies

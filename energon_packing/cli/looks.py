@@ -1,4 +1,4 @@
-"""What `validate` found when it looked at what a run reads: as a table, as JSON, and as the end of its last line."""
+"""What `validate` found in the files that a run reads: as a table, as JSON, and as the end of its last line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 def print_looks(console: Console, looks: list[Look] | None) -> None:
-    """The table of the looks; one line where none was wanted."""
+    """Prints the table of the looks; one line with --no-data."""
     if looks is None:
         console.print("What the run reads was not looked at (--no-data).")
         return
@@ -37,7 +37,7 @@ def print_looks(console: Console, looks: list[Look] | None) -> None:
 
 
 def looks_as_json(looks: list[Look] | None) -> list[dict[str, Any]] | None:
-    """Plain values for ``json.dumps``; None where nothing was to be looked at."""
+    """Returns plain values for ``json.dumps``; None with --no-data."""
     if looks is None:
         return None
     return [
@@ -56,7 +56,7 @@ def looks_as_json(looks: list[Look] | None) -> list[dict[str, Any]] | None:
 
 
 def end_of_looks(looks: list[Look] | None) -> str:
-    """How the last line goes on: how many looks ended badly, and what a verdict does not cover."""
+    """Returns the end of the last line: how many looks found an error, and what the verdict does not cover."""
     if looks is None:
         return " (nothing that the run reads was looked at)"
     errors = sum(look.outcome == "error" for look in looks)

@@ -1,7 +1,7 @@
-"""The command `energon-packing`: finds a subcommand, imports only that one, turns errors into sentences and exit codes.
+"""The command `energon-packing`: finds a subcommand, imports only that one, and reports errors as sentences.
 
-Exit codes: 0 success, 1 what was checked does not hold, 2 unusable input or an error, 130 interrupted, 141 the reader
-of a pipe went away. A subcommand asks for 1 with ``ctx.exit(1)`` and raises `UserError` for 2.
+Exit codes: 0 success, 1 a check failed, 2 unusable input or an error, 130 interrupted, 141 the reader of a pipe went
+away. A subcommand ends with 1 through ``ctx.exit(1)``, and with 2 by raising `UserError`.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Subcommand:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "convert": Subcommand(
         target="energon_packing.cli.convert:convert",
-        summary="Turn conversation files into an Energon data set.",
+        summary="Convert conversation files to an Energon data set.",
     ),
     "fill": Subcommand(
         target="energon_packing.cli.fill:fill",
-        summary="Show how full packs of your own lengths would be.",
+        summary="Show how full packs of your own samples would be.",
     ),
     "parity": Subcommand(
         target="energon_packing.cli.parity:parity",
@@ -67,7 +67,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "preview": Subcommand(
         target="energon_packing.cli.preview:preview",
-        summary="Build real packs and show each segment.",
+        summary="Build real packs and show each of their samples.",
     ),
     "validate": Subcommand(
         target="energon_packing.cli.validate:validate",
@@ -84,7 +84,7 @@ def _is_present(module: str) -> bool:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest known one, or all of them."""
+    """The end of an error about an unknown word: the nearest known one, or all of them."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
 
@@ -110,7 +110,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, but an unknown name is answered with the nearest one.
+        """As click's, but the error about an unknown name suggests the nearest one.
 
         Raises:
             click.UsageError: there is no such subcommand.
@@ -121,7 +121,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The subcommands with the lines of the table: click's own listing would import each for its help."""
+        """Lists the subcommands with the lines of the table; click's own listing would import each for its help."""
         rows = [(name, self.table[name].summary) for name in self.list_commands(ctx)]
         if rows:
             with formatter.section("Commands"):
@@ -130,7 +130,7 @@ class CommandGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> Any:  # type: ignore[override]
         """Runs the command line and exits: 0, 1 or 2 as the subcommand says, 130 after Ctrl-C, 141 after a closed pipe.
 
-        With ``standalone_mode=False`` it is click's own, which returns and raises.
+        With ``standalone_mode=False`` it is click's own method, which returns and raises.
         """
         if not extra.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **extra)
@@ -172,7 +172,7 @@ def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, 
 
 
 def _group_flag(arguments: list[str], flag: str) -> bool:
-    """Whether `flag` stands before the subcommand. Errors can come before click has parsed anything."""
+    """Whether `flag` comes before the subcommand. Errors can occur before click has parsed anything."""
     for argument in arguments:
         if not argument.startswith("-"):
             return False
@@ -188,13 +188,13 @@ def _one_line(error: BaseException) -> str:
 def _unexpected(error: Exception) -> str:
     return (
         f"Unexpected {type(error).__name__}: {_one_line(error)} "
-        "(this is a bug in energon-packing unless the message explains it: please report it, "
-        "with what `energon-packing --debug ...` prints)"
+        "(unless the message explains it, this is a bug in energon-packing: please report it "
+        "with the output of `energon-packing --debug ...`)"
     )
 
 
 def _report(sentence: str, as_json: bool) -> int:
-    """One error to the reader: JSON to stdout for machines, else one sentence to stderr."""
+    """Reports one error: JSON on stdout for machines, else one sentence on stderr."""
     if as_json:
         click.echo(json.dumps({"error": sentence}))
     else:
@@ -207,12 +207,12 @@ def _report_click(error: click.ClickException, as_json: bool) -> int:
         _report(error.format_message(), as_json)
     else:
         error.show()
-    # A command may have its own code; click's default of 1 means "does not hold" with us.
+    # A command may have its own code; click's default of 1 means "a check failed" here.
     return EXIT_UNUSABLE if error.exit_code == 1 else error.exit_code
 
 
 def _close_stdout() -> None:
-    """Lets the interpreter's last flush go nowhere instead of printing a second error."""
+    """Sends the interpreter's last flush to nowhere, so that it prints no second error."""
     try:
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, sys.stdout.fileno())
@@ -226,7 +226,7 @@ def _print_version(context: click.Context, _parameter: click.Parameter, value: b
     try:
         version = importlib.metadata.version("energon-packing")
     except importlib.metadata.PackageNotFoundError:
-        version = "of a source tree that is not installed"
+        version = "(source tree, not installed)"
     click.echo(f"energon-packing {version}")
     context.exit()
 
@@ -235,16 +235,20 @@ def _print_version(context: click.Context, _parameter: click.Parameter, value: b
     cls=CommandGroup,
     table=SUBCOMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Each command has its own --help, with examples. "
-    "Exit codes: 0 done, 1 something checked does not hold, 2 unusable input.",
+    epilog="Each command has its own --help, with examples. Exit codes: 0 done, 1 a check failed, 2 unusable input.",
 )
 @click.option(
-    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show the version and exit.",
 )
 @click.option("--debug", is_flag=True, help=f"Show the traceback of an error (also: {DEBUG_VARIABLE}=1).")
 def cli(debug: bool) -> None:
     """Exact sequence packing of conversations with images and videos for Megatron-Energon and Megatron-Bridge."""
-    # `debug` is read in `_run`: an error may come before this body.
+    # `_run` reads `debug`: an error may occur before this body runs.
 
 
 def main() -> NoReturn:

@@ -1,4 +1,4 @@
-"""`energon-packing parity`: does a pack of your data give what its samples give alone, on a model?"""
+"""`energon-packing parity`: does a model compute the same for a pack of your data as for its samples alone?"""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ Examples:
   energon-packing parity --config run.yaml --cp 2
   energon-packing parity --config run.yaml --break boundaries     the control: must exit with 1
 
-Exit codes: 0 packed and alone agree, 1 they do not, 2 the input cannot be used.
+Exit codes: 0 packed and alone agree, 1 they differ, 2 unusable input.
 """
 
 
 @click.command(epilog=_EXAMPLES)
 @click.option("--config", "config_path", metavar="CFG", type=click.Path(), help="YAML configuration of the run.")
 @click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
-@click.option("--model", metavar="PATH", help="Hugging Face model. Without it: a tiny random one of the family.")
-@click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="How many packs to compare.")
-@click.option("--cp", "cp_size", type=click.IntRange(min=1), help="Context-parallel ranks. Default: the file's.")
+@click.option("--model", metavar="PATH", help="Hugging Face model. Default: a tiny random one of the family.")
+@click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="Packs to compare.")
+@click.option("--cp", "cp_size", type=click.IntRange(min=1), help="Context-parallel ranks. Default: as in CFG.")
 @click.option(
     "--attention",
     type=click.Choice(["mask", "positions"]),
     default="mask",
     show_default=True,
-    help="How the Hugging Face model keeps segments apart: a written-out mask, or positions that start again.",
+    help="How the Hugging Face model separates samples: by a block-diagonal mask, or by positions that restart.",
 )
-@click.option("--device", default="cpu", show_default=True, help="Where the Hugging Face model runs.")
-@click.option("--tolerance", type=click.FloatRange(min=0, min_open=True), help="Largest difference. [default: 1e-4]")
-@click.option("--bridge/--no-bridge", default=True, help="Compare on a tiny Megatron-Bridge model too, if installed.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the Hugging Face model.")
+@click.option(
+    "--tolerance", type=click.FloatRange(min=0, min_open=True), help="Largest difference allowed. [default: 1e-4]"
+)
+@click.option(
+    "--bridge/--no-bridge", default=True, help="Also compare on a tiny Megatron-Bridge model, if Bridge is installed."
+)
 @click.option(
     "--break",
     "break_",
     type=click.Choice(["boundaries", "positions", "labels"]),
-    help="The control: make this mistake on purpose and see it found (on the Hugging Face model).",
+    help="The control: make this mistake on purpose, on the Hugging Face model; parity must find it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
@@ -67,7 +71,7 @@ def parity(
 ) -> None:
     """Compare packs of the data set with their samples alone: logits, loss and gradient of each segment.
 
-    Then change one segment of each pack and see that no other one notices.
+    Then change one segment of each pack and check that no other segment changes.
     """
     from energon_packing.report.parity import compare_run
 

@@ -25,7 +25,7 @@ Examples:
   energon-packing preview data --config run.yaml --set parallel.context_parallel=2 --json
   energon-packing preview data/clips --format text-to-video --config wan.yaml
 
-Trained text is green; a run of media tokens is written as token*count.
+Trained text is green. A run of media tokens is shown as token*count.
 """
 
 
@@ -39,11 +39,11 @@ Trained text is green; a run of media tokens is written as token*count.
     default="conversations",
     show_default=True,
     type=click.Choice(["conversations", "text-to-video"]),
-    help="What the data set holds.",
+    help="What the data set contains.",
 )
-@click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="How many packs to build.")
+@click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="Packs to build.")
 @click.option(
-    "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters of a sample."
+    "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters to show per sample."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def preview(
@@ -60,7 +60,7 @@ def preview(
         preview_clips(dataset, config_path, overrides, packs, as_json)
         return
     config = load_config(config_path, overrides)
-    # Read in this process, and no further than asked: a preview should not start workers.
+    # Read in this process, and no further than asked: a preview should start no workers.
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
@@ -117,14 +117,17 @@ def _panel(view: dict, text_width: int) -> Panel:
         f"cu_seqlens         {list(view['boundaries'])}",
         f"cu_seqlens_padded  {list(view['padded_boundaries']) if view['padded_boundaries'] else 'none (multiple 1)'}",
         f"max_seqlen {view['max_seqlen']}, position_ids {list(view['positions'])}",
-        *(f"dropped before it: {entry['key']} ({entry['reason']}: {entry['detail']})" for entry in view["dropped"]),
+        *(
+            f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})"
+            for entry in view["dropped"]
+        ),
     ]
     title = f"pack {view['index']}: {view['real_tokens']} tokens in a row of {view['tokens']}, fill {view['fill']:.2%}"
     return Panel(Group(table, Text("\n".join(lines))), title=title, title_align="left")
 
 
 def _excerpt(pieces: list[dict], width: int) -> Text:
-    """The first ``width`` characters, line breaks shown as a sign, trained parts in green."""
+    """Returns the first ``width`` characters, line breaks as a sign, trained parts in green."""
     text = Text()
     for piece in pieces:
         room = width - len(text)

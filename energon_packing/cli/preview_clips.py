@@ -55,7 +55,10 @@ def _panel(view: dict) -> Panel:
         )
     lines = [
         f"latents {list(view['latents'])}, context {list(view['context'])}",
-        *(f"dropped before it: {entry['key']} ({entry['reason']}: {entry['detail']})" for entry in view["dropped"]),
+        *(
+            f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})"
+            for entry in view["dropped"]
+        ),
     ]
     title = (
         f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "

@@ -43,27 +43,31 @@ def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.Argume
     A script that has extra arguments of its own adds those first: ``--dataloader-save`` is then left to it.
     """
     group = parser.add_argument_group("energon packing")
-    group.add_argument("--packing-config", metavar="CFG.yaml", help="settings of data, encoder and packing")
+    group.add_argument(
+        "--packing-config", metavar="CFG.yaml", help="YAML file with the sections data, encoder and packing"
+    )
     group.add_argument(
         "--packing-set",
         metavar="SECTION.KEY=VALUE",
         nargs="+",
         action="extend",
         default=[],
-        help="change settings of the file, for example packing.window=512",
+        help="change settings of that file, for example packing.window=512",
     )
     group.add_argument(
         "--packing-valid-split", default="val", help="part of the data set for validation (default: %(default)s)"
     )
-    group.add_argument("--packing-test-split", default=None, help="part of the data set for the test at the end")
+    group.add_argument(
+        "--packing-test-split", default=None, help="part of the data set for the final test (default: none)"
+    )
     group.add_argument(
         "--packing-restart-data",
         action="store_true",
-        help="begin the data anew where a checkpoint holds no state of the loader",
+        help="start the data from the beginning when continuing from a checkpoint",
     )
     with contextlib.suppress(argparse.ArgumentError):  # the script has it, with Megatron-LM's meaning
         group.add_argument(
-            "--dataloader-save", default=None, metavar="DIR", help="where checkpoints put the state of the loader"
+            "--dataloader-save", default=None, metavar="DIR", help="where checkpoints put the loader's state"
         )
     return parser
 
@@ -111,7 +115,7 @@ def run_config_of(args: Any) -> RunConfig:
             cannot work with packed rows.
     """
     if not getattr(args, "packing_config", None) and not getattr(args, "packing_set", None):
-        raise ConfigError("--packing-config is missing; give the YAML file that `energon-packing validate` was run on.")
+        raise ConfigError("--packing-config is missing; give the YAML file that you ran `energon-packing validate` on.")
     check_arguments(args)
     config = load_config(args.packing_config, args.packing_set)
     given = _settings_given(args.packing_config, args.packing_set)
@@ -123,7 +127,9 @@ def run_config_of(args: Any) -> RunConfig:
             "model's sequence, so make them equal or leave packing.seq_length out."
         )
     if config.parallel.eval_context_parallel not in (None, args.context_parallel_size):
-        raise ConfigError("parallel.eval_context_parallel is set, but Megatron-LM evaluates as it trains; remove it.")
+        raise ConfigError(
+            "parallel.eval_context_parallel is set, but Megatron-LM evaluates with the training layout; remove it."
+        )
     pipeline = args.pipeline_model_parallel_size > 1
     experts = args.expert_model_parallel_size > 1
     if (pipeline or experts) and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length:
@@ -147,7 +153,7 @@ def run_config_of(args: Any) -> RunConfig:
     )
     if packing.pad_to_max_length and length % parallel.multiple:
         raise ConfigError(
-            f"--seq-length is {length}, no multiple of {parallel.multiple}, to which this layout aligns every sample; "
+            f"--seq-length is {length}, not a multiple of {parallel.multiple}, to which this layout aligns samples; "
             f"use {length // parallel.multiple * parallel.multiple}."
         )
     return replace(config, data=data, packing=packing, parallel=parallel)
@@ -164,18 +170,18 @@ def check_arguments(args: Any) -> None:
         return getattr(args, name, None)
 
     if args.dataloader_type != "external":
-        raise ConfigError(f"--dataloader-type is {args.dataloader_type}; packs come from an external loader.")
+        raise ConfigError(f"--dataloader-type is {args.dataloader_type}; packs need --dataloader-type external.")
     for name in ("micro_batch_size", "eval_micro_batch_size"):
         if value(name) not in (None, 1):
             argument = name.replace("_", "-")
-            raise ConfigError(f"--{argument} is {value(name)}; a packed row is a whole micro-batch, so it is 1.")
+            raise ConfigError(f"--{argument} is {value(name)}; a packed row is a whole micro-batch, so set it to 1.")
     if value("virtual_pipeline_model_parallel_size"):
         raise ConfigError(
             "Virtual pipeline stages would read the data once each and lose the loader's state; "
             "remove --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank."
         )
     if value("mtp_num_layers"):
-        raise ConfigError("--mtp-num-layers predicts across the borders of packed samples; remove it.")
+        raise ConfigError("--mtp-num-layers predicts across the boundaries of packed samples; remove it.")
     for flag in ("full_validation", "multiple_validation_sets", "hybrid_context_parallel"):
         if value(flag):
             raise ConfigError(f"--{flag.replace('_', '-')} needs one of Megatron-LM's own data sets; remove it.")
@@ -185,7 +191,7 @@ def check_arguments(args: Any) -> None:
         )
     if args.context_parallel_size > 1 and not args.calculate_per_token_loss:
         raise ConfigError(
-            "With --context-parallel-size above 1 the ranks of a row hold unequal numbers of trained tokens; "
+            "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "
             "add --calculate-per-token-loss."
         )
     if args.calculate_per_token_loss and value("ddp_average_in_collective"):

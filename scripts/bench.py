@@ -1,11 +1,11 @@
 """Benchmarks: ``scripts/bench.py loader|packing|balance|thd|rows|encoders|exactness|parity|train|budget [options]``.
 
-Every result is one JSON line on standard output; on a terminal a table of them follows on standard error.
+Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``packing`` and ``parity`` print a Markdown table instead (``--json`` for the lines). Unless told otherwise ``packing``
-takes the lists of ``../shared/data/lengths`` where there are any, else seeded ones of the same distributions, and
-installs the packers of others from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
+``packing`` and ``parity`` print a Markdown table instead (``--json`` prints the lines). By default ``packing`` reads
+the lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It
+installs other projects' packers from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness",
 
 
 class Results(io.TextIOBase):
-    """Passes everything on to `stream` and keeps the lines, so that a table can be made of them."""
+    """Passes everything on to `stream` and keeps the lines for a table."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -45,7 +45,7 @@ class Results(io.TextIOBase):
 
 
 def print_tables(rows: Sequence[dict[str, Any]]) -> None:
-    """One table on standard error for each group of results with the same figures; a column is a result."""
+    """Prints one table on standard error per group of results with the same figures; each column is a result."""
     from rich.console import Console
     from rich.table import Table
 
@@ -63,7 +63,7 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _defaults(name: str) -> list[str]:
-    """Options that are put before those that were given, which so count more."""
+    """Returns options to put before the given ones, so that the given ones win."""
     if name != "packing":
         return []
     lists = Path(__file__).resolve().parents[2] / "shared" / "data" / "lengths"
@@ -72,7 +72,7 @@ def _defaults(name: str) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one benchmark; 2 where it cannot be run."""
+    """Runs one benchmark; returns its exit code, 2 if it cannot run."""
     if not arguments or arguments[0] in ("-h", "--help") or arguments[0] not in NAMES:
         print(__doc__, file=sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     with redirect_stdout(results):
         if arguments[0] == "thd":  # it has no options
             if len(arguments) > 1:
-                print(f"error: thd takes no options, but was given {' '.join(arguments[1:])}", file=sys.stderr)
+                print(f"error: thd takes no options, but got {' '.join(arguments[1:])}", file=sys.stderr)
                 return 2
             module.main()
             code = 0

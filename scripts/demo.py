@@ -1,6 +1,6 @@
-"""The whole road in one run, with nothing faked: conversations, an Energon data set, packs, a Bridge model that learns.
+"""All stages in one run, nothing faked: conversations, an Energon data set, packs, a Bridge model that learns.
 
-Started by ``scripts/demo.sh``. Ends with one table and exit code 0; a mistake ends with one sentence and exit code 2.
+``scripts/demo.sh`` starts it. It ends with one table and exit code 0; a mistake ends it with one sentence and code 2.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_epochs(*configs: RunConfig) -> list[Epoch]:
             if pack is not None:
                 count(epoch, config, pack)
     if not epochs[0].packs:
-        raise UserError("The epoch gave no pack: no sample could be used. See the reasons above, and rejects.jsonl.")
+        raise UserError("The epoch has no pack: no sample could be used. See the reasons above and in rejects.jsonl.")
     return epochs
 
 
@@ -150,7 +150,7 @@ def summary(
 ) -> None:
     """The table at the end."""
     length = config.packing.seq_length
-    table = Table(title="energon_packing: the whole road", show_header=False, title_justify="left")
+    table = Table(title="energon_packing: from conversations to training", show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")
     rows: list[tuple[str, str]] = [("records read", f"{report.read:,}")]
@@ -167,7 +167,12 @@ def summary(
     rows += [("fill with the final flush", f"{epoch.real / epoch.packs / length:.2%}")]
     alone = epoch.emitted * length
     saved = (alone - epoch.packs * length) / (alone - epoch.real) if alone > epoch.real else 0.0
-    rows += [("padding saved against one sample a row", f"{saved:.2%} ({epoch.emitted:,} rows become {epoch.packs:,})")]
+    rows += [
+        (
+            "padding saved, compared with one sample per row",
+            f"{saved:.2%} ({epoch.emitted:,} rows become {epoch.packs:,})",
+        )
+    ]
     rows += [("longest row at TP 2, CP 2, SP (multiple 4)", f"{aligned.longest_row:,} of {length:,} tokens")]
     for family, result in runs:
         losses = result.losses
@@ -182,7 +187,7 @@ def summary(
 
 
 def prepare(data: tuple[Path, ...], out: Path, conversations: int, seed: int, overwrite: bool) -> Any:
-    """Makes (or takes) the conversations and converts them; finished work is kept."""
+    """Makes the conversations, or takes those given, and converts them; finished work is kept."""
     from energon_packing.convert import ConvertConfig, convert
 
     if not data:
@@ -213,19 +218,19 @@ def prepare(data: tuple[Path, ...], out: Path, conversations: int, seed: int, ov
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--data", multiple=True, type=click.Path(path_type=Path), help="Conversation file or directory; repeatable."
+    "--data", multiple=True, type=click.Path(path_type=Path), help="Conversation file or directory; may be repeated."
 )
 @click.option("--processor", help="Directory or hub name of a Hugging Face processor or tokenizer.")
-@click.option("--seq-length", default=4096, show_default=True, help="Tokens of a row.")
+@click.option("--seq-length", default=4096, show_default=True, help="Tokens per row.")
 @click.option("--window", default=256, show_default=True, help="Measured samples held for selection.")
-@click.option("--steps", default=20, show_default=True, help="Optimiser steps a model; 0 trains nothing.")
+@click.option("--steps", default=20, show_default=True, help="Optimizer steps per model; 0 trains nothing.")
 @click.option("--learning-rate", default=2e-3, show_default=True)
-@click.option("--conversations", default=480, show_default=True, help="Conversations that the demo makes.")
+@click.option("--conversations", default=480, show_default=True, help="Conversations to make, without --data.")
 @click.option("--seed", default=0, show_default=True)
 @click.option(
     "--out", default=ROOT / ".demo", type=click.Path(path_type=Path), help="Working directory [default: .demo]."
 )
-@click.option("--overwrite", is_flag=True, help="Convert again even where the data set is finished.")
+@click.option("--overwrite", is_flag=True, help="Convert again even if the data set is finished.")
 @click.option("--json", "as_json", type=click.Path(path_type=Path), help="Write the figures to this file too.")
 def main(
     data: tuple[Path, ...],
@@ -283,6 +288,6 @@ if __name__ == "__main__":
         )
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
-        console.print("interrupted; what was finished is kept, start again to go on")
+        console.print("interrupted; finished work is kept, start again to continue")
         # Loader workers still hold queues; nothing is worth waiting for.
         os._exit(130)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets everything up (scripts/setup.sh) and shows the whole road: conversations -> Energon data set -> packs -> training.
+# Installs everything (scripts/setup.sh) and runs every stage: conversations -> Energon data set -> packs -> training.
 #
-#   bash scripts/demo.sh                                              data and processor of the project
+#   bash scripts/demo.sh                                              the project's own data and processor
 #   bash scripts/demo.sh --data chats.json --processor path/or/name   yours
 #   bash scripts/demo.sh --help
 set -euo pipefail

@@ -1,14 +1,16 @@
-"""What only a GPU can show; one is enough. Elsewhere it says what it skipped.
+"""Checks that need a GPU; one is enough. Without a GPU it says what it skipped.
 
-* our context-parallel indices beside Transformer Engine's compiled ``thd_get_partitioned_indices``;
-* Transformer Engine's variable-length attention on our boundaries beside each sample alone, with a control;
-* packed against alone on tiny Hugging Face models (flash attention where it is installed), with a control;
-* a training step on packs beside padded rows and rows packed in the batch: tokens a second, peak memory. It is in
-  float32, so that losses can be equal, which leaves Transformer Engine its unfused attention: a ratio, no speed.
+* indices: our context-parallel indices compared with Transformer Engine's compiled ``thd_get_partitioned_indices``;
+* attention: Transformer Engine's variable-length attention on our boundaries compared with each sample alone, with a
+  control;
+* parity: packed compared with alone on tiny Hugging Face models (flash attention if installed), with a control;
+* step: a training step on packs compared with padded rows and rows packed in the batch: tokens per second, peak memory.
+  It runs in float32 so that losses can be equal, which leaves Transformer Engine only its unfused attention. Read it as
+  a ratio, not as a speed.
 
-Prints one JSON line a result and stores them, with the name of the device, in ``--out``. A check whose package is not
-installed is skipped; one that cannot be imported for another reason has failed. Exit codes: 0 all that ran are equal,
-or there is no device; 1 something differs or failed; 2 wrong input.
+Prints one JSON line per result and stores all of them, with the device's name, in ``--out``. A check whose package is
+not installed is skipped; one that cannot be imported for another reason has failed. Exit codes: 0 all checks that ran
+are equal, or there is no device; 1 something differs or failed; 2 unusable input.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def step() -> Iterator[dict[str, Any]]:
 
 
 def results(names: list[str]) -> Iterator[dict[str, Any]]:
-    """The results of the checks; what one lacks or fails with is its result, and the others still run."""
+    """Yields the results of the checks; a check that is skipped or fails yields that, and the others still run."""
     checks: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "indices": indices,
         "attention": attention,
@@ -79,8 +81,8 @@ def results(names: list[str]) -> Iterator[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="append", choices=CHECKS, help="may be repeated; all by default")
-    parser.add_argument("--out", type=Path, default=Path(), help="directory of gpu_check-DEVICE.json")
+    parser.add_argument("--check", action="append", choices=CHECKS, help="check to run; may be repeated (default: all)")
+    parser.add_argument("--out", type=Path, default=Path(), help="directory for gpu_check-DEVICE.json")
     given = parser.parse_args(argv)
     names = given.check or list(CHECKS)
     try:
@@ -89,10 +91,10 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps({"checks": names, "skipped": "torch is not installed"}))
         return 0
     if not torch.cuda.is_available():
-        print(json.dumps({"checks": names, "skipped": "these checks need one CUDA device, and there is none here"}))
+        print(json.dumps({"checks": names, "skipped": "these checks need one CUDA device; this machine has none"}))
         return 0
     if not given.out.is_dir():
-        print(f"error: --out {given.out} is no directory", file=sys.stderr)
+        print(f"error: --out {given.out} is not a directory", file=sys.stderr)
         return 2
     device = torch.cuda.get_device_name()
     rows = []

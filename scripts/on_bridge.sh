@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command on a checkout of Megatron-Bridge and the Megatron-Core that it pins, in place of the installed ones.
+# Runs a command on a checkout of Megatron-Bridge and the Megatron-Core that it pins, instead of the installed ones.
 #
 #   git clone --recurse-submodules https://github.com/NVIDIA-NeMo/Megatron-Bridge bridge
 #   bash scripts/on_bridge.sh bridge python -m pytest tests/conformance
 #   bash scripts/on_bridge.sh bridge bash scripts/demo.sh
 #
 # Everything else comes from .venv (or the environment of PYTHON=/path/to/python). Nothing is installed or changed:
-# `megatron` is a namespace package, so the checkout's `megatron/bridge` and `megatron/core` come first by PYTHONPATH,
-# and Energon's part still comes from the environment.
+# `megatron` is a namespace package, so PYTHONPATH puts the checkout's `megatron/bridge` and `megatron/core` first, and
+# Energon's part still comes from the environment.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -22,12 +22,12 @@ fail() {
 checkout=$(cd "$1" && pwd -P)
 shift
 core="$checkout/3rdparty/Megatron-LM"
-[[ -f "$checkout/src/megatron/bridge/package_info.py" ]] || fail "$checkout is no checkout of Megatron-Bridge: it has no src/megatron/bridge."
+[[ -f "$checkout/src/megatron/bridge/package_info.py" ]] || fail "$checkout is not a checkout of Megatron-Bridge: it has no src/megatron/bridge."
 [[ -f "$core/megatron/core/package_info.py" ]] || fail "$core is empty; run: git -C $checkout submodule update --init 3rdparty/Megatron-LM"
 python=${PYTHON:-$root/.venv/bin/python}
-[[ -x "$python" ]] || fail "$python is not there; run: bash scripts/setup.sh"
+[[ -x "$python" ]] || fail "$python does not exist; run: bash scripts/setup.sh"
 
-# The metadata that an installation of the checkout would leave: rules ask it which version is there.
+# The metadata that installing the checkout would leave. Rules read the version from it.
 metadata=$(mktemp -d)
 trap 'rm -rf "$metadata"' EXIT
 describe() { # NAME, the file with its version

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Makes .venv in the checkout and installs the pinned dependencies and the package itself (editable).
 #
-#   bash scripts/setup.sh          then use .venv/bin/python, .venv/bin/energon-packing
+#   bash scripts/setup.sh          then use .venv/bin/python and .venv/bin/energon-packing
 #
-# Idempotent. Each step leaves a stamp with the hash of what it installed; a step runs again when its requirement file
-# changed, and a start with nothing to do calls no pip. An installation that was cut off in the middle (Ctrl-C, power,
-# a full disk) leaves a marker, and the next start builds .venv anew: pip takes a half-written package for installed.
+# It can be run again at any time. Each step leaves a stamp with the hash of what it installed, and runs again only when
+# its requirement file has changed; with nothing to do, pip is not called. An installation that is cut off (Ctrl-C, power,
+# a full disk) leaves a marker, and the next start rebuilds .venv, because pip takes a half-written package for installed.
 # PYTHON=/path/to/python3.12 chooses the interpreter. The full output of pip is in .venv/install.log.
 set -euo pipefail
 
@@ -42,7 +42,7 @@ works() { # is $1 a Python 3.12 that can make a virtual environment?
 find_python() {
   local candidate
   if [[ -n "${PYTHON:-}" ]]; then
-    works "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python 3.12 with its venv and ssl modules; point PYTHON at one, or unset it."
+    works "$PYTHON" || fail "PYTHON=$PYTHON is not a working Python 3.12 with the venv and ssl modules; point PYTHON at one, or unset it."
     printf '%s' "$PYTHON"
     return
   fi
@@ -76,7 +76,7 @@ cause() { # one sentence from the log of the step that failed
     *"CERTIFICATE_VERIFY_FAILED"*) echo "the package index's certificate is not trusted; set PIP_CERT to your certificate bundle" ;;
     *"No matching distribution found for "*)
       echo "the package index cannot be reached or has no $(sed -n 's/.*No matching distribution found for //p' "$1" | tail -n 1 | cut -d' ' -f1) for this Python and platform" ;;
-    *"ResolutionImpossible"*) echo "the versions asked for in scripts/requirements contradict each other" ;;
+    *"ResolutionImpossible"*) echo "the versions in scripts/requirements contradict each other" ;;
     *"Permission denied"*) echo "a file in .venv cannot be written (permission denied)" ;;
     *) echo "pip said: $(grep -E '^ *(ERROR|error)' "$1" | tail -n 1 | sed 's/^ *//' || true)" ;;
   esac
@@ -107,11 +107,11 @@ everything_done() {
 everything_done && exit 0
 
 # -- one installation at a time ----------------------------------------------------------------------------------------
-mkdir -p "$venv" 2>/dev/null || fail "$venv cannot be made; is the checkout writable?"
+mkdir -p "$venv" 2>/dev/null || fail "cannot create $venv; is the checkout writable?"
 if command -v flock >/dev/null; then
   exec 9>"$venv/.lock"
   if ! flock -n 9; then
-    say "another setup of this checkout is running; waiting for it"
+    say "waiting for another setup of this checkout to finish"
     flock 9
   fi
   everything_done && exit 0
@@ -120,12 +120,12 @@ trap 'say "interrupted; the next start repairs .venv"; exit 130' INT TERM
 
 if ! usable; then
   base=$(find_python) || exit 1
-  [[ -e "$marker" || -e "$venv/.done-venv" ]] && say "the environment in .venv is incomplete, broken or from another place; making it anew"
+  [[ -e "$marker" || -e "$venv/.done-venv" ]] && say "the environment in .venv is incomplete, broken or from another place; rebuilding it"
   # The lock stays: others wait on this very file.
   find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock -exec rm -rf {} +
   : >"$marker"
-  say "making .venv with $("$base" --version) ($base)"
-  "$base" -m venv "$venv" >"$log" 2>&1 || fail "$base could not make .venv: $(tail -n 1 "$log"); the log is .venv/install.log."
+  say "creating .venv with $("$base" --version) ($base)"
+  "$base" -m venv "$venv" >"$log" 2>&1 || fail "$base could not create .venv: $(tail -n 1 "$log"); the log is .venv/install.log."
   printf '%s' "$root" >"$venv/.done-venv"
   rm -f "$marker"
 fi

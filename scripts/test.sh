@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Sets everything up (scripts/setup.sh) and runs the tests:
+# Installs everything (scripts/setup.sh) and runs the tests:
 #
 #   bash scripts/test.sh                          the fast tier: one layout of each training run, no bugs put back
 #   bash scripts/test.sh --all                    all tests, as .ci/run does
-#   bash scripts/test.sh tests/packing -k window  some; arguments go to pytest (those after --all too)
+#   bash scripts/test.sh tests/packing -k window  some tests; all arguments go to pytest, including those after --all
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -16,12 +16,12 @@ case "${1:-}" in
   --all) shift ;;
 esac
 
-# A test process for each core, one thread each: the tests' models are small. A file stays in one process, for its
-# fixtures; tests/conftest.py puts the longest files first.
+# One test process per core, with one thread each, because the tests' models are small. A file stays in one process, for
+# its fixtures; tests/conftest.py puts the longest files first.
 cores=$("$root/.venv/bin/python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
-# The tests need no hub; a test that asks one should fail here, not only on a machine without a network.
+# The tests need no hub. A test that asks for one should fail here, not only on a machine without a network.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONUNBUFFERED=1
 

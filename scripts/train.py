@@ -1,11 +1,11 @@
-"""The training program that the launchers in scripts/launch start, once for every GPU.
+"""The training program that the launchers in scripts/launch start once per GPU.
 
     torchrun --nproc-per-node 8 scripts/train.py bridge_configs.qwen3_vl:qwen3_vl_8b_sft train.train_iters=2000
     torchrun --nproc-per-node 8 scripts/train.py checkpoints/iter_0000100/run_config.yaml
 
-Reads a Bridge configuration, changes it as told, judges it by our rules for the number of GPUs that there are, and
-hands it to Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed rows. A mistake ends with one
-sentence and exit code 2, a violated rule with exit code 1, both before any GPU is taken.
+Reads a Bridge configuration, applies the overrides, judges it by our rules for the GPUs of this run, and hands it to
+Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed rows. A mistake ends it with one sentence
+and exit code 2, a violated rule with exit code 1, both before any GPU is taken.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEP = "energon_packing.bridge.step:forward_step"
     type=click.Choice(["auto", "pretrain", "finetune"]),
     default="auto",
     show_default=True,
-    help="auto finetunes where checkpoint.pretrained_checkpoint is set.",
+    help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
 @click.option("--check", is_flag=True, help="Judge the configuration and stop.")
 @click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/bridge_cpu.md).")
@@ -56,15 +56,15 @@ def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode
 
 
 def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
-    """Trains; or returns what is wrong with the configuration."""
+    """Trains, or returns what is wrong with the configuration."""
     from energon_packing.bridge_cpu import stand_ins
     from energon_packing.errors import UserError
 
     if not cpu and not check and stand_ins.needed():
-        raise UserError("There is no GPU with Transformer Engine here; --cpu runs a tiny model on the CPU.")
+        raise UserError("This machine has no GPU with Transformer Engine; --cpu runs a tiny model on the CPU.")
     if cpu:
         if step != STEP or mode != "auto":
-            raise UserError("--cpu trains with the packed forward step alone; leave --step and --mode out.")
+            raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
         stand_ins.install()
     config = configuration(run, overrides)
     violated = broken_rules(config, step)
@@ -104,7 +104,7 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 
 def broken_rules(config: Any, step: str) -> list[str]:
-    """What our rules say about the run on the ranks that there are, one sentence a rule."""
+    """Returns what our rules say about the run on its ranks, one sentence per violated rule."""
     from energon_packing.validate.rules.registry import violations
     from energon_packing.validate.views.container import view_of
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Makes the processor directories that the package ships: tokenizer, chat template, image and video settings.
 
-The tokenizer is a byte-level BPE trained on text from the demo's own generators, so nothing is downloaded and running
-the script again writes the same bytes (with the same version of the `tokenizers` package; `tests/demo` compares).
+The tokenizer is a byte-level BPE trained on text from the demo's own generators, so nothing is downloaded. Running the
+script again writes the same bytes with the same version of the `tokenizers` package (`tests/demo` compares them).
 
     python scripts/train_demo_tokenizer.py            # writes energon_packing/demo/processors
     python scripts/train_demo_tokenizer.py --out DIR

@@ -24,7 +24,7 @@ def test_the_demo_accounts_for_every_record_and_lowers_the_loss(tmp_path):
     figures = tmp_path / "figures.json"
     done = run("--out", tmp_path, "--conversations", 60, "--steps", 3, "--window", 16, "--json", figures)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "the whole road" in done.stdout
+    assert "from conversations to training" in done.stdout
     found = json.loads(figures.read_text())
     convert, epoch = found["convert"], found["epoch"]
     assert convert["read"] == convert["written"] + sum(convert["rejected"].values())

@@ -52,7 +52,7 @@ Examples:
     type=click.Choice(["polylithic", "monolithic"]),
     default="polylithic",
     show_default=True,
-    help="polylithic: text and media in two WebDatasets, each file stored once, fast first pass; monolithic: one.",
+    help="polylithic: text and media in two WebDatasets (each file stored once, fast first pass); monolithic: in one.",
 )
 @click.option(
     "--split",

@@ -1,4 +1,4 @@
-# What all launchers share; sourced, never run. Sets the options that are the same everywhere, and has the data stage.
+# What all launchers share: the common options and the data stage. It is sourced, never run.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)
@@ -30,11 +30,11 @@ need_value() { # option, number of words left
 }
 
 need_number() { # option, value
-  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1 is '$2'; it is a number of at least 1."
+  [[ "$2" =~ ^[1-9][0-9]*$ ]] || fail "$1 is '$2'; it must be a number of at least 1."
 }
 
 need_rank() { # option, value
-  [[ "$2" =~ ^(0|[1-9][0-9]*)$ ]] || fail "$1 is '$2'; it is a number of at least 0."
+  [[ "$2" =~ ^(0|[1-9][0-9]*)$ ]] || fail "$1 is '$2'; it must be a number of at least 0."
 }
 
 wait_for() { # HOST:PORT of the first node, which listens when its data stage is done
@@ -104,14 +104,14 @@ What is trained, one of:
   RUN [-- SECTION.KEY=VALUE...]               scripts/train.py: a Bridge recipe module:function or a run_config.yaml
   --megatron-lm SCRIPT -- ARGUMENTS...        a training script of Megatron-LM (docs/megatron_lm.md)
 Data stage, before training:
-  --source FILE       conversations to convert into --data first; may be repeated, and goes on where it was stopped
-  --media-root DIR    where the media of these conversations lie
-  --data DIR          data set; without it the one that the run names
+  --source FILE       conversations to convert into --data first; may be repeated; an interrupted conversion resumes
+  --media-root DIR    directory of the media of these conversations
+  --data DIR          data set (default: the one that the run names)
   --skip-data         neither convert nor validate
 Other:
-  --cpu               a tiny model on the CPU, over gloo
+  --cpu               train a tiny model on the CPU, over gloo
   --dry-run           print the commands and run nothing
-  --help              this text
+  --help              show this text
 The interpreter is $PYTHON, else .venv/bin/python of the checkout, else python3.
 TEXT
 }
@@ -151,7 +151,7 @@ program() { # sets the array $words to what every node runs: torchrun's words, t
 
 # Recipes of the checkout (bridge_configs.MODULE:FUNCTION) are found wherever a launcher is started.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-# Sequence parallelism of Megatron-Core overlaps rightly only with one hardware queue.
+# Megatron-Core's sequence parallelism overlaps correctly only with one hardware queue.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 # torchrun would set it to 1 and say so, for every node.

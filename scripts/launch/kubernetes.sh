@@ -15,11 +15,11 @@ usage() {
 Usage: kubernetes.sh [--gpus N] [--nodes N] RUN [-- SECTION.KEY=VALUE...]
 
 The command of every pod. Pod 0 converts and validates, the others wait for it. Read from the environment:
-  MASTER_ADDR MASTER_PORT     of pod 0 (127.0.0.1:29500)
-  WORLD_SIZE RANK             pods and number of this pod, as Kubeflow's PyTorchJob sets them; JOB_COMPLETION_INDEX of
-                              an indexed Job stands for RANK; PET_* of the same names come first
-  --nodes N           pods, where the environment does not say
-  --gpus N            of each pod (8)
+  MASTER_ADDR MASTER_PORT     address of pod 0 (127.0.0.1:29500)
+  WORLD_SIZE RANK             number of pods and rank of this pod, as Kubeflow's PyTorchJob sets them. An indexed Job's
+                              JOB_COMPLETION_INDEX replaces RANK; PET_* variables take precedence
+  --nodes N           number of pods, if the environment does not say
+  --gpus N            GPUs per pod (8)
 TEXT
 }
 

@@ -16,9 +16,9 @@ Usage: ray.sh [--nodes N] [--gpus N] [--address URL] RUN [-- SECTION.KEY=VALUE..
 
   ray.sh --nodes 4 --gpus 8 --data data/packed bridge_configs.qwen3_vl:qwen3_vl_8b_sft_long
 
-  --nodes N           machines (1), each with the checkout and its data at the same path
-  --gpus N            of each machine (8); with --cpu its CPUs
-  --address URL       of the cluster's dashboard ($RAY_ADDRESS, else http://127.0.0.1:8265)
+  --nodes N           number of machines (1), each with the checkout and its data at the same path
+  --gpus N            GPUs per machine (8); with --cpu, CPUs
+  --address URL       address of the cluster's dashboard ($RAY_ADDRESS, else http://127.0.0.1:8265)
 TEXT
 }
 

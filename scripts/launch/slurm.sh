@@ -18,10 +18,10 @@ Usage: slurm.sh [--nodes N] [--gpus N] [--sbatch WORD]... RUN [-- SECTION.KEY=VA
   slurm.sh --nodes 4 --gpus 8 --sbatch --partition=gpu --sbatch --time=24:00:00 \
     --source chats.jsonl --data data/packed bridge_configs.qwen3_vl:qwen3_vl_8b_sft_long
 
-  --nodes N           machines (1)
-  --gpus N            of each machine (8)
-  --sbatch WORD       a word for sbatch, such as --partition=gpu; may be repeated
-  --port N            of the first node, for the rendezvous (29500)
+  --nodes N           number of machines (1)
+  --gpus N            GPUs per machine (8)
+  --sbatch WORD       argument for sbatch, such as --partition=gpu; may be repeated
+  --port N            port of the first node for the rendezvous (29500)
 TEXT
 }
 

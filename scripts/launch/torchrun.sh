@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on this machine, or on several that start this with their --node-rank. See --help.
+# Trains on this machine, or on several machines that each start this script with their --node-rank. See --help.
 set -euo pipefail
 # shellcheck source=scripts/launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -16,10 +16,10 @@ Usage: torchrun.sh [--gpus N] [--nodes N --node-rank R --master HOST:PORT] RUN [
   torchrun.sh --gpus 8 --source chats.jsonl --media-root images --data data/packed \
     bridge_configs.qwen3_vl:qwen3_vl_8b_sft -- train.train_iters=2000
 
-  --gpus N            processes of this machine (8)
-  --nodes N           machines (1); each starts this script
-  --node-rank R       of this machine (0); machine 0 converts and validates, the others wait for it
-  --master HOST:PORT  of machine 0 (127.0.0.1:29500)
+  --gpus N            processes on this machine (8)
+  --nodes N           number of machines (1); each starts this script
+  --node-rank R       rank of this machine (0); machine 0 converts and validates, the others wait for it
+  --master HOST:PORT  address of machine 0 (127.0.0.1:29500)
 TEXT
 }
 

@@ -115,4 +115,4 @@ def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stop
     assert "ZeroDivisionError" in stored["results"][0]["error"]
     assert script.main([*chosen[2:], str(tmp_path)]) == 0
     assert script.main(["--out", str(tmp_path / "none")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err

@@ -65,13 +65,15 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line per result; 2 where the input cannot be used."""
+    """Prints one JSON line per result; 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench.py balance", description=__doc__)
     parser.add_argument("--lists", type=Path, help="directory of NAME.npz; made from a seed by default")
-    parser.add_argument("--list", action="append", dest="names", help="one list of it; may be repeated")
-    parser.add_argument("--ranks", action="append", type=int, help="a data-parallel size; may be repeated")
-    parser.add_argument("--window", action="append", type=int, dest="windows", help="packs sorted; may be repeated")
-    parser.add_argument("--shift", type=int, default=2, help="packs that ranks are apart")
+    parser.add_argument("--list", action="append", dest="names", help="one list of --lists; may be repeated")
+    parser.add_argument("--ranks", action="append", type=int, help="data-parallel size; may be repeated")
+    parser.add_argument(
+        "--window", action="append", type=int, dest="windows", help="packs to sort by cost; may be repeated"
+    )
+    parser.add_argument("--shift", type=int, default=2, help="largest distance between ranks, in packs")
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)

@@ -194,14 +194,14 @@ def run(cells: Sequence[Cell] = CELLS, *, runs: int = 200, reads: int | None = N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``bench_budget [--runs N] [--reads N] [--seed N]``: one JSON line a result; 2 on unusable options."""
+    """``bench.py budget [--runs N] [--reads N] [--seed N]``: one JSON line per result; 2 on unusable options."""
     import argparse
     import json
     import sys
 
     parser = argparse.ArgumentParser(prog="bench.py budget", description=__doc__)
-    parser.add_argument("--runs", type=int, default=200, help="of each cell (default 200)")
-    parser.add_argument("--reads", type=int, help="samples of a run (default 5,000, more where that takes a stop)")
+    parser.add_argument("--runs", type=int, default=200, help="runs per cell (default 200)")
+    parser.add_argument("--reads", type=int, help="samples per run (default 5,000, more if a stop needs them)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     try:

@@ -235,9 +235,9 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def parser() -> argparse.ArgumentParser:
     """Options of ``scripts/bench.py encoders``."""
     options = argparse.ArgumentParser(prog="bench.py encoders", description=__doc__)
-    options.add_argument("--family", action="append", help=f"may be repeated; {', '.join(FAMILIES)} by default")
-    options.add_argument("--samples", type=int, default=EncoderBench().samples, help="of each family")
-    options.add_argument("--sizes", action="append", choices=("camera", "demo"), help="of images; both by default")
+    options.add_argument("--family", action="append", help=f"family; may be repeated; {', '.join(FAMILIES)} by default")
+    options.add_argument("--samples", type=int, default=EncoderBench().samples, help="samples per family")
+    options.add_argument("--sizes", action="append", choices=("camera", "demo"), help="image sizes; both by default")
     options.add_argument("--repeat", type=int, default=EncoderBench().repeat, help="passes; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--work", type=Path, help="keep the data here; a temporary directory by default")
@@ -245,7 +245,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line a result; 1 where our tokens or pixels are others, 2 where the input cannot be used."""
+    """Prints one JSON line per result; 1 if our tokens or pixels differ, 2 on unusable input."""
     given = parser().parse_args(argv)
     default = EncoderBench()
     try:

@@ -46,15 +46,15 @@ def results(
 def parser() -> argparse.ArgumentParser:
     """Options of ``scripts/bench.py exactness``."""
     options = argparse.ArgumentParser(prog="bench.py exactness", description=__doc__)
-    options.add_argument("--family", action="append", help="may be repeated; all by default")
-    options.add_argument("--sizes", type=int, default=2000, help="random image sizes of each family")
-    options.add_argument("--videos", type=int, default=300, help="random videos, and small images, of each family")
+    options.add_argument("--family", action="append", help="family; may be repeated; all by default")
+    options.add_argument("--sizes", type=int, default=2000, help="random image sizes per family")
+    options.add_argument("--videos", type=int, default=300, help="random videos, and small images, per family")
     options.add_argument("--seed", type=int, default=0)
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line a row; 1 where a prediction is wrong, 2 where the input cannot be used."""
+    """Prints one JSON line per row; 1 if a prediction is wrong, 2 on unusable input."""
     given = parser().parse_args(argv)
     last: dict[str, Any] = {}
     try:

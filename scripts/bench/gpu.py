@@ -150,7 +150,7 @@ def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = No
 
 
 def step_check() -> Iterator[dict[str, Any]]:
-    """Tokens a second and peak memory of a training step on packs, rows packed in the batch, and padded rows."""
+    """Tokens per second and peak memory of a training step on packs, rows packed in the batch, and padded rows."""
     from bench import train as bench_train
 
     with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:

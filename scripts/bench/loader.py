@@ -269,14 +269,20 @@ def parser() -> argparse.ArgumentParser:
     """Options of ``scripts/bench.py loader``."""
     options = argparse.ArgumentParser(prog="bench.py loader", description=__doc__)
     options.add_argument("--conversations", type=int, default=500)
-    options.add_argument("--defects", type=int, default=0, help="samples with a cut JPEG or longer than a row")
-    options.add_argument("--realistic", action="store_true", help="camera-size images, published pixel limits")
+    options.add_argument(
+        "--defects", type=int, default=0, help="samples to break: a JPEG cut short, or an answer longer than a row"
+    )
+    options.add_argument("--realistic", action="store_true", help="camera-size images and Bridge's pixel limits")
     options.add_argument("--seq-length", type=int, default=8192)
     options.add_argument("--window", type=int, default=256)
-    options.add_argument("--micro-batch", type=int, action="append", help="of Bridge's path; may be repeated (4, 8)")
-    options.add_argument("--no-peer", action="store_true", help="measure ours alone")
-    options.add_argument("--give-back", action="store_true", help="ours gives freed memory back: keep_memory is false")
-    options.add_argument("--repeat", type=int, default=1, help="runs of each path; figures are medians")
+    options.add_argument(
+        "--micro-batch", type=int, action="append", help="micro-batch size of Bridge's path; may be repeated (4, 8)"
+    )
+    options.add_argument("--no-peer", action="store_true", help="measure our loader only")
+    options.add_argument(
+        "--give-back", action="store_true", help="our loader gives freed memory back: keep_memory is false"
+    )
+    options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
     options.add_argument("--memory", action="store_true", help="measure what one buffered image sample costs instead")
@@ -285,7 +291,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line a result; 2 where the input cannot be used."""
+    """Prints one JSON line per result; 2 on unusable input."""
     given = parser().parse_args(argv)
     micro_batches = () if given.no_peer else tuple(given.micro_batch or (4, 8))
     try:

@@ -146,7 +146,7 @@ def run_two_limits(
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A Markdown table: a line for each packer, a column for each list with the fill in percent of the bound's.
 
-    Lists with a second limit are columns of their own. The last column is microseconds a sample on the first list.
+    Lists with a second limit are columns of their own. The last column is microseconds per sample on the first list.
     """
     columns: dict[str, None] = {}
     lines: dict[str, dict[str, str]] = {}
@@ -182,24 +182,24 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, or one JSON line a result; 2 where the input cannot be used."""
+    """Prints a table, or one JSON line per result; 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench packing", description=__doc__)
     parser.add_argument("--lists", type=Path, help="directory of NAME.npz; made from a seed by default")
-    parser.add_argument("--list", action="append", dest="names", help="one list of it; may be repeated")
-    parser.add_argument("--policy", action="append", dest="chosen", help="one policy; may be repeated")
+    parser.add_argument("--list", action="append", dest="names", help="one list of --lists; may be repeated")
+    parser.add_argument("--policy", action="append", dest="chosen", help="packing policy; may be repeated")
     parser.add_argument("--window", action="append", type=int, dest="windows", help="a size for the window policy")
     parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--image-limit", type=int, help="images of a pack, as a second constraint, on every list")
+    parser.add_argument("--image-limit", type=int, help="images per pack, as a second constraint, on every list")
     parser.add_argument("--multiple", type=int, default=1, help="lengths are rounded up to this multiple")
-    parser.add_argument("--repeat", type=int, default=1, help="time is the best of so many runs")
-    parser.add_argument("--no-peers", action="store_true", help="leave packers of other packages out")
+    parser.add_argument("--repeat", type=int, default=1, help="runs; the time is that of the fastest")
+    parser.add_argument("--no-peers", action="store_true", help="leave out packers of other projects")
     parser.add_argument(
         "--peers-env", type=Path, help="environment to install packers of others into and run them from"
     )
-    parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit of each")
+    parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit per peer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="one JSON line a result instead of a table")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the plots of the page instead")
+    parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the plots of docs/packing.md instead")
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:

@@ -150,13 +150,13 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, or one JSON line a result; 1 where packs differ or a control is not found, 2 for wrong input."""
+    """Prints a table, or one JSON line per result; 1 if packs differ or a control is not found, 2 on unusable input."""
     parser = argparse.ArgumentParser(prog="bench.py parity", description=__doc__)
-    parser.add_argument("--family", action="append", choices=FAMILIES, help="may be repeated; all by default")
-    parser.add_argument("--packs", type=int, default=2, help="of each family")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="family; may be repeated; all by default")
+    parser.add_argument("--packs", type=int, default=2, help="packs per family")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks that attention is computed as")
-    parser.add_argument("--seed", type=int, default=3, help="of the data")
-    parser.add_argument("--json", action="store_true", help="one JSON line a result instead of a table")
+    parser.add_argument("--seed", type=int, default=3, help="seed of the data")
+    parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:

@@ -210,10 +210,10 @@ def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the results as JSON lines; 1 where a row of ours hides its padding or is attended wrongly."""
     parser = argparse.ArgumentParser(prog="bench.py rows", description=__doc__)
-    parser.add_argument("--rows", type=int, default=10_000, help="random rows")
+    parser.add_argument("--rows", type=int, default=10_000, help="random rows to check")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--fill", action="store_true", help="what masked segments cost on lists of lengths")
-    parser.add_argument("--samples", type=int, default=100_000, help="of each list, with --fill")
+    parser.add_argument("--fill", action="store_true", help="show what masked segments cost on lists of lengths")
+    parser.add_argument("--samples", type=int, default=100_000, help="samples per list, with --fill")
     given = parser.parse_args(arguments)
     if given.fill:
         for result in fill(NAMES, given.samples):

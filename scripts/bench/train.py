@@ -169,18 +169,20 @@ def parser() -> argparse.ArgumentParser:
     default = TrainBench()
     options = argparse.ArgumentParser(prog="bench.py train", description=__doc__)
     options.add_argument("--conversations", type=int, default=default.conversations)
-    options.add_argument("--family", choices=FAMILIES, default=default.family, help="of the tiny model")
+    options.add_argument("--family", choices=FAMILIES, default=default.family, help="family of the tiny model")
     options.add_argument("--seq-length", type=int, default=default.seq_length)
     options.add_argument("--window", type=int, default=default.window)
-    options.add_argument("--micro-batch", type=int, action="append", help="samples; may be repeated (4, 8)")
-    options.add_argument("--passes", type=int, default=default.passes, help="over the data; figures are medians")
+    options.add_argument(
+        "--micro-batch", type=int, action="append", help="samples per micro-batch; may be repeated (4, 8)"
+    )
+    options.add_argument("--passes", type=int, default=default.passes, help="passes over the data; figures are medians")
     options.add_argument("--seed", type=int, default=default.seed)
     options.add_argument("--work", type=Path, help="keep data and logs here; a temporary directory by default")
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints one JSON line a result; 1 where the rows did not train the same, 2 where the input cannot be used."""
+    """Prints one JSON line per result; 1 if the rows did not train the same, 2 on unusable input."""
     given = parser().parse_args(argv)
     same = True
     try:

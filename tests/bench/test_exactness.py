@@ -9,9 +9,7 @@ import pytest
 from bench import exactness as bench_exactness
 from bench import predictions as exactness
 from bench.offline_processors import PROCESSORS
-from click.testing import CliRunner
 
-from energon_packing.cli.main import cli
 from energon_packing.errors import SampleRejected
 from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.qwen_vl import Qwen25VL
@@ -59,10 +57,14 @@ def test_wrong_frames_and_refusals_for_another_reason_are_mismatches(monkeypatch
     assert sum(len(row.mismatches) for row in rows) == 60
 
 
-def test_the_command_shows_a_table_with_a_sum():
-    found = CliRunner().invoke(cli, ["bench", "exactness", "--family", "llava", "--sizes", "20", "--videos", "2"])
-    assert found.exit_code == 0, found.output
-    assert "all" in found.output
-    found = CliRunner().invoke(cli, ["bench", "exactness", "--family", "lava", "--json"])
-    assert found.exit_code == 2
-    assert "the names are qwen2_vl" in json.loads(found.stdout)["error"]
+def test_the_command_prints_a_line_per_set_of_bounds_and_their_sum(capsys):
+    assert bench_exactness.main(["--family", "qwen2_vl", "--sizes", "20", "--videos", "2"]) == 0
+    *rows, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert len(rows) > 1
+    assert {row["family"] for row in rows} == {"qwen2_vl"}
+    assert last["family"] == "all"
+    for column in ("sizes", "both_refused", "written", "videos", "videos_refused", "mismatches"):
+        assert last[column] == sum(row[column] for row in rows)
+    assert last["sizes"] + last["both_refused"] == 20
+    assert bench_exactness.main(["--family", "lava"]) == 2
+    assert "the names are qwen2_vl" in capsys.readouterr().err

@@ -17,9 +17,9 @@ def render_template(
 ) -> tuple[str, Sequence[tuple[int, int]]]:
     """Renders one conversation as ``apply_chat_template`` does.
 
-    The compiled template is rendered by the functions that ``render_jinja_template`` calls, where transformers has them
-    under the names of 5.12: its wrapper searches the template's text again for every conversation, which takes a tenth
-    of the time. The sandbox is that of transformers with shorter ways to the same answers (`DirectSandbox`).
+    The compiled template, which transformers keeps, is rendered by the functions that ``render_jinja_template`` calls,
+    where transformers has them under the names of 5.12: its wrapper searches the template's text again for every
+    conversation, which takes a tenth of the time. The sandbox is the one that transformers makes.
 
     Args:
         source: the Jinja text.
@@ -34,10 +34,9 @@ def render_template(
     """
     from transformers.utils import chat_template_utils
 
-    from energon_packing.chat.direct_sandbox import compiled
-
     tracked = getattr(chat_template_utils, "_render_with_assistant_indices", None)
-    if tracked is None or not hasattr(chat_template_utils, "_compile_jinja_template"):
+    compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
+    if tracked is None or compiled is None:
         rendered, marked = chat_template_utils.render_jinja_template(
             conversations=[messages],
             tools=tools,

@@ -86,11 +86,37 @@ def test_a_transformers_without_one_of_those_functions_gives_the_same_through_th
     compare()
 
 
+ESCAPES = [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ m.__class__ }}",
+    "{{ m['__class__'] }}",
+    "{{ m.get.__self__ }}",
+    "{{ messages.append(1) }}",
+    "{{ m.update({'a': 1}) }}",
+    "{{ m.pop('role') }}",
+    "{{ m.setdefault('a', 1) }}",
+    "{{ m.clear() }}",
+    "{{ '{0.__class__}'.format(m) }}",
+    "{{ '{a.__class__}'.format_map({'a': m}) }}",
+    "{{ m.role.format.__globals__ }}",
+    "{% for a in [1] %}{{ loop.__init__.__globals__ }}{{ loop._iterator }}{% endfor %}",
+    "{% macro say() %}{% endmacro %}{{ say.__call__.__globals__ }}{{ say._environment }}",
+    "{% macro say(n) %}{{ n.__class__.__mro__ }}{% endmacro %}{{ say('') }}",
+    "{% macro say(n) %}{{ n.pop() }}{% endmacro %}{{ say(messages) }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ self._TemplateReference__context }}",
+]
+
+
 @pytest.mark.parametrize("track", [True, False])
-def test_the_short_way_is_the_same_sandbox(track):
-    escapes = "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}"
-    for source in escapes:
-        with pytest.raises(jinja2.exceptions.SecurityError):
-            render_template(
-                source + "{% generation %}{% endgeneration %}", [], None, special={}, track=track, prompt=False
-            )
+@pytest.mark.parametrize("escape", ESCAPES)
+def test_no_template_reaches_out_of_the_sandbox_or_changes_the_conversation(escape, track):
+    messages = [{"role": "user", "content": "Hi"}]
+    source = "{% set m = messages[0] %}" + escape + "{% generation %}{% endgeneration %}"
+    try:
+        said, _ = render_template(source, messages, None, special={}, track=track, prompt=False)
+    except jinja2.exceptions.SecurityError:
+        said = ""
+    assert said == ""  # what the sandbox does not refuse is undefined, and says nothing
+    assert messages == [{"role": "user", "content": "Hi"}]

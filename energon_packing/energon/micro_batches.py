@@ -117,8 +117,10 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         pack.occupied = batch.real_tokens  # nothing is aligned here; the run's form of a row does that later
         return pack
 
-    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        """The next samples in their order."""
         return list(range(min(self.micro_batch_size, len(samples))))
 
-    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
+    def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
+        """Micro-batches that the samples make."""
         return -(-len(samples) // self.micro_batch_size)

@@ -337,7 +337,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 select=self.select_samples_to_pack,
                 render=self.postencode_sample,
                 assemble=self.pack_selected_samples,
-                ledger=functools.partial(self._ledger, worker_config),
+                ledger=functools.partial(self.make_ledger, worker_config),
             ),
             fingerprint=self.loader_fingerprint(worker_config),
             worker_config=worker_config,

@@ -9,7 +9,7 @@ The two buffers hold measured samples only; nothing is decoded before its pack i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.energon import WorkerConfig
@@ -23,13 +23,11 @@ from energon_packing.energon.internals import (
     SavableDataset,
     set_sample_restore_key,
 )
+from energon_packing.energon.packer import Packer
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
 from energon_packing.energon.window_buffer import WindowBuffer
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
-
-Select = Callable[[Sequence[MeasuredSample], bool], Sequence[int]]
-Order = Callable[[Sequence[Sequence[MeasuredSample]], int], Sequence[int]]
 
 
 class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
@@ -39,15 +37,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         dataset: yields `MeasuredSample`, bad ones as their problem.
         window: measured samples held for selection.
         balance_window: finished plans that are reordered before emission; 1 keeps the order.
-        select: positions in the window of the next pack, ascending, the oldest sample (position 0) among them; its
-            second argument says that the source has ended and the window is used up.
-        order: the order in which a block of plans is emitted, given the plans and the block's number.
-        fewest: a number of packs that the samples of a window will fill at least.
-        render: decodes one sample.
-        arrange: the order of the rendered samples in their row, as positions; a function of the samples alone whose
-            result it leaves as it is, because a restored pack is arranged no more.
-        assemble: makes the pack of the rendered ones.
-        ledger: builds the ledger of this worker, on first use inside it.
+        packer: chooses, renders and assembles the packs, and gives this worker its ledger.
         fingerprint: names and values that a saved state must agree with.
     """
 
@@ -69,22 +59,14 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         *,
         window: int,
         balance_window: int,
-        select: Select,
-        order: Order,
-        fewest: Callable[[Sequence[MeasuredSample]], int],
-        render: Callable[[MeasuredSample], RenderedSample],
-        arrange: Callable[[Sequence[RenderedSample]], Sequence[int]],
-        assemble: Callable[[list[RenderedSample]], Pack],
-        ledger: Callable[[], Ledger],
+        packer: Packer,
         fingerprint: dict[str, Any],
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.window = window
         self.balance_window = balance_window
-        self._select, self._order, self._fewest = select, order, fewest
-        self._render, self._arrange, self._assemble = render, arrange, assemble
-        self._make_ledger = ledger
+        self.packer = packer
         self._ledger: Ledger | None = None
         self.fingerprint = fingerprint
         self.reset_state_own()
@@ -106,7 +88,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
     def ledger(self) -> Ledger:
         """The ledger of this worker."""
         if self._ledger is None:
-            self._ledger = self._make_ledger()
+            self._ledger = self.packer.make_ledger(self.worker_config)
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:
@@ -178,7 +160,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         held = self._window.buffer
         if not held:
             return
-        group = list(self._select(held, self._draining))
+        group = list(self.packer.select_pack(held, self._draining))
         if group[:1] != [0] or group != sorted(set(group)) or group[-1] >= len(held):
             raise PackingError(
                 f"selection {group} of {len(held)} samples must ascend, hold none twice, and begin with the oldest, "
@@ -196,7 +178,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         if size > 1:
             ends = [sum(self._plan_lengths[: plan + 1]) for plan in range(size)]
             spans = [range(end - self._plan_lengths[plan], end) for plan, end in enumerate(ends)]
-            order = self._order([[self._planned.buffer[at] for at in span] for span in spans], self._block)
+            order = self.packer.order_plans([[self._planned.buffer[at] for at in span] for span in spans], self._block)
             later = range(ends[-1], len(self._planned.buffer))
             self._planned.put(self._planned.take([*(at for plan in order for at in spans[plan]), *later]))
             self._plan_lengths[:size] = [self._plan_lengths[plan] for plan in order]
@@ -215,7 +197,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         for sample, key, arrival in zip(*plan, strict=True):
             with self._render_index.ctx() as index:
                 try:
-                    rendered.append(self._render(sample))
+                    rendered.append(self.packer.postencode_sample(sample))
                 except SampleRejected as error:
                     self.ledger.drop(sample.__key__, error.reason, error.detail)
                     continue
@@ -229,17 +211,17 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         if not rendered:
             return None
         # After rendering, since a sample that fails changes which one is last.
-        order = self._arrange(rendered)
+        order = self.packer.arrange(rendered)
         rendered = [rendered[at] for at in order]
         restore_keys, delays = [restore_keys[at] for at in order], [delays[at] for at in order]
         with self._pack_index.ctx() as index:
-            pack = self._assemble(rendered)
+            pack = self.packer.pack_selected_samples(rendered)
         pack.index = index
         pack.flush = self._draining
         pack.dropped = self.ledger.take_dropped()
         pack.delays, pack.held = tuple(delays), in_window + in_plans
         pack.worker = self.worker_config.rank_worker_id()
-        pack.ahead = len(self._plan_lengths) + self._fewest(self._window.buffer)
+        pack.ahead = len(self._plan_lengths) + self.packer.fewest_packs(self._window.buffer)
         self.ledger.emit(index, [sample.__key__ for sample in rendered], changed=pack.changed)
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 
@@ -253,9 +235,9 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             self._check_name(name)
             sample = self.dataset.restore_sample(tuple(inner))
             with self._render_index.ctx(render_index):
-                rendered.append(self._render(sample))
+                rendered.append(self.packer.postencode_sample(sample))
         with self._pack_index.ctx(index):
-            pack = self._assemble(rendered)
+            pack = self.packer.pack_selected_samples(rendered)
         pack.index = index
         return set_sample_restore_key(pack, index, *members, src=self)
 

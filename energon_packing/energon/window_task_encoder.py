@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -31,8 +30,8 @@ from energon_packing.wan.limits import ClipLimits
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """A task encoder whose packs come from a `WindowPackingDataset`.
 
-    A subclass sets the attributes, and defines ``fingerprint``, ``plan_cost``, ``postencode_sample`` and
-    ``pack_selected_samples``.
+    It is the `Packer` of that data set. A subclass sets the attributes, and defines ``fingerprint``, ``plan_cost``,
+    ``arrange``, ``postencode_sample`` and ``pack_selected_samples``.
 
     Attributes:
         packing: the section of the configuration.
@@ -138,13 +137,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             dataset,
             window=self.packing.window,
             balance_window=self.packing.balance_window,
-            select=self._select,
-            order=self._order,
-            fewest=self._fewest,
-            render=self.postencode_sample,
-            arrange=self.arrange,
-            assemble=self.pack_selected_samples,
-            ledger=functools.partial(self._ledger, worker_config),
+            packer=self,
             fingerprint=self.loader_fingerprint(worker_config),
             worker_config=worker_config,
         )
@@ -177,7 +170,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             "cost": sum(sample.cost for sample in samples),
         }
 
-    def _ledger(self, worker_config: WorkerConfig) -> Ledger:
+    def make_ledger(self, worker_config: WorkerConfig) -> Ledger:
+        """The ledger of a worker, in a file of its own where ``packing.ledger`` names a directory."""
         name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
         return Ledger(
             self.packing.ledger,
@@ -186,7 +180,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             most_pending=self.packing.max_drops_without_pack,
         )
 
-    def _select(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        """The next pack by ``packing.policy``, under all limits of a pack; see `Packer`."""
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
         return next_pack(
             self.packing.policy,
@@ -197,11 +192,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             ended=ended,
         )
 
-    def _fewest(self, samples: Sequence[MeasuredSample]) -> int:
+    def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
+        """Packs that the samples fill at least: were they divisible, by their length alone."""
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
         return -(-sum(self.limits.length_units(sample) for sample in measured) // self.limits.units)
 
-    def _order(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
+    def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
         measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
         return serpentine_order([self.plan_cost(plan) for plan in measured], block)

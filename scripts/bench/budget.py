@@ -94,15 +94,36 @@ class _Stream(SavableDataset[MeasuredSample]):
 _NOTHING: Any = object()
 
 
-def _render(sample: MeasuredSample) -> RenderedSample:
-    if sample.__key__.endswith("x"):
-        raise SampleRejected("corrupt_media", "cannot be decoded")
-    return RenderedSample.derive_from(sample, rows=())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packer:
+    """The `Packer` of a run: the next samples of the stream, in their order."""
 
+    pack: int
+    ledger: Ledger
 
-def _assemble(samples: list[RenderedSample]) -> Pack:
-    nothing: Any = None
-    return Pack(__key__="", __restore_key__=(), __subflavors__={}, batch=nothing)
+    def make_ledger(self, worker_config: Any) -> Ledger:
+        return self.ledger
+
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> Sequence[int]:
+        return range(min(self.pack, len(samples)))
+
+    def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
+        return range(len(plans))
+
+    def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
+        return 0
+
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
+        if sample.__key__.endswith("x"):
+            raise SampleRejected("corrupt_media", "cannot be decoded")
+        return RenderedSample.derive_from(sample, rows=())
+
+    def arrange(self, samples: Sequence[RenderedSample]) -> Sequence[int]:
+        return range(len(samples))
+
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        nothing: Any = None
+        return Pack(__key__="", __restore_key__=(), __subflavors__={}, batch=nothing)
 
 
 def stopped_after(cell: Cell, seed: int) -> int | None:
@@ -116,13 +137,7 @@ def stopped_after(cell: Cell, seed: int) -> int | None:
         _Stream(bad, cell.stage, config),
         window=cell.window,
         balance_window=1,
-        select=lambda held, ended: range(min(cell.pack, len(held))),
-        order=lambda plans, block: range(len(plans)),
-        fewest=lambda held: 0,
-        render=_render,
-        arrange=lambda rendered: range(len(rendered)),
-        assemble=_assemble,
-        ledger=lambda: ledger,
+        packer=_Packer(pack=cell.pack, ledger=ledger),
         fingerprint={},
         worker_config=config,
     )

@@ -19,7 +19,10 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
-FAMILY_FIELDS = ("pan_and_scan",)
+IMAGE_SIZES = ("min_pixels", "max_pixels")
+VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
+VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
+FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan")
 """Fields of `EncoderConfig` that mean nothing to a family unless it names them in ``reads``."""
 
 
@@ -70,10 +73,8 @@ class VisionFamily(ABC):
     """Name in configurations and messages."""
     processor_classes: ClassVar[tuple[str, ...]]
     """Names of the Hugging Face processor classes that this family serves; the first family of a class is its own."""
-    unread: ClassVar[tuple[str, ...]] = ()
-    """Fields of `EncoderConfig` that this family has no use for; setting one is refused, never ignored."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Those of `FAMILY_FIELDS` that this family reads."""
+    """Those of `FAMILY_FIELDS` that this family reads; setting another one is refused, never ignored."""
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
@@ -91,7 +92,8 @@ class VisionFamily(ABC):
     ``apply_chat_template`` lets it, a tokenizer's own does not."""
 
     placeholders: Mapping[MediaKind, str]
-    """Text that the chat template writes for one medium of each kind, and that `replacement` takes the place of."""
+    """Text that the chat template writes for one image or video, by each kind that the family takes with this
+    processor; `replacement` takes its place."""
     placeholder_ids: Mapping[MediaKind, int]
     """Token id of the runs of each kind."""
     reserved: tuple[str, ...]
@@ -101,8 +103,8 @@ class VisionFamily(ABC):
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = config
-        for name in (*self.unread, *(name for name in FAMILY_FIELDS if name not in self.reads)):
-            if getattr(config, name) is not None:
+        for name in FAMILY_FIELDS:
+            if name not in self.reads and getattr(config, name) is not None:
                 raise ConfigError(f"encoder.{name} means nothing to the family {self.name}; remove it.")
         if config.position_ids == "mrope" and not self.mrope:
             raise ConfigError(
@@ -125,6 +127,17 @@ class VisionFamily(ABC):
             SampleRejected: ``media_geometry`` where the family's processor refuses the size,
                 ``unmeasured_media`` where a needed number is missing.
         """
+
+    def check_kind(self, media: Media) -> None:
+        """Refuses an image or a video where the family takes none; for `plan`.
+
+        Raises:
+            SampleRejected: ``unsupported_media``.
+        """
+        if media.kind not in self.placeholders:
+            raise SampleRejected(
+                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+            )
 
     @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:

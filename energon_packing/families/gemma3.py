@@ -30,10 +30,6 @@ class Gemma3(VisionFamily):
 
     name = "gemma3"
     processor_classes = ("Gemma3Processor",)
-    unread = (
-        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
-        *("video_fps", "video_min_frames", "video_max_frames"),
-    )
     reads = ("pan_and_scan",)
     mrope = False
 
@@ -69,10 +65,7 @@ class Gemma3(VisionFamily):
         Raises:
             SampleRejected: ``unsupported_media``, ``unmeasured_media``.
         """
-        if media.kind != "image":
-            raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
-            )
+        self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
         return MediaPlan(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import MediaPlan
-from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
+from energon_packing.families.time_steps import TimeSteps
 from energon_packing.families.uniform_frames import listed_frames
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of ``mm_token_type_ids``."""
 
 
-class Glm4v(Qwen25VL):
+class Glm4v(TimeSteps):
     """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5).
 
     Resizing counts time steps: the limits hold for height times width times frames, of an image for the two frames that
@@ -29,7 +27,7 @@ class Glm4v(Qwen25VL):
 
     name = "glm4v"
     processor_classes = ("Glm4vProcessor",)
-    unread = ("video_min_frames",)
+    reads = (*IMAGE_SIZES, *VIDEO_SIZES, "video_fps", "video_max_frames")
     token_fields = ("mm_token_type_ids",)
     shared_placeholder = True
 
@@ -97,9 +95,6 @@ class Glm4v(Qwen25VL):
                 )
         return super()._plan_video(media, height, width)
 
-    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
-        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
-
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Those of the first frame of each time step; the processor takes every second one, whatever its step is."""
         return seconds[::2]
@@ -109,14 +104,6 @@ class Glm4v(Qwen25VL):
         if plan.kind == "image":
             return self.image_token
         return "".join(f"{self._start}{self.image_token}{self._end}{int(seconds)}" for seconds in plan.timestamps)
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
-
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
-        if plan.kind == "image":
-            return [(*plan.grid, 1)]
-        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """As ``Glm4vProcessor.create_mm_token_type_ids``: 1 on tokens of images, 2 on those of videos, else 0."""

@@ -30,10 +30,6 @@ class HuggingFace(VisionFamily):
 
     name = "huggingface"
     processor_classes = ()
-    unread = (
-        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
-        *("video_fps", "video_min_frames", "video_max_frames"),
-    )
     mrope = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -123,10 +119,7 @@ class HuggingFace(VisionFamily):
         Raises:
             SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` where the processor refuses the size.
         """
-        if media.kind != "image":
-            raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
-            )
+        self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
             run = self._count(height, width) - self._overhead

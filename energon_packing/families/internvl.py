@@ -11,7 +11,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, MediaPlan, VisionFamily, require
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
 from energon_packing.families.uniform_frames import listed_frames, uniform_frames
 
@@ -30,7 +30,7 @@ class InternVL(VisionFamily):
 
     name = "internvl"
     processor_classes: ClassVar[tuple[str, ...]] = ("InternVLProcessor",)
-    unread = ("video_min_pixels", "video_max_pixels")
+    reads = (*IMAGE_SIZES, *VIDEO_FRAMES)
     mrope = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -92,10 +92,7 @@ class InternVL(VisionFamily):
         Raises:
             SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as `listed_frames` and `uniform_frames`.
         """
-        if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
-            )
+        self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))

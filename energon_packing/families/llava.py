@@ -18,10 +18,6 @@ class Llava(VisionFamily):
 
     name = "llava"
     processor_classes: ClassVar[tuple[str, ...]] = ("LlavaProcessor",)
-    unread: ClassVar[tuple[str, ...]] = (
-        *("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels"),
-        *("video_fps", "video_min_frames", "video_max_frames"),
-    )
     mrope = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -74,10 +70,7 @@ class Llava(VisionFamily):
 
     def checked(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
         """``geometry(media, height, width)``, with its errors told as a rejection of the medium."""
-        if media.kind not in self.placeholders:
-            raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
-            )
+        self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
             return geometry(media, height, width)

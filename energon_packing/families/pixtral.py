@@ -27,10 +27,7 @@ class Pixtral(VisionFamily):
 
     name = "pixtral"
     processor_classes = ("PixtralProcessor",)
-    unread = (
-        *("min_pixels", "video_min_pixels", "video_max_pixels"),
-        *("video_fps", "video_min_frames", "video_max_frames"),
-    )
+    reads = ("max_pixels",)
     mrope = False
     padded = ("pixel_values",)
 
@@ -69,10 +66,7 @@ class Pixtral(VisionFamily):
         """
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
-        if media.kind != "image":
-            raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
-            )
+        self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         edge = self.images.size.longest_edge
         resized = get_resize_output_image_size(

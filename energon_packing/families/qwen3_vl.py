@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.families.base import MediaPlan
-from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.families.time_steps import TimeSteps
 
 
-class Qwen3VL(Qwen25VL):
+class Qwen3VL(TimeSteps):
     """Geometry of ``Qwen2VLImageProcessor`` (patch 16) and ``Qwen3VLVideoProcessor`` (transformers 5).
 
     The pixel limits of a video hold for the whole clip, so that more frames mean smaller ones.
@@ -44,13 +43,6 @@ class Qwen3VL(Qwen25VL):
         start = self.check_token(self._start)
         return int((made["input_ids"] == start).sum()) == int(made["video_grid_thw"][0, 0])
 
-    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
-        """Frames that the video processor takes of a clip of so many frames and frames a second."""
-        from transformers.video_utils import VideoMetadata
-
-        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
-        return tuple(int(index) for index in indices)
-
     def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
@@ -66,9 +58,6 @@ class Qwen3VL(Qwen25VL):
         )
         return rows // patch, columns // patch
 
-    def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
-        return (grid[1] * grid[2] // self.merge**2,) * grid[0]
-
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Middle of the first and last frame of each time step, a short last step filled with its last frame."""
         step = self.videos.temporal_patch_size
@@ -82,11 +71,3 @@ class Qwen3VL(Qwen25VL):
         return "".join(
             f"<{seconds:.1f} seconds>{self._start}{self.video_token}{self._end}" for seconds in plan.timestamps
         )
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}
-
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
-        if plan.kind == "image":
-            return [(*plan.grid, 1)]
-        return [(1, plan.grid[1], plan.grid[2], 1)] * plan.grid[0]

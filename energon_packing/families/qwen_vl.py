@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,7 +11,14 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.base import (
+    IMAGE_SIZES,
+    VIDEO_FRAMES,
+    VIDEO_SIZES,
+    MediaPlan,
+    VisionFamily,
+    require,
+)
 from energon_packing.families.pixel_limits import set_pixel_limits
 from energon_packing.families.qwen_patches import QwenImagePatches
 from energon_packing.families.rope_positions import rope_positions
@@ -30,6 +37,7 @@ class Qwen25VL(VisionFamily):
 
     name = "qwen2_5_vl"
     processor_classes = ("Qwen2_5_VLProcessor",)
+    reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -10,7 +10,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import MediaPlan, VisionFamily
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily
 
 
 class Text(VisionFamily):
@@ -18,6 +18,8 @@ class Text(VisionFamily):
 
     name = "text"
     processor_classes = ()
+    reads = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
+    """There is nothing to limit, so that a configuration for a model with vision serves its text, too."""
     special_tokens = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:

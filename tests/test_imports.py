@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,68 @@ def imported(path: Path) -> Iterator[str]:
 
 def sources() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def needs() -> dict[str, set[str]]:
+    """Modules of the package -> those that each imports: anywhere in its file, for types too.
+
+    Only the public names of packages are left out, which an ``__init__`` loads on first use.
+    """
+    files = {module_of(path): path for path in sources()}
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        skipped = only_for_types(tree) if path.name == "__init__.py" else set()
+        found[module] = set()
+        for node in ast.walk(tree):
+            if id(node) in skipped:
+                continue
+            if isinstance(node, ast.Import):
+                found[module].update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+                # Of `from package import name` the name may be a module of the package, or a value in it.
+                whole = {f"{name}.{alias.name}" for alias in node.names}
+                found[module].update({name} if whole - set(files) else (), whole)
+        found[module] &= set(files) - {module}
+    return found
+
+
+def cycle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """The modules of one cycle, the first of them again at its end; none where there is no cycle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Not even inside functions or for types: of two such files neither can be read or tested alone."""
+    assert cycle(needs()) == []
+
+
+def test_the_search_for_cycles_sees_every_form_of_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forms = (
+        "import energon_packing.b",
+        "from energon_packing import b",
+        "from energon_packing.b import x",
+        "from . import b",
+        "from .b import x",
+        "def late():\n    from energon_packing.b import x",
+        "if TYPE_CHECKING:\n    from energon_packing.b import x",
+    )
+    package = tmp_path / "energon_packing"
+    package.mkdir()
+    (package / "__init__.py").write_text("if TYPE_CHECKING:\n    from energon_packing.a import x\n")
+    (package / "b.py").write_text("from energon_packing.a import x\n")
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", package)
+    for form in forms:
+        (package / "a.py").write_text(f"{form}\n")
+        assert set(cycle(needs())) == {"energon_packing.a", "energon_packing.b"}, form
+    (package / "a.py").write_text("import energon_packing\n")
+    assert cycle(needs()) == []
 
 
 def test_every_module_has_a_floor() -> None:

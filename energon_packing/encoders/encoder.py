@@ -107,7 +107,7 @@ class ConversationEncoder(SampleEncoder):
 
     def fingerprint(self) -> dict[str, str]:
         """What tokens and pixels depend on, by name, for the refusal of a state made under another set-up."""
-        return encoder_fingerprint(self)
+        return encoder_fingerprint(self.config, self.family, self.template, takes=self.takes)
 
     def under(self, limits: LimitsConfig) -> ConversationEncoder:
         """The same encoder with other limits of a sample; template, tokenizer and family are shared."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.chat.template import ChatTemplate
+from energon_packing.config import EncoderConfig
+from energon_packing.families.base import VisionFamily
 
 # Settings of processors, image processors and video processors that geometry and pixels depend on, in any family.
 LIMITS = (
@@ -21,34 +22,43 @@ LIMITS = (
 )
 
 
-def encoder_fingerprint(encoder: ConversationEncoder) -> dict[str, str]:
-    """Names and values that tokens, targets and pixels depend on; see `ConversationEncoder.fingerprint`."""
-    backend = hashlib.sha256(encoder.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
+def encoder_fingerprint(
+    config: EncoderConfig, family: VisionFamily, template: ChatTemplate, *, takes: str
+) -> dict[str, str]:
+    """Names and values that tokens, targets and pixels depend on.
+
+    Args:
+        config: of the encoder, with its own limits of a sample.
+        family: with its processor and tokenizer.
+        template: of the conversations.
+        takes: the media that the encoder takes, in words.
+    """
+    backend = hashlib.sha256(family.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
     parts = [
-        encoder.processor,
-        *(getattr(encoder.processor, name, None) for name in ("image_processor", "video_processor")),
+        family.processor,
+        *(getattr(family.processor, name, None) for name in ("image_processor", "video_processor")),
     ]
     limits = repr([_limits(part) for part in parts])
     return {
         "tokenizer": backend,
-        "chat_template": hashlib.sha256(encoder.template.source.encode()).hexdigest()[:16],
-        "family": encoder.family.name,
-        "modality": encoder.takes,
-        "train_on": encoder.config.train_on,
-        "thinking": encoder.config.thinking,
-        "train_line_break": encoder.config.train_line_break,
-        "tool_definitions": encoder.config.tool_definitions,
-        "stop_tokens": " ".join(encoder.template.stops.stops),
-        "extra_fields": ", ".join(encoder.config.extra_fields),
+        "chat_template": hashlib.sha256(template.source.encode()).hexdigest()[:16],
+        "family": family.name,
+        "modality": takes,
+        "train_on": config.train_on,
+        "thinking": config.thinking,
+        "train_line_break": config.train_line_break,
+        "tool_definitions": config.tool_definitions,
+        "stop_tokens": " ".join(template.stops.stops),
+        "extra_fields": ", ".join(config.extra_fields),
         "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
         # Not in the processor: the family hands it to the processor's frame sampling.
-        "video_fps": str(getattr(encoder.family, "video_fps", None)),
-        "video_frames": str(getattr(encoder.family, "video_frames", None)),
+        "video_fps": str(getattr(family, "video_fps", None)),
+        "video_frames": str(getattr(family, "video_frames", None)),
         # A list of frames is thinned out by the configuration alone, not by what a processor samples.
-        "video_frame_limits": f"{encoder.config.video_min_frames} to {encoder.config.video_max_frames}",
-        "position_ids": f"{encoder.config.position_ids}, {encoder.config.tokens_per_second} tokens a second",
-        "limits": repr(encoder.config.limits),
-        "loss_weighting": f"{encoder.config.loss_weighting}, scale {encoder.config.loss_scale}",
+        "video_frame_limits": f"{config.video_min_frames} to {config.video_max_frames}",
+        "position_ids": f"{config.position_ids}, {config.tokens_per_second} tokens a second",
+        "limits": repr(config.limits),
+        "loss_weighting": f"{config.loss_weighting}, scale {config.loss_scale}",
     }
 
 

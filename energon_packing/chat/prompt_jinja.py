@@ -84,8 +84,8 @@ class _Compiler:
         part = _cases(
             {
                 "part is string": "{{ part }}",
-                "part.type == 'image'": self.medium("image"),
-                "part.type == 'video'": self.medium("video"),
+                "part.type == 'image'": self.media_text("image"),
+                "part.type == 'video'": self.media_text("video"),
                 "part.type == 'text'": "{{ part.text }}",
             },
             _refuse("a part of the content is neither text, image nor video"),
@@ -106,7 +106,7 @@ class _Compiler:
             + "{% endif %}{% endmacro %}"
         )
 
-    def medium(self, kind: str) -> str:
+    def media_text(self, kind: str) -> str:
         """The text of a medium; a refusal where the tokenizer gives none."""
         source = getattr(self.prompt.media, kind)
         wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]

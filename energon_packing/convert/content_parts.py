@@ -74,20 +74,20 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
         split_text(part["text"], media, pieces)
         media.ignore(part, {"type", "text"}, f"{column}[]")
     elif kind in ("image", "image_url", "video", "video_url"):
-        medium: MediaKind = "image" if kind.startswith("image") else "video"
-        path = part.get(kind, part.get(medium))
-        read = {"type", kind, medium}
+        media_kind: MediaKind = "image" if kind.startswith("image") else "video"
+        path = part.get(kind, part.get(media_kind))
+        read = {"type", kind, media_kind}
         if isinstance(path, dict):
             media.ignore(path, {"url", "path"}, f"{column}[].{kind}")
             path = path.get("url", path.get("path"))
         if path is None and set(part) == {"type"}:
-            pieces.append(media.next_of_column(medium))  # a bare part stands for the column's next entry
+            pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
         elif isinstance(path, list):
-            pieces.append(media.add(reference_of({**part, "frames": path}, medium, kind, media.frame_fps)))
+            pieces.append(media.add(reference_of({**part, "frames": path}, media_kind, kind, media.frame_fps)))
             read.update(FRAME_TIMING)
         else:
-            refuse_cut(part, medium, "unsupported_field", f"turn {number}: a content part")
-            pieces.append(media.add(reference_of(path, medium, kind, media.frame_fps)))
+            refuse_cut(part, media_kind, "unsupported_field", f"turn {number}: a content part")
+            pieces.append(media.add(reference_of(path, media_kind, kind, media.frame_fps)))
         media.ignore(part, read, f"{column}[]")
     else:
         known = "text, image, image_url, video, video_url"

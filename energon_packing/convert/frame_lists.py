@@ -50,7 +50,7 @@ def frame_times(value: Any, frames: int) -> tuple[float, ...]:
     return tuple(float(time) for time in numbers)
 
 
-def medium_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
+def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
     """A video of checked images.
 
     Args:

@@ -88,7 +88,7 @@ class MediaFile:
         return self.name.rsplit(".", 1)[1]
 
 
-def medium_of_file(name: str, file: MediaFile) -> Media:
+def media_of_file(name: str, file: MediaFile) -> Media:
     """What a record says of a checked file that is stored under a name."""
     return Media(
         kind=file.kind,

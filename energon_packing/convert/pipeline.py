@@ -219,7 +219,7 @@ def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, rea
         reading.ignored[name if known else OTHER_COLUMNS] += 1
     reading.written_of_origin[pending.raw.source.origin] += 1
     named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
-    reading.mentions.update(medium.kind for medium in named)
+    reading.mentions.update(item.kind for item in named)
     for file in files:
         reading.media.setdefault(file.name, file)
 

@@ -17,8 +17,8 @@ from energon_packing.conversation import Conversation, Turn
 from energon_packing.convert.columns import check_columns
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, RecordFormat
 from energon_packing.convert.extras import extra_columns_read, parse_extras
-from energon_packing.convert.frame_lists import medium_of_frames
-from energon_packing.convert.media_files import MediaFile, medium_of_file
+from energon_packing.convert.frame_lists import media_of_frames
+from energon_packing.convert.media_files import MediaFile, media_of_file
 from energon_packing.convert.near_names import near_name
 from energon_packing.convert.preference import TURN_COLUMNS, find_pair
 from energon_packing.convert.record_media import READ_COLUMNS, FileReference, MediaReference, RecordMedia, kind_of
@@ -74,10 +74,10 @@ class ParsedRecord:
         for reference in self.references:
             own = list(islice(checked, len(reference.paths)))
             if reference.is_frames:
-                media.append(medium_of_frames(own, fps=reference.fps, times=reference.times))
+                media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
             else:
                 ((name, file),) = own
-                media.append(medium_of_file(name, file))
+                media.append(media_of_file(name, file))
         conversation = Conversation(
             key=key,
             turns=self.turns,

@@ -71,16 +71,16 @@ def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[in
     ends: list[int] = []
     shifts = [0]
     cursor = 0
-    for medium in media:
-        parts += (text[cursor : medium.start], medium.text)
-        cursor = medium.end
-        before, after = medium.frame
-        before = before if text.endswith(before, 0, medium.start) else ""
+    for item in media:
+        parts += (text[cursor : item.start], item.text)
+        cursor = item.end
+        before, after = item.frame
+        before = before if text.endswith(before, 0, item.start) else ""
         after = after if text.startswith(after, cursor) else ""
-        start = medium.start + shifts[-1]
-        spans.append((start - len(before), start + len(medium.text) + len(after)))
-        ends.append(medium.end)
-        shifts.append(shifts[-1] + len(medium.text) - (medium.end - medium.start))
+        start = item.start + shifts[-1]
+        spans.append((start - len(before), start + len(item.text) + len(after)))
+        ends.append(item.end)
+        shifts.append(shifts[-1] + len(item.text) - (item.end - item.start))
     parts.append(text[cursor:])
     return "".join(parts), tuple(spans), lambda at: at + shifts[bisect_right(ends, at)]
 

@@ -32,7 +32,7 @@ from energon_packing.energon.samples import (
     Problem,
     RenderedSample,
     account_for,
-    read_medium,
+    read_media,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import DroppedSample, Ledger
@@ -158,7 +158,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             if sample.measured is None:
                 account_for(sample, ledger)
                 raise SkipSample
-            read = functools.partial(read_medium, sample.store)
+            read = functools.partial(read_media, sample.store)
             try:
                 row = self.encoder.render(sample.measured, read)
             except SampleRejected as error:

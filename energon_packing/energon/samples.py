@@ -86,7 +86,7 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
     ledger.drop(sample.__key__, problem.reason, problem.detail)
 
 
-def read_medium(store: FileStore | None, name: str) -> bytes:
+def read_media(store: FileStore | None, name: str) -> bytes:
     """The bytes of a medium.
 
     Raises:

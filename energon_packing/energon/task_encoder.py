@@ -38,7 +38,7 @@ from energon_packing.energon.samples import (
     Pack,
     Problem,
     RenderedSample,
-    read_medium,
+    read_media,
 )
 from energon_packing.energon.split_pieces import SplitPieces
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
@@ -244,7 +244,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """
         if sample.measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        read = functools.partial(read_medium, sample.store)
+        read = functools.partial(read_media, sample.store)
         encoder = self.encoders[sample.encoder]
         rows = tuple(encoder.render(segment, read) for segment in sample.measured.segments)
         cost = pack_cost(sample.measured.segment_lengths, patches=sample.measured.patches)

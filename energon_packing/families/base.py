@@ -117,7 +117,7 @@ class VisionFamily(ABC):
         Raises:
             SampleRejected: as `plan`.
         """
-        return tuple(self.plan(medium) for medium in media)
+        return tuple(self.plan(item) for item in media)
 
     @abstractmethod
     def plan(self, media: Media) -> MediaPlan:

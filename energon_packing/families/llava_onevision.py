@@ -55,10 +55,9 @@ class LlavaOneVision(LlavaNext):
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
         """As `plan`, but images that are not alone in their sample are padded to one square each."""
-        several = sum(medium.kind == "image" for medium in media) > 1
+        several = sum(item.kind == "image" for item in media) > 1
         return tuple(
-            self.checked(medium, self._squared) if several and medium.kind == "image" else self.plan(medium)
-            for medium in media
+            self.checked(item, self._squared) if several and item.kind == "image" else self.plan(item) for item in media
         )
 
     def _squared(self, media: Media, height: int, width: int) -> MediaPlan:

@@ -26,7 +26,7 @@ from megatron.energon.cache import FileStore
 
 from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
-from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_medium
+from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.wan.caption_encoder import CaptionEncoder
@@ -186,7 +186,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         measured = sample.measured
         if measured is None:
             raise PackingError(f"sample {sample.__key__} was selected although it was never measured")
-        clip = self.encoder.render(measured, functools.partial(read_medium, sample.store))
+        clip = self.encoder.render(measured, functools.partial(read_media, sample.store))
         return RenderedClipSample.derive_from(
             sample, rows=(), clip=clip, measured=measured, changes=measured.changes, cost=clip_cost(measured.length)
         )

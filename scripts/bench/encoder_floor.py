@@ -121,8 +121,8 @@ def decode(sample: BenchSample, measured: Measured) -> list[torch.Tensor]:
     from torchvision.io import ImageReadMode, decode_jpeg
 
     media: list[torch.Tensor] = []
-    for medium, plan in zip(sample.conversation.media, measured.plans, strict=True):
-        data = sample.files[medium.name]
+    for item, plan in zip(sample.conversation.media, measured.plans, strict=True):
+        data = sample.files[item.name]
         if plan.kind == "image":
             encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             media.append(decode_jpeg(encoded, mode=ImageReadMode.RGB))
@@ -136,10 +136,10 @@ def open_media(sample: BenchSample, measured: Measured) -> list[Any]:
     from PIL import Image
 
     return [
-        Image.open(io.BytesIO(sample.files[medium.name])).convert("RGB")
+        Image.open(io.BytesIO(sample.files[item.name])).convert("RGB")
         if plan.kind == "image"
-        else torch.from_numpy(_frames(sample.files[medium.name], plan.frame_indices)).permute(0, 3, 1, 2).contiguous()
-        for medium, plan in zip(sample.conversation.media, measured.plans, strict=True)
+        else torch.from_numpy(_frames(sample.files[item.name], plan.frame_indices)).permute(0, 3, 1, 2).contiguous()
+        for item, plan in zip(sample.conversation.media, measured.plans, strict=True)
     ]
 
 

@@ -50,7 +50,7 @@ def make(work: Path, count: int, shares: Mapping[str, float], *, camera: bool, s
     media = read_media(data.root)
     found: dict[str, list[Conversation]] = {kind: [] for kind in shares}
     for conversation in read_conversations(data.root):
-        kinds = {medium.kind for medium in conversation.media}
+        kinds = {item.kind for item in conversation.media}
         found["video" if "video" in kinds else "image" if kinds else "text"].append(conversation)
     result: list[BenchSample] = []
     for kind, share in shares.items():
@@ -70,15 +70,13 @@ def make_text(work: Path) -> list[BenchSample]:
 
 def _sample(conversation: Conversation, media: Mapping[str, bytes]) -> BenchSample:
     files = {
-        medium.name: as_jpeg(media[medium.name]) if medium.kind == "image" else media[medium.name]
-        for medium in conversation.media
+        item.name: as_jpeg(media[item.name]) if item.kind == "image" else media[item.name]
+        for item in conversation.media
     }
     sizes = {name: _size(data) for name, data in files.items() if data[:2] == b"\xff\xd8"}
     measured = tuple(
-        dataclasses.replace(medium, width=sizes[medium.name][0], height=sizes[medium.name][1])
-        if medium.name in sizes
-        else medium
-        for medium in conversation.media
+        dataclasses.replace(item, width=sizes[item.name][0], height=sizes[item.name][1]) if item.name in sizes else item
+        for item in conversation.media
     )
     return BenchSample(conversation=dataclasses.replace(conversation, media=measured), files=files)
 

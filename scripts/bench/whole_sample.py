@@ -64,8 +64,8 @@ def media_arguments(
         if isinstance(family, Gemma3):
             result["do_pan_and_scan"] = bool(family.config.pan_and_scan)
     clips = [
-        (plan, medium, entry)
-        for plan, medium, entry in zip(measured.plans, conversation.media, media, strict=True)
+        (plan, item, entry)
+        for plan, item, entry in zip(measured.plans, conversation.media, media, strict=True)
         if plan.kind == "video"
     ]
     if not clips:
@@ -76,8 +76,8 @@ def media_arguments(
     result |= {"videos": videos, "do_sample_frames": False}
     if isinstance(family, Qwen25VL):
         result["video_metadata"] = [
-            {"total_num_frames": medium.frames, "fps": medium.fps, "frames_indices": list(plan.frame_indices)}
-            for plan, medium, _ in clips
+            {"total_num_frames": item.frames, "fps": item.fps, "frames_indices": list(plan.frame_indices)}
+            for plan, item, _ in clips
         ]
     return result
 

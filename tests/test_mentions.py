@@ -1,0 +1,190 @@
+"""What docstrings, comments and pages name exists: modules, files, names and options."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = tuple(
+    sorted(path for folder in ("energon_packing", "scripts", "tests") for path in (ROOT / folder).rglob("*.py"))
+)
+SHELL = tuple(sorted((ROOT / "scripts").rglob("*.sh")))
+PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+BASES = (ROOT, ROOT / "energon_packing", ROOT / "tests", ROOT / "scripts")
+"""Folders that a path in backticks may begin in."""
+
+DOTTED = re.compile(r"energon_packing(?:\.\w+)+")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|sh|md|yaml|toml|jinja)")
+NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+ELSEWHERE = {
+    "PrimaryFileStore": "Energon",
+    "is_full_iteration_cuda_graph": "Megatron-Bridge",
+    "validate_cuda_graph_configuration": "Megatron-Bridge",
+}
+"""Names in backticks that no code of ours has, and whose they are."""
+PENDING = frozenset({"packing_mode_rules", "batch_rules", "length_rules", "config_view", "container_view"})
+"""Phantoms in ``validate/``, whose files are being rewritten; the entry goes with the mention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """A docstring, a comment, or a page.
+
+    Attributes:
+        path, line: where it begins.
+        text: as written.
+    """
+
+    path: Path
+    line: int
+    text: str
+
+    def quoted(self) -> Iterator[tuple[str, bool, str]]:
+        """What stands in backticks, whether in one on each side, and its place; blocks of code are left out."""
+        prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), self.text, flags=re.DOTALL)
+        for found in re.finditer(r"(?<!`)(`{1,2})([^`\n]+)\1(?!`)", prose):
+            line = self.line + prose.count("\n", 0, found.start())
+            yield found[2], found[1] == "`", f"{self.path.relative_to(ROOT)}:{line}"
+
+
+def texts_of(path: Path) -> Iterator[Text]:
+    """The docstrings of a module, also those after an assignment, and its comments."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield Text(path=path, line=node.lineno, text=node.value.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Text(path=path, line=token.start[0], text=token.string)
+
+
+@functools.cache
+def texts() -> tuple[Text, ...]:
+    pages = (Text(path=path, line=1, text=path.read_text(encoding="utf-8")) for path in PAGES)
+    return (*(text for path in CODE for text in texts_of(path)), *pages)
+
+
+@functools.cache
+def said_in_code() -> tuple[frozenset[str], str]:
+    """All names of the code with the words of its strings, and those strings together.
+
+    Docstrings are not among them, nor what tests say: an option that is gone may be one that a test sees refused.
+    """
+    names: set[str] = {part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts}
+    strings = [path.read_text(encoding="utf-8") for path in SHELL]
+    for path in CODE:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                    names.add(name)
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    names.add(name)
+                case ast.TypeVar(name=name):
+                    names.add(name)
+                case ast.keyword(arg=str(name)):
+                    names.add(name)
+                case ast.alias(name=name):
+                    names.update(name.split("."))
+                case ast.Constant(value=str(value)) if id(node) not in prose and not path.name.startswith("test_"):
+                    strings.append(value)
+    whole = "\n".join(strings)
+    return frozenset(names | set(re.findall(r"\w+", whole))), whole
+
+
+def defined(module: Path) -> set[str]:
+    """Names that a module binds at its top, and the words of its strings: a package lists its public names in them."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.alias(name=name, asname=other):
+                names.add(other or name)
+            case ast.Constant(value=str(value)) if module.name == "__init__.py" and value.isidentifier():
+                names.add(value)
+    return names
+
+
+def resolves(dotted: str) -> bool:
+    """Whether a dotted path from the package leads to a module, or to names in one."""
+    folder, parts = ROOT, dotted.split(".")
+    while parts and (folder / parts[0]).is_dir():
+        folder /= parts.pop(0)
+    module = folder / "__init__.py"
+    if parts and (folder / f"{parts[0]}.py").is_file():
+        module = folder / f"{parts.pop(0)}.py"
+    return module.is_file() and set(parts) <= defined(module)
+
+
+def missing(text: Text) -> Iterator[str]:
+    """Mentions of one text that lead nowhere."""
+    names, strings = said_in_code()
+    known = names | PENDING | set(ELSEWHERE)
+    refers = text.path.suffix == ".py"  # where one backtick on each side makes a reference to a name of ours
+    for quoted, single, where in text.quoted():
+        word = quoted.partition("(")[0]
+        if DOTTED.fullmatch(word):
+            if not resolves(word):
+                yield f"{where}: no {word}"
+        elif FILE.fullmatch(quoted):
+            # Where no folder of ours has the first name, the path is another project's.
+            ours = any((base / quoted.partition("/")[0]).is_dir() for base in BASES)
+            if ours and not any((base / quoted).is_file() for base in BASES):
+                yield f"{where}: no file {quoted}"
+        elif refers and single and NAME.fullmatch(word) and not set(word.split(".")) <= known:
+            yield f"{where}: no {word}"
+        for option in OPTION.findall(quoted):
+            if option not in strings and option[2:].replace("-", "_") not in names:
+                yield f"{where}: no option {option}"
+
+
+def test_every_module_file_name_and_option_that_a_text_mentions_is_there() -> None:
+    wrong = [line for text in texts() for line in missing(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "phantom",
+    [
+        "`energon_packing.packing.no_such_module`",
+        "`energon_packing.packing.online.no_such_function`",
+        "``energon_packing.no_such_module.Name``",
+        "`packing/no_such_file.py`",
+        "`tests/no_such_file.py`",
+        "`NoSuch" + "Class`",
+        "`NoSuch" + "Class.method(x)`",
+        "``energon-packing validate --no-such-opt" + "ion``",
+    ],
+)
+def test_a_phantom_is_found(phantom: str) -> None:
+    assert list(missing(Text(path=Path(__file__), line=1, text=f"See {phantom}.")))
+
+
+@pytest.mark.parametrize(
+    "mention",
+    [
+        "`energon_packing.thd`",
+        "`energon_packing.thd.assemble`",
+        "`energon_packing.packing.online.next_pack(...)`",
+        "`packing/online.py`",
+        "`models/of_another_project.py`",
+        "`Conversation.is_pair`",
+        "``energon-packing validate --json``",
+        "```\nenergon-packing --a-block-of-code `x.y.z`\n```",
+    ],
+)
+def test_what_is_there_is_no_phantom(mention: str) -> None:
+    assert not list(missing(Text(path=Path(__file__), line=1, text=f"See {mention}.")))

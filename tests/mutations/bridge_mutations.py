@@ -10,7 +10,7 @@ BRIDGE_TRAPS = {
     50: "sequence parallelism on images of Qwen3-VL loses gradients",
 }
 
-NATIVE = "tests/bridge/test_native_rules.py::"
+NATIVE = "tests/validate/test_native_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"

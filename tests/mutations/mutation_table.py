@@ -89,7 +89,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=2,
         name="positions go on counting through the row",
-        test="tests/properties/test_thd_properties.py::"
+        test="tests/thd/test_thd_properties.py::"
         "test_every_assembled_pack_holds_every_invariant_and_unpacks_to_its_rows",
         oracle="the rows themselves",
         edits=(("thd/assembly.py", "positions[..., start:end] = own", "positions[..., start:end] = own + start"),),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
 RECIPE = "bridge_configs.qwen3:qwen3_8b_sft"
 LAUNCHERS = ("torchrun", "slurm", "kubernetes", "ray")

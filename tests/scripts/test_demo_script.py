@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "demo.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "demo.py"
 
 
 def run(*arguments):

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: native resolution, 28-pixel tokens, one run of placeholders an image or video."""
+"""Qwen2-VL and Qwen2.5-VL: native resolution, 28-pixel tokens, one run of placeholders per image or video."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import (
-    IMAGE_SIZES,
-    VIDEO_FRAMES,
-    VIDEO_SIZES,
-    MediaPlan,
-    VisionFamily,
-    require,
-)
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily, require
 from energon_packing.families.pixel_limits import set_pixel_limits
 from energon_packing.families.qwen_patches import QwenImagePatches
 from energon_packing.families.rope_positions import rope_positions

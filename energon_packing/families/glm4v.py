@@ -10,8 +10,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
+from energon_packing.families.frames import chosen_frames
 from energon_packing.families.time_steps import TimeSteps
-from energon_packing.families.uniform_frames import listed_frames
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of ``mm_token_type_ids``."""
@@ -82,9 +82,8 @@ class Glm4v(TimeSteps):
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         total, fps, step = media.frames or 0, media.fps or 0.0, self.videos.temporal_patch_size
-        listed = listed_frames(media, self.config.video_max_frames)
         if total > 0 and fps > 0:
-            taken = len(self.sample_frames(total, fps) if listed is None else listed)
+            taken = len(chosen_frames(media, self.config, lambda: self.sample_frames(total, fps)))
             if taken < step:
                 raise SampleRejected(
                     "too_few_frames",

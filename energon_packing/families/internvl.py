@@ -12,8 +12,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, MediaPlan, VisionFamily, require
+from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
-from energon_packing.families.uniform_frames import listed_frames, uniform_frames
 
 DEFAULT_VIDEO_FRAMES = 8
 """Frames of a video where neither the configuration nor the processor says how many."""
@@ -90,7 +90,7 @@ class InternVL(VisionFamily):
         """Tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as `listed_frames` and `uniform_frames`.
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as `uniform_frames`.
         """
         self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
@@ -98,14 +98,8 @@ class InternVL(VisionFamily):
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = listed_frames(media, self.config.video_max_frames) or uniform_frames(
-            self.videos,
-            total,
-            fps,
-            rate=self.video_fps,
-            fewest=self._fewest,
-            most=self.video_frames,
-        )
+        wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
+        indices = chosen_frames(media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted))
         return self._tiled("video", len(indices), (self.tile_tokens,) * len(indices), indices)
 
     def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:

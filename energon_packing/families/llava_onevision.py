@@ -12,8 +12,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan, require
+from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
-from energon_packing.families.uniform_frames import listed_frames, uniform_frames
 
 DEFAULT_VIDEO_FRAMES = 32
 """Frames of a video where the video processor has no ``num_frames``; the published number."""
@@ -70,8 +70,12 @@ class LlavaOneVision(LlavaNext):
         if media.kind == "image":
             return super()._plan(media, height, width)
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = listed_frames(media, self.video_frames) or uniform_frames(
-            self.videos, total, fps, rate=None, fewest=1, most=self.video_frames
+        most = self.video_frames
+        indices = chosen_frames(
+            media,
+            self.config,
+            lambda: uniform_frames(self.videos, total, fps, rate=None, fewest=1, most=most),
+            most=most,
         )
         rows, columns = self.tile_grid
         pooled = -(-rows // 2) * -(-columns // 2)

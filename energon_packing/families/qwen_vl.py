@@ -12,10 +12,10 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily, require
+from energon_packing.families.frames import chosen_frames
 from energon_packing.families.pixel_limits import set_pixel_limits
 from energon_packing.families.qwen_patches import QwenImagePatches
 from energon_packing.families.rope_positions import rope_positions
-from energon_packing.families.uniform_frames import listed_frames
 
 DEFAULT_VIDEO_FPS = 2.0
 
@@ -117,7 +117,7 @@ class Qwen25VL(VisionFamily):
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = listed_frames(media, self.config.video_max_frames) or self._sampled(media, total, fps)
+        indices = chosen_frames(media, self.config, lambda: self._sampled(media, total, fps))
         step = self.videos.temporal_patch_size
         grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
         return MediaPlan(

@@ -15,8 +15,8 @@ from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.frames import uniform_frames
 from energon_packing.families.registry import build_family
-from energon_packing.families.uniform_frames import uniform_frames
 
 TOTALS = st.one_of(st.integers(1, 100_003), st.integers(1, 2**31 - 1))
 

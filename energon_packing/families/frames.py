@@ -1,10 +1,27 @@
-"""Which frames stand for a video: spread evenly over a clip, or those that a list of images holds."""
+"""Which frames stand for a video: every family asks `chosen_frames`, so a new way to choose them goes there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
+
+
+def chosen_frames(
+    media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None
+) -> tuple[int, ...]:
+    """Indices of the frames that stand for a video: all of a list of images, else the processor's choice.
+
+    Args:
+        media: the video.
+        config: of the encoder; what it says about the choice of frames is read here.
+        by_processor: the family's own choice, as its video processor makes it.
+        most: frames that a list is thinned out to; by default ``video_max_frames``.
+    """
+    listed = listed_frames(media, config.video_max_frames if most is None else most)
+    return by_processor() if listed is None else listed
 
 
 def uniform_frames(

@@ -181,7 +181,9 @@ def _hook_expert_layers(inner: Any) -> bool:
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:
-    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks (rule ours-44).
+    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks.
+
+    As the rule ``ours/padding-mask-under-graphs`` does.
 
     For every batch, whatever its mask holds: ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has
     a check of its own.
@@ -194,7 +196,7 @@ def _refuse_graphs(model: Any, step: Any) -> None:
         raise ConfigError(
             "cuda_graph_impl is 'transformer_engine': layers under CUDA graphs are called past their hooks, by which "
             "the padding mask reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule "
-            "ours-44-padding-mask-under-graphs)."
+            "ours/padding-mask-under-graphs)."
         )
 
 

@@ -22,7 +22,7 @@ from energon_packing.validate.run_view import RunView, installed_version
 from energon_packing.validate.verdict import bridge_verdict
 
 SEED = 20261122
-EARLY = "bridge-11-pack-size"
+EARLY = "bridge/pack-size"
 """The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""
 
 

@@ -138,10 +138,15 @@ def test_a_shipped_configuration_has_the_published_number_of_parameters(name, pa
 
 
 BROKEN = [
-    ("bridge_configs.qwen25_vl:qwen25_vl_7b_sft", "16", ["model.context_parallel_size=2"], "ours-23-family"),
-    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge-11-"),
-    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge-13-"),
-    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core-15-expert-world-size"),
+    (
+        "bridge_configs.qwen25_vl:qwen25_vl_7b_sft",
+        "16",
+        ["model.context_parallel_size=2"],
+        "ours/family-context-parallel",
+    ),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge/one-pack-a-micro-batch"),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge/same-seq-length"),
+    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core/expert-world-size"),
 ]
 
 
@@ -191,7 +196,7 @@ def test_a_serialised_bridge_configuration_is_judged(serialised):
     assert answer["kind"] == "serialised Bridge configuration"
     assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, {}, "accepts")
     code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
-    assert (code, speaking(answer)) == (1, {"ours-19-step-reads-packs": "error"})
+    assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error"})
 
 
 def test_a_broken_serialised_configuration_is_mended_in_a_new_file_that_is_valid(serialised):

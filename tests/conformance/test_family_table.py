@@ -56,9 +56,9 @@ def test_a_run_is_refused_for_its_family_exactly_where_the_table_says_no(
     found = {judgement.rule.id for judgement in violations(view)}
     expected = set[str]()
     if not line.packed or (in_batch and not line.in_batch):
-        expected = {"ours-19-family-takes-packs"}
+        expected = {"ours/family-takes-packs"}
     elif cp > 1 and not line.context_parallel:
-        expected = {"ours-23-family-context-parallel"}
+        expected = {"ours/family-context-parallel"}
     assert found == expected
 
 

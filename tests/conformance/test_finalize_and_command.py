@@ -143,17 +143,24 @@ def compared(sound: Any, draw: random.Random) -> tuple[collections.Counter[str],
 def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
     """The rules that only the command knew before."""
     faults = {
-        "ours-18-": {"model.mtp_num_layers": 1, "model.tensor_model_parallel_size": 2, "model.sequence_parallel": True},
-        "ours-28-": {"model.overlap_moe_expert_parallel_comm": True},
-        "ours-32-head-": {"model.kv_channels": 100},
-        "ours-33-vocabulary": {"model.vocab_size": 100},
-        "ours-33-placeholder": {"model.image_token_id": 7},
-        "ours-35-": {"dataset.encoder.loss_weighting": "square", "model.calculate_per_token_loss": False},
-        "core-15-global": {"train.global_batch_size": 3, "validation.eval_global_batch_size": 4},
-        "core-17-": {"ddp.average_in_collective": True},
+        "ours/no-multi-token-prediction": {
+            "model.mtp_num_layers": 1,
+            "model.tensor_model_parallel_size": 2,
+            "model.sequence_parallel": True,
+        },
+        "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
+        "ours/head-dimension": {"model.kv_channels": 100},
+        "ours/vocabulary": {"model.vocab_size": 100},
+        "ours/placeholder-ids": {"model.image_token_id": 7},
+        "ours/weights-need-token-loss": {
+            "dataset.encoder.loss_weighting": "square",
+            "model.calculate_per_token_loss": False,
+        },
+        "core/global-batch-size": {"train.global_batch_size": 3, "validation.eval_global_batch_size": 4},
+        "core/no-average-with-token-loss": {"ddp.average_in_collective": True},
     }
     if installed_release() >= (0, 7):  # whose gpt_step gives its schedule plan the boundaries
-        del faults["ours-28-"]
+        del faults["ours/no-schedule-plan"]
     for rule, changed in faults.items():
         cfg = copy.deepcopy(sound)
         for place, value in changed.items():

@@ -59,7 +59,7 @@ def rule_on_step(*, deferred: bool, step: str, in_batch: bool) -> str:
         defer_in_batch_packing_to_step=deferred,
         step=step,
     )
-    return next(found.outcome for found in judge(view) if found.rule.id == "ours-19-step-reads-packs")
+    return next(found.outcome for found in judge(view) if found.rule.id == "ours/step-reads-packs")
 
 
 @pytest.mark.parametrize("mode", ["packs", "in_batch"])

@@ -12,7 +12,7 @@ from energon_packing.validate.rules.registry import RULES
 from energon_packing.validate.rules.rule import Rule
 from energon_packing.validate.run_view import RunView, installed_version
 
-NOT_RAISED = [rule for rule in RULES if not rule.id.startswith("bridge-")]
+NOT_RAISED = [rule for rule in RULES if rule.origin != "bridge"]
 HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
 
 

@@ -22,7 +22,7 @@ def test_a_schedule_plan_is_refused_exactly_where_the_step_gives_it_no_boundarie
 ) -> None:
     (plan,) = source.keywords_of_calls(f"training/{step}.py", "build_schedule_plan")
     view = RunView(bridge_version=source.version, step=step, overlap_moe_expert_parallel_comm=True, **PACKED)
-    assert outcome("ours-28-no-schedule-plan", view) == ("ok" if "packed_seq_params" in plan else "error")
+    assert outcome("ours/no-schedule-plan", view) == ("ok" if "packed_seq_params" in plan else "error")
 
 
 @pytest.mark.parametrize("source", sources())

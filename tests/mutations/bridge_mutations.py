@@ -87,7 +87,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "bridge/dataset.py",
                 "        if judgement.finding is not None:\n",
-                '        if judgement.rule.id.startswith("bridge-") and judgement.finding is not None:\n',
+                '        if judgement.rule.origin == "bridge" and judgement.finding is not None:\n',
             ),
         ),
         needs_bridge=True,

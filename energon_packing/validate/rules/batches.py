@@ -1,7 +1,7 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about batches and about what their loss divides by.
 
-Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes rules 6, 9 and 10. Ours is a provider and
-needs them just as much: for the kind ``packed_energon`` they all apply. Imports neither torch nor Bridge.
+Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of them. Ours is a provider and needs
+them just as much: for the kind ``packed_energon`` they all apply. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _finetuning_with_cp(view: RunView) -> bool:
 
 
 @_rule(
-    id="bridge-06-micro-batch-size",
+    id="bridge/micro-batch-size",
     checks="the data set's micro-batch size is the trainer's",
     applies=_own_micro_batch,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
@@ -48,7 +48,7 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-06-eval-micro-batch-size",
+    id="bridge/eval-micro-batch-size",
     checks="the data set's micro-batch size is that of the evaluation",
     applies=_own_micro_batch,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
@@ -65,7 +65,7 @@ def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-15-eval-global-batch-size",
+    id="bridge/eval-global-batch-size",
     checks="the evaluation's global batch divides over its replicas",
     applies=always,
     bridge_says=("must be divisible by eval_micro_batch_size * eval_data_parallel_size",),
@@ -83,7 +83,7 @@ def _eval_global_batch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-09-per-token-loss",
+    id="bridge/per-token-loss",
     checks="finetuning at CP > 1 computes the loss per token",
     applies=_finetuning_with_cp,
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
@@ -100,7 +100,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-10-no-average-in-collective",
+    id="bridge/no-average-in-collective",
     checks="finetuning at CP > 1 does not average in the collective",
     applies=_finetuning_with_cp,
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
@@ -117,7 +117,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-11-one-pack-a-micro-batch",
+    id="bridge/one-pack-a-micro-batch",
     checks="packed rows come one a micro-batch",
     applies=packed_offline,
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
@@ -142,7 +142,7 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-12-in-batch-needs-several",
+    id="bridge/in-batch-needs-several",
     checks="in-batch packing has at least two samples to join",
     applies=_in_batch,
     bridge_says=("micro_batch_size should be greater than 1 when using enable_in_batch_packing=True",),

@@ -21,7 +21,7 @@ def _packed_with_cp_and_core(view: RunView) -> bool:
 
 
 @_rule(
-    id="core-15-global-batch-size",
+    id="core/global-batch-size",
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
     applies=always,
@@ -42,7 +42,7 @@ def _global_batch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="core-15-expert-world-size",
+    id="core/expert-world-size",
     checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
     applies=_experts_are_spread,
@@ -68,7 +68,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="core-17-no-average-with-token-loss",
+    id="core/no-average-with-token-loss",
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
     applies=bridge_is_silent_on_loss,
@@ -91,7 +91,7 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="core-21-context-parallel-packs",
+    id="core/context-parallel-packs",
     checks="Megatron-Core slices packed rows over CP",
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=_packed_with_cp_and_core,

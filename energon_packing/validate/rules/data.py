@@ -41,7 +41,7 @@ def _measured(view: RunView) -> bool:
 
 
 @_rule(
-    id="ours-35-weights-need-token-loss",
+    id="ours/weights-need-token-loss",
     checks="weighted losses are divided by the weights of the whole step",
     place="energon_packing.encoders.weighting",
     applies=_weighted,
@@ -59,7 +59,7 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-36-loader-memory",
+    id="ours/loader-memory",
     checks="the loader's windows fit into the node's memory",
     place="docs/bench.md",
     applies=_known_loader,
@@ -78,7 +78,7 @@ def _loader_memory(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-37-longest-sample",
+    id="ours/longest-sample",
     checks="the longest samples fit into a row",
     place="energon_packing.encoders",
     applies=_measured,
@@ -101,7 +101,7 @@ def _longest_sample(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-38-steps-an-epoch",
+    id="ours/steps-an-epoch",
     checks="an epoch gives every replica a step",
     place="energon_packing.energon.loader",
     applies=_measured,
@@ -121,7 +121,7 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-39-failures-are-limited",
+    id="ours/failures-are-limited",
     checks="a data set that fails everywhere stops the run",
     place="megatron.energon.errors.ErrorContext",
     applies=_known_tolerance,

@@ -34,7 +34,7 @@ def _shards(view: RunView) -> int:
 
 
 @_rule(
-    id="ours-47-equal-dispatch",
+    id="ours/equal-dispatch",
     checks="every rank gives HybridEP as many tokens",
     place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
     applies=_packed_over_hybridep,
@@ -63,7 +63,7 @@ def _equal_dispatch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-48-hybridep-chunks",
+    id="ours/hybridep-chunks",
     checks="each rank gives HybridEP whole chunks",
     place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
     applies=_packed_over_hybridep,
@@ -93,7 +93,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-49-capacity-and-padding",
+    id="ours/capacity-and-padding",
     checks="padding takes no expert's room from tokens",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",
     applies=_packed_with_capacity,

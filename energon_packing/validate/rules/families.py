@@ -22,7 +22,7 @@ def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
 
 
 def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # of its own packing Bridge says it: rule 46
+    return view.packed and not view.packs_natively  # of its own packing Bridge says it: bridge/native-*
 
 
 def _packed_known_family(view: RunView) -> bool:
@@ -32,7 +32,7 @@ def _packed_known_family(view: RunView) -> bool:
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
     wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    return line is not None and line.packed and wide  # where it takes no packs, ours-19 speaks
+    return line is not None and line.packed and wide  # where it takes no packs, ours/family-takes-packs speaks
 
 
 def _packed_vision_ddp(view: RunView) -> bool:
@@ -65,7 +65,7 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
 
 
 @_rule(
-    id="ours-17-token-weight",
+    id="ours/token-weight",
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
     applies=_packed_and_bridge_is_silent_on_loss,
@@ -88,7 +88,7 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-18-no-multi-token-prediction",
+    id="ours/no-multi-token-prediction",
     checks="no multi-token prediction over packed rows",
     place="megatron.core.transformer.multi_token_prediction.roll_tensor",
     applies=_packed_not_natively,
@@ -117,7 +117,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-19-family-takes-packs",
+    id="ours/family-takes-packs",
     checks="the model family takes packed rows",
     place="docs/families.md",
     applies=_packed_known_family,
@@ -139,7 +139,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-23-family-context-parallel",
+    id="ours/family-context-parallel",
     checks="the model family has context-parallel code",
     place="docs/families.md",
     applies=_known_family_with_cp,
@@ -158,7 +158,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-25-packs-without-media",
+    id="ours/packs-without-media",
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
     applies=_packed_vision_ddp,
@@ -181,7 +181,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-22-metadata-beside-packed-file",
+    id="ours/metadata-beside-packed-file",
     checks="fixed boundaries come with the packed file's metadata",
     place="megatron.bridge.data.packing.gpt_sft",
     applies=_prepared_with_fixed_boundaries,
@@ -204,7 +204,7 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-29-deepstack-gradient",
+    id="ours/deepstack-gradient",
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
     applies=_packed_qwen3_vl,
@@ -227,7 +227,7 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-43-deepstack-over-tensor-ranks",
+    id="ours/deepstack-over-tensor-ranks",
     checks="tensor ranks see the whole row of deepstack features",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",
     applies=_qwen3_vl_over_tensor_ranks,

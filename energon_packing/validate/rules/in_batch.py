@@ -1,7 +1,7 @@
 """Rules about runs that stay on Megatron-Bridge's own packing. Imports neither torch nor Bridge.
 
-Rules 1, 12 and 16 of Bridge are in `packing_mode_rules`, `batch_rules` and `length_rules`; what the forward steps and
-the loader do with such a run, nobody checks before GPUs are taken.
+Bridge's own rules about them are in `packing_modes`, `batches` and `lengths`; what the forward steps and the loader do
+with such a run, nobody checks before GPUs are taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _as_wide_as_its_samples(view: RunView) -> bool:
 
 
 @_rule(
-    id="ours-40-step-packs-in-batch",
+    id="ours/step-packs-in-batch",
     checks="a step that is left the in-batch packing does it",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_left_to_a_known_step,
@@ -47,7 +47,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-41-in-batch-row-length",
+    id="ours/in-batch-row-length",
     checks="rows packed in the batch are no longer than seq_length",
     place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
     applies=_as_wide_as_its_samples,
@@ -61,7 +61,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     size, length = view.micro_batch_size, view.dataset_seq_length
-    if size < 2:  # rule 12 speaks
+    if size < 2:  # bridge/in-batch-needs-several speaks
         return None
     return Finding(
         why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
@@ -94,7 +94,7 @@ def _cut_over_ranks(view: RunView) -> bool:
 
 
 @_rule(
-    id="ours-42-visible-padding",
+    id="ours/visible-padding",
     checks="rows show their padding before their last sample, where Transformer Engine looks for it",
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",
     applies=_cut_over_ranks,

@@ -24,7 +24,7 @@ def _comm_types(view: RunView) -> tuple[str, ...]:
 
 
 @_rule(
-    id="bridge-14-comm-type-of-each-layer",
+    id="bridge/comm-type-of-each-layer",
     checks="a list of cp_comm_type names every layer",
     applies=context_parallel,
     bridge_says=("Length of cp_comm_type",),  # Megatron-Core says it first, when the model is finalised
@@ -40,7 +40,7 @@ def _comm_type_of_each_layer(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-15-world-size",
+    id="bridge/world-size",
     checks="the world size is a multiple of TP x PP x CP",
     applies=always,
     bridge_says=("is not divisible by total_model_size",),
@@ -56,7 +56,7 @@ def _world_size(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-15-eval-world-size",
+    id="bridge/eval-world-size",
     checks="the world size is a multiple of TP x PP x evaluation CP",
     applies=_own_eval_layout,
     bridge_says=("is not divisible by eval model parallel size",),
@@ -73,7 +73,7 @@ def _eval_world_size(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-14-hierarchical-sizes-present",
+    id="bridge/hierarchical-sizes-present",
     checks="a2a+p2p comes with hierarchical sizes",
     applies=always,
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
@@ -89,7 +89,7 @@ def _hierarchical_sizes_present(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-14-hierarchical-sizes-product",
+    id="bridge/hierarchical-sizes-product",
     checks="hierarchical sizes multiply to CP",
     applies=always,
     bridge_says=("Product of hierarchical_context_parallel_sizes",),

@@ -1,7 +1,7 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about lengths of rows, packs and the model.
 
-Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes rules 7 and 13. Ours is a provider and needs
-them just as much: for the kind ``packed_energon`` they apply. Imports neither torch nor Bridge.
+Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of them. Ours is a provider and needs
+them just as much: for the kind ``packed_energon`` they all apply. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _in_batch_pipeline(view: RunView) -> bool:
 
 
 @_rule(
-    id="bridge-07-seq-length-multiple",
+    id="bridge/seq-length-multiple",
     checks="the data set's seq_length is a multiple of the alignment",
     applies=_collated,
     bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
@@ -56,7 +56,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-08-model-seq-length",
+    id="bridge/model-seq-length",
     checks="the model's seq_length is a multiple of 2 x CP",
     applies=context_parallel,
     bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
@@ -73,7 +73,7 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-11-pack-size",
+    id="bridge/pack-size",
     checks="a pack has a size",
     applies=packed_offline,
     bridge_says=("packed_sequence_size must be greater than 0",),
@@ -89,7 +89,7 @@ def _pack_size_is_positive(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-13-same-seq-length",
+    id="bridge/same-seq-length",
     checks="model and data set have one seq_length",
     applies=_sized,
     bridge_says=("Please ensure sequence length configuration in model config and",),
@@ -105,7 +105,7 @@ def _same_seq_length(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-16-fixed-width",
+    id="bridge/fixed-width",
     checks="rows of pipelines and experts have one width",
     applies=_needs_fixed_width,
     severity="note",
@@ -122,7 +122,7 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-16-variable-lengths",
+    id="bridge/variable-lengths",
     checks="in-batch packing in a pipeline exchanges widths",
     applies=_in_batch_pipeline,
     severity="note",

@@ -50,7 +50,7 @@ def _prepared_alignment(view: RunView) -> bool:
 
 
 @_rule(
-    id="ours-30-alignment-used",
+    id="ours/alignment-used",
     checks="packs prepared offline are aligned to what the layout needs",
     place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
     applies=_prepared_alignment,
@@ -79,7 +79,7 @@ def _alignment_used(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-31-fp8-multiple",
+    id="ours/fp8-multiple",
     checks="each rank holds as many tokens as fp8 needs",
     place="megatron.core.fp8_utils.get_fp8_align_size",
     applies=_packed_in_fp8,
@@ -118,7 +118,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-32-head-dimension",
+    id="ours/head-dimension",
     checks="there is a kernel for packed rows of this head dimension",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=_packed_known_head,
@@ -140,7 +140,7 @@ def _head_dimension(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-32-attention-kernel",
+    id="ours/attention-kernel",
     checks="the chosen attention takes packed rows with padding between samples",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=_packed_known_backend,
@@ -182,7 +182,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-33-vocabulary",
+    id="ours/vocabulary",
     checks="every token id has a row in the model's embedding",
     place="megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
     applies=_known_vocabularies,
@@ -201,7 +201,7 @@ def _vocabulary(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-33-placeholder-ids",
+    id="ours/placeholder-ids",
     checks="tokenizer and model mean the same tokens by images and videos",
     place="megatron.bridge.models.qwen_vl",
     applies=_known_placeholders,
@@ -227,11 +227,11 @@ def _placeholder_ids(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-34-bridges-own-packing",
+    id="ours/bridges-own-packing",
     checks="Bridge's own online packing is there",
     place="megatron.bridge.data.builders.energon",
     applies=_bridges_own_packing,
-    before=(0, 7),  # from then on rule 46 tells what it needs
+    before=(0, 7),  # from then on bridge/native-* tell what it needs
     sources=(
         SourceLine(
             file="megatron/bridge/data/builders/energon.py",

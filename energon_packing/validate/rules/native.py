@@ -1,7 +1,7 @@
 """Rules of ``ConfigContainer.validate()`` about epochs, and about the online packing of Megatron-Bridge's own.
 
 The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; in 0.6 the setting is there and nothing packs,
-see ``ours-34-bridges-own-packing``. Imports neither torch nor Bridge.
+see ``ours/bridges-own-packing``. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _native_known_encoder(view: RunView) -> bool:
 
 
 @_rule(
-    id="bridge-45-epochs-need-finite-data",
+    id="bridge/epochs-need-finite-data",
     checks="a run by epochs has a data set whose size Bridge knows",
     applies=_by_epochs,
     bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
@@ -57,7 +57,7 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-45-epochs-need-whole-batches",
+    id="bridge/epochs-need-whole-batches",
     checks="a run by epochs reads whole batches",
     applies=_epochs_of_finite_data,
     bridge_says=("num_epochs is currently supported only with dataloader_type",),
@@ -73,7 +73,7 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-buffer-size",
+    id="bridge/native-buffer-size",
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
     applies=_buffer,
@@ -91,7 +91,7 @@ def _buffer_size(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-one-packing-mode",
+    id="bridge/native-one-packing-mode",
     checks="Bridge's own packing and in-batch packing are not both on",
     place=_dataset,
     applies=_native,
@@ -110,7 +110,7 @@ def _one_owner(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-not-left-to-the-step",
+    id="bridge/native-not-left-to-the-step",
     checks="rows that Bridge packs itself are not left to the forward step",
     place=_dataset,
     applies=_native,
@@ -128,7 +128,7 @@ def _not_left_to_the_step(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-one-pack-a-micro-batch",
+    id="bridge/native-one-pack-a-micro-batch",
     checks="Bridge's own packing makes one pack per micro-batch",
     place=_dataset,
     applies=_native,
@@ -148,7 +148,7 @@ def _one_pack(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-task-encoder",
+    id="bridge/native-task-encoder",
     checks="the task encoder has the hooks of Bridge's own packing",
     place=_dataset,
     applies=_native_known_encoder,
@@ -165,7 +165,7 @@ def _task_encoder(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-per-token-loss",
+    id="bridge/native-per-token-loss",
     checks="Bridge's own packing computes the loss per token",
     applies=_native,
     since=(0, 7),
@@ -182,7 +182,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-average-in-collective",
+    id="bridge/native-no-average-in-collective",
     checks="Bridge's own packing does not average in the collective",
     applies=_native,
     since=(0, 7),
@@ -199,7 +199,7 @@ def _no_average(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-multi-token-prediction",
+    id="bridge/native-no-multi-token-prediction",
     checks="no multi-token prediction over rows that Bridge packs itself",
     applies=_native,
     since=(0, 7),
@@ -216,7 +216,7 @@ def _no_mtp(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-graphs",
+    id="bridge/native-no-graphs",
     checks="neither model nor vision encoder runs rows of Bridge's own packing under CUDA graphs",
     applies=_native,
     since=(0, 7),
@@ -241,7 +241,7 @@ def _no_graphs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-dist-train",
+    id="bridge/native-no-dist-train",
     checks="vision encoder and language model share their GPUs under Bridge's own packing",
     applies=_native,
     since=(0, 7),
@@ -258,7 +258,7 @@ def _no_dist_train(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-pipeline",
+    id="bridge/native-no-pipeline",
     checks="rows of Bridge's own packing go through one pipeline stage",
     applies=_native,
     since=(0, 7),
@@ -274,7 +274,7 @@ def _no_pipeline(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-46-native-no-overlap",
+    id="bridge/native-no-overlap",
     checks="expert communication under Bridge's own packing is not overlapped",
     place="megatron.bridge.training.config.ConfigContainer._disable_native_energon_packing_moe_overlap",
     applies=_native,

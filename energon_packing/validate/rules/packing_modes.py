@@ -1,4 +1,4 @@
-"""Rules 1 to 5 of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2: packing modes and CUDA graphs.
+"""Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about packing modes and CUDA graphs.
 
 Bridge reads these settings by name from any data set object, so they concern every run. Imports neither torch nor
 Bridge.
@@ -22,7 +22,7 @@ def _graphs(view: RunView) -> bool:
 
 
 @_rule(
-    id="bridge-01-one-packing-mode",
+    id="bridge/one-packing-mode",
     checks="offline and in-batch packing are not both on",
     applies=always,
     bridge_says=("enable_offline_packing and enable_in_batch_packing are mutually exclusive",),
@@ -37,7 +37,7 @@ def _one_packing_mode(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-02-specs-with-offline-packing",
+    id="bridge/specs-with-offline-packing",
     checks="offline packing and its specs come together",
     applies=always,
     bridge_says=(
@@ -60,7 +60,7 @@ def _specs_with_offline(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-03-fixed-boundaries-need-fixed-width",
+    id="bridge/fixed-boundaries-need-fixed-width",
     checks="pad_cu_seqlens comes with pad_to_max_length",
     applies=_with_specs,
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
@@ -76,7 +76,7 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-04-graphs-need-fixed-width",
+    id="bridge/graphs-need-fixed-width",
     checks="training CUDA graphs come with pad_to_max_length",
     applies=_with_specs,
     bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
@@ -92,7 +92,7 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-05-graphs-need-fixed-boundaries",
+    id="bridge/graphs-need-fixed-boundaries",
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
     applies=_with_specs,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
@@ -108,7 +108,7 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-05-local-graphs-of-iterations",
+    id="bridge/local-graphs-of-iterations",
     checks="local CUDA graphs hold a whole iteration",
     applies=_graphs,
     bridge_says=('cuda_graph_impl="local" only for',),
@@ -125,7 +125,7 @@ def _local_graphs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="bridge-05-no-nan-check-in-graph",
+    id="bridge/no-nan-check-in-graph",
     checks="a graph of the whole iteration looks for no NaN",
     applies=_graphs,
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from energon_packing.errors import PackingError
 from energon_packing.validate.run_view import RunView
 
 Severity = Literal["error", "warning", "note"]
+
+Origin = Literal["bridge", "core", "ours"]
+"""Who holds a run to a rule: Bridge's ``validate()``, Megatron-Core when GPUs are taken, or nobody but us."""
+
+_ID = re.compile(r"(bridge|core|ours)/[a-z0-9-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +58,7 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: stable name for people and machines. The number is that of the list in ``docs/validate.md``.
+        id: stable name for people and machines, ``origin/name``; it never changes, nor is it given to another rule.
         checks: what is true when the rule holds.
         place: where the rule comes from.
         applies: whether the rule says anything about such a run.
@@ -75,6 +82,15 @@ class Rule:
     before: tuple[int, int] | None = None
     sources: tuple[SourceLine, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id):
+            raise PackingError(f"{self.id!r} is no id of a rule; expected bridge/name, core/name or ours/name.")
+
+    @property
+    def origin(self) -> Origin:
+        """First part of the id."""
+        return cast("Origin", self.id.partition("/")[0])
+
     def speaks_of(self, release: tuple[int, int]) -> bool:
         """Whether the rule is true of a version of Megatron-Bridge."""
         return self.since <= release and (self.before is None or release < self.before)
@@ -95,7 +111,7 @@ def packed(view: RunView) -> bool:
 
 
 def packed_offline(view: RunView) -> bool:
-    """For rules about rows that arrive packed; with both modes on, rule 1 speaks: either of them may stay."""
+    """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
     return view.enable_offline_packing and not view.enable_in_batch_packing
 
 
@@ -105,7 +121,7 @@ def context_parallel(view: RunView) -> bool:
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
-    """For rules about the loss where rules 9 and 10 say nothing: at CP 1, and on data sets that escape them."""
+    """For rules about the loss where Bridge's own say nothing: at CP 1, and on data sets that escape them."""
     return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 

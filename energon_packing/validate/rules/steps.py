@@ -26,7 +26,7 @@ def _packed_mixture(view: RunView) -> bool:
 
 
 def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: rule 46
+    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: bridge/native-no-overlap
 
 
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
@@ -61,7 +61,7 @@ def _masked_experts_under_graphs(view: RunView) -> bool:
 
 def _packed_rows_over_cp(view: RunView) -> bool:
     wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
+    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
     return view.enable_offline_packing and wide and follows_the_trainer
 
 
@@ -71,7 +71,7 @@ def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
 
 
 @_rule(
-    id="ours-19-step-reads-packs",
+    id="ours/step-reads-packs",
     checks="the forward step reads packed rows",
     place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
     applies=_packed_known_step,
@@ -96,7 +96,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-24-experts-see-padding",
+    id="ours/experts-see-padding",
     checks="experts do not count padding",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_mixture,
@@ -121,7 +121,7 @@ def _experts_see_padding(view: RunView) -> Finding | None:
         f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_version or '0.6'}: "
         "padding is routed to experts and counts in their load balance"
     )
-    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours-44
+    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours/padding-mask-under-graphs
         return Finding(
             why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
             "'transformer_engine'",
@@ -132,7 +132,7 @@ def _experts_see_padding(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-44-padding-mask-under-graphs",
+    id="ours/padding-mask-under-graphs",
     checks="experts get the padding mask under CUDA graphs",
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
     applies=_masked_experts_under_graphs,
@@ -161,7 +161,9 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
             mend="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
             changes={"cuda_graph_impl": "none"},
         )
-    if OUR_STEP not in (view.step or ""):  # Bridge's own steps drop the mask with and without graphs: ours-24
+    if OUR_STEP not in (
+        view.step or ""
+    ):  # Bridge's own steps drop the mask with and without graphs: ours/experts-see-padding
         return None
     return Finding(
         why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
@@ -172,7 +174,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-20-one-packed-row-over-context-parallelism",
+    id="ours/one-packed-row-over-context-parallelism",
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
     applies=_packed_rows_over_cp,
@@ -184,7 +186,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     ),
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
+    if (view.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
         return None
     return Finding(
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
@@ -195,7 +197,7 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-26-middle-stages-see-boundaries",
+    id="ours/middle-stages-see-boundaries",
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
@@ -218,7 +220,7 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
 
 
 @_rule(
-    id="ours-28-no-schedule-plan",
+    id="ours/no-schedule-plan",
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_not_natively,

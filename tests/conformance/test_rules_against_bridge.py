@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.validate import verdict
-from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.rules.registry import RULES, rule_that_bridge_named, violations
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
 from energon_packing.validate.views.container import view_of
@@ -207,6 +207,27 @@ def test_a_foreign_provider_escapes_the_rules_that_ours_must_obey() -> None:
         container.validate()
     assert first_of_ours(view) == "bridge/per-token-loss"
     assert first_of_ours(view_of(container, world_size=view.world_size)) is None
+
+
+@pytest.mark.parametrize(("rule", "changes"), ONLY_VIOLATION)
+def test_bridge_spares_a_foreign_provider_the_rules_that_say_so_and_no_others(
+    rule: str, changes: dict[str, Any]
+) -> None:
+    view = consistent(**changes)
+    container = equivalent_container(view)
+    provider = _provider(container.dataset)
+    for name in ("enable_offline_packing", "offline_packing_specs", "enable_in_batch_packing"):
+        setattr(provider, name, getattr(container.dataset, name))
+    container.dataset = provider
+    message = None
+    with verdict.believed_world_size(view.world_size):
+        try:
+            container.validate()
+        except (ValueError, AssertionError) as error:
+            message = str(error)
+    (expected,) = [known for known in RULES if known.id == rule]
+    assert (message is None) == expected.provider_escapes, message
+    assert message is None or rule_that_bridge_named(message) == expected
 
 
 def _provider(dataset: Any) -> Any:

@@ -6,13 +6,13 @@ them just as much: for the kind ``packed_energon`` they all apply. Imports neith
 
 from __future__ import annotations
 
+import functools
 import math
 
-from energon_packing.validate.rules.rule import Finding, Rule, always, collector, one_length, packed_offline
+from energon_packing.validate.rules.rule import Finding, always, one_length, packed_offline, rule
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
-BATCH_RULES: list[Rule] = []
-_rule = collector(BATCH_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 # Which of Bridge's data set classes a rule of its tests for.
 _FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
@@ -32,6 +32,8 @@ def _finetuning_with_cp(view: RunView) -> bool:
 
 @_rule(
     id="bridge/micro-batch-size",
+    order=130,
+    provider_escapes=True,
     checks="the data set's micro-batch size is the trainer's",
     applies=_own_micro_batch,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
@@ -49,6 +51,8 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/eval-micro-batch-size",
+    order=240,
+    provider_escapes=True,
     checks="the data set's micro-batch size is that of the evaluation",
     applies=_own_micro_batch,
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
@@ -66,6 +70,7 @@ def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/eval-global-batch-size",
+    order=260,
     checks="the evaluation's global batch divides over its replicas",
     applies=always,
     bridge_says=("must be divisible by eval_micro_batch_size * eval_data_parallel_size",),
@@ -84,6 +89,8 @@ def _eval_global_batch(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/per-token-loss",
+    order=290,
+    provider_escapes=True,
     checks="finetuning at CP > 1 computes the loss per token",
     applies=_finetuning_with_cp,
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
@@ -101,6 +108,8 @@ def _per_token_loss(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/no-average-in-collective",
+    order=300,
+    provider_escapes=True,
     checks="finetuning at CP > 1 does not average in the collective",
     applies=_finetuning_with_cp,
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
@@ -118,6 +127,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/one-pack-a-micro-batch",
+    order=340,
     checks="packed rows come one a micro-batch",
     applies=packed_offline,
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
@@ -143,6 +153,7 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/in-batch-needs-several",
+    order=350,
     checks="in-batch packing has at least two samples to join",
     applies=_in_batch,
     bridge_says=("micro_batch_size should be greater than 1 when using enable_in_batch_packing=True",),

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, always, bridge_is_silent_on_loss, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, always, bridge_is_silent_on_loss, rule
 from energon_packing.validate.run_view import RunView
-
-CORE_RULES: list[Rule] = []
-_rule = collector(CORE_RULES)
 
 
 def _experts_are_spread(view: RunView) -> bool:
@@ -20,7 +17,7 @@ def _packed_with_cp_and_core(view: RunView) -> bool:
     return view.packed and view.context_parallel > 1 and view.megatron_core_version is not None
 
 
-@_rule(
+@rule(
     id="core/global-batch-size",
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
@@ -41,7 +38,7 @@ def _global_batch(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="core/expert-world-size",
     checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
@@ -67,7 +64,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="core/no-average-with-token-loss",
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
@@ -90,7 +87,7 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="core/context-parallel-packs",
     checks="Megatron-Core slices packed rows over CP",
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
-
-DATA_RULES: list[Rule] = []
-_rule = collector(DATA_RULES)
 
 BYTES_A_SAMPLE = 5_200
 """What a sample in the window costs its worker; ``scripts/bench.py loader --memory`` measures it."""
@@ -40,7 +37,7 @@ def _measured(view: RunView) -> bool:
     return view.data is not None
 
 
-@_rule(
+@rule(
     id="ours/weights-need-token-loss",
     checks="weighted losses are divided by the weights of the whole step",
     place="energon_packing.encoders.weighting",
@@ -58,7 +55,7 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/loader-memory",
     checks="the loader's windows fit into the node's memory",
     place="docs/bench.md",
@@ -77,7 +74,7 @@ def _loader_memory(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/longest-sample",
     checks="the longest samples fit into a row",
     place="energon_packing.encoders",
@@ -100,7 +97,7 @@ def _longest_sample(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/steps-an-epoch",
     checks="an epoch gives every replica a step",
     place="energon_packing.energon.loader",
@@ -120,7 +117,7 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/failures-are-limited",
     checks="a data set that fails everywhere stops the run",
     place="megatron.energon.errors.ErrorContext",

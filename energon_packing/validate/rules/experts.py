@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector, one_length
+from energon_packing.validate.rules.rule import Finding, SourceLine, one_length, rule
 from energon_packing.validate.run_view import RunView
-
-EXPERT_RULES: list[Rule] = []
-_rule = collector(EXPERT_RULES)
 
 HYBRIDEP_CHUNK = 128
 """Tokens of a chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
@@ -33,7 +30,7 @@ def _shards(view: RunView) -> int:
     return view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
 
 
-@_rule(
+@rule(
     id="ours/equal-dispatch",
     checks="every rank gives HybridEP as many tokens",
     place="megatron.bridge.models.transformer_config._enable_safe_hybridep_dispatch",
@@ -62,7 +59,7 @@ def _equal_dispatch(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/hybridep-chunks",
     checks="each rank gives HybridEP whole chunks",
     place="megatron.core.transformer.moe.fused_a2a.HYBRIDEP_TOKEN_ALIGNMENT (DeepEP#638)",
@@ -92,7 +89,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/capacity-and-padding",
     checks="padding takes no expert's room from tokens",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",

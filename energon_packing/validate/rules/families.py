@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, bridge_is_silent_on_loss, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, bridge_is_silent_on_loss, rule
 from energon_packing.validate.run_view import RunView
-
-OWN_RULES: list[Rule] = []
-_rule = collector(OWN_RULES)
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
 
@@ -64,7 +61,7 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
     return tuple(found)
 
 
-@_rule(
+@rule(
     id="ours/token-weight",
     checks="a token weighs the same in every pack",
     place="Bridge's development branch asks it of its own online packing at any CP",
@@ -87,7 +84,7 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/no-multi-token-prediction",
     checks="no multi-token prediction over packed rows",
     place="megatron.core.transformer.multi_token_prediction.roll_tensor",
@@ -116,7 +113,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/family-takes-packs",
     checks="the model family takes packed rows",
     place="docs/families.md",
@@ -138,7 +135,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     return None
 
 
-@_rule(
+@rule(
     id="ours/family-context-parallel",
     checks="the model family has context-parallel code",
     place="docs/families.md",
@@ -157,7 +154,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/packs-without-media",
     checks="a pack without media does not stall the gradient reduction",
     place="megatron.core.distributed.param_and_grad_buffer",
@@ -180,7 +177,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/metadata-beside-packed-file",
     checks="fixed boundaries come with the packed file's metadata",
     place="megatron.bridge.data.packing.gpt_sft",
@@ -203,7 +200,7 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/deepstack-gradient",
     checks="the deepstack mergers get their gradient",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.transformer_block",
@@ -226,7 +223,7 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/deepstack-over-tensor-ranks",
     checks="tensor ranks see the whole row of deepstack features",
     place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.split_deepstack_embs",

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import re
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_version
-
-IN_BATCH_RULES: list[Rule] = []
-_rule = collector(IN_BATCH_RULES)
 
 
 def _left_to_a_known_step(view: RunView) -> bool:
@@ -23,7 +20,7 @@ def _as_wide_as_its_samples(view: RunView) -> bool:
     return view.as_wide_as_its_samples
 
 
-@_rule(
+@rule(
     id="ours/step-packs-in-batch",
     checks="a step that is left the in-batch packing does it",
     place="megatron.bridge.training.vlm_step and gpt_step",
@@ -46,7 +43,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/in-batch-row-length",
     checks="rows packed in the batch are no longer than seq_length",
     place="megatron.bridge.data.packing.in_batch.build_mcore_thd_sequence_batch_from_rows",
@@ -93,7 +90,7 @@ def _cut_over_ranks(view: RunView) -> bool:
     return not kinds or any("p2p" in kind for kind in kinds)
 
 
-@_rule(
+@rule(
     id="ours/visible-padding",
     checks="rows show their padding before their last sample, where Transformer Engine looks for it",
     place="transformer_engine.pytorch.attention.dot_product_attention, pad_between_seqs (TransformerEngine#3331)",

@@ -5,13 +5,13 @@ Imports neither torch nor Bridge.
 
 from __future__ import annotations
 
+import functools
 import math
 
-from energon_packing.validate.rules.rule import Finding, Rule, always, collector, context_parallel
+from energon_packing.validate.rules.rule import Finding, always, context_parallel, rule
 from energon_packing.validate.run_view import RunView, smallest_world_size
 
-LAYOUT_RULES: list[Rule] = []
-_rule = collector(LAYOUT_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 
 def _own_eval_layout(view: RunView) -> bool:
@@ -25,6 +25,7 @@ def _comm_types(view: RunView) -> tuple[str, ...]:
 
 @_rule(
     id="bridge/comm-type-of-each-layer",
+    order=220,
     checks="a list of cp_comm_type names every layer",
     applies=context_parallel,
     bridge_says=("Length of cp_comm_type",),  # Megatron-Core says it first, when the model is finalised
@@ -41,6 +42,7 @@ def _comm_type_of_each_layer(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/world-size",
+    order=230,
     checks="the world size is a multiple of TP x PP x CP",
     applies=always,
     bridge_says=("is not divisible by total_model_size",),
@@ -57,6 +59,7 @@ def _world_size(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/eval-world-size",
+    order=250,
     checks="the world size is a multiple of TP x PP x evaluation CP",
     applies=_own_eval_layout,
     bridge_says=("is not divisible by eval model parallel size",),
@@ -74,6 +77,7 @@ def _eval_world_size(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/hierarchical-sizes-present",
+    order=310,
     checks="a2a+p2p comes with hierarchical sizes",
     applies=always,
     bridge_says=("hierarchical_context_parallel_sizes must be set when cp_comm_type",),
@@ -90,6 +94,7 @@ def _hierarchical_sizes_present(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/hierarchical-sizes-product",
+    order=320,
     checks="hierarchical sizes multiply to CP",
     applies=always,
     bridge_says=("Product of hierarchical_context_parallel_sizes",),

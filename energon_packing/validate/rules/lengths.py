@@ -6,13 +6,13 @@ them just as much: for the kind ``packed_energon`` they all apply. Imports neith
 
 from __future__ import annotations
 
+import functools
 import math
 
-from energon_packing.validate.rules.rule import Finding, Rule, collector, context_parallel, one_length, packed_offline
+from energon_packing.validate.rules.rule import Finding, context_parallel, one_length, packed_offline, rule
 from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
-LENGTH_RULES: list[Rule] = []
-_rule = collector(LENGTH_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 # Which of Bridge's data set classes a rule of its tests for.
 _SIZED: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft", "gpt_pretraining")
@@ -37,6 +37,8 @@ def _in_batch_pipeline(view: RunView) -> bool:
 
 @_rule(
     id="bridge/seq-length-multiple",
+    order=200,
+    provider_escapes=True,
     checks="the data set's seq_length is a multiple of the alignment",
     applies=_collated,
     bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
@@ -57,6 +59,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/model-seq-length",
+    order=280,
     checks="the model's seq_length is a multiple of 2 x CP",
     applies=context_parallel,
     bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
@@ -74,6 +77,7 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/pack-size",
+    order=330,
     checks="a pack has a size",
     applies=packed_offline,
     bridge_says=("packed_sequence_size must be greater than 0",),
@@ -90,6 +94,8 @@ def _pack_size_is_positive(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/same-seq-length",
+    order=360,
+    provider_escapes=True,
     checks="model and data set have one seq_length",
     applies=_sized,
     bridge_says=("Please ensure sequence length configuration in model config and",),
@@ -106,6 +112,8 @@ def _same_seq_length(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/fixed-width",
+    order=370,
+    provider_escapes=True,
     checks="rows of pipelines and experts have one width",
     applies=_needs_fixed_width,
     severity="note",
@@ -123,6 +131,7 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/variable-lengths",
+    order=380,
     checks="in-batch packing in a pipeline exchanges widths",
     applies=_in_batch_pipeline,
     severity="note",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector, one_length
+from energon_packing.validate.rules.rule import Finding, SourceLine, one_length, rule
 from energon_packing.validate.run_view import RunView
-
-MODEL_RULES: list[Rule] = []
-_rule = collector(MODEL_RULES)
 
 WIDEST_HEAD = 256
 """Head dimension up to which FlashAttention 2 and cuDNN have kernels for packed rows with a gradient."""
@@ -49,7 +46,7 @@ def _prepared_alignment(view: RunView) -> bool:
     return view.enable_offline_packing and view.pad_seq_to_multiple is not None
 
 
-@_rule(
+@rule(
     id="ours/alignment-used",
     checks="packs prepared offline are aligned to what the layout needs",
     place="megatron.bridge.data.packing.config.PackedSequenceSpecs",
@@ -78,7 +75,7 @@ def _alignment_used(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/fp8-multiple",
     checks="each rank holds as many tokens as fp8 needs",
     place="megatron.core.fp8_utils.get_fp8_align_size",
@@ -117,7 +114,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/head-dimension",
     checks="there is a kernel for packed rows of this head dimension",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
@@ -139,7 +136,7 @@ def _head_dimension(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/attention-kernel",
     checks="the chosen attention takes packed rows with padding between samples",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
@@ -181,7 +178,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/vocabulary",
     checks="every token id has a row in the model's embedding",
     place="megatron.core.tensor_parallel.layers.VocabParallelEmbedding",
@@ -200,7 +197,7 @@ def _vocabulary(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/placeholder-ids",
     checks="tokenizer and model mean the same tokens by images and videos",
     place="megatron.bridge.models.qwen_vl",
@@ -226,7 +223,7 @@ def _placeholder_ids(view: RunView) -> Finding | None:
     return None
 
 
-@_rule(
+@rule(
     id="ours/bridges-own-packing",
     checks="Bridge's own online packing is there",
     place="megatron.bridge.data.builders.energon",

@@ -6,13 +6,13 @@ see ``ours/bridges-own-packing``. Imports neither torch nor Bridge.
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, collector
+import functools
+
+from energon_packing.validate.rules.rule import Finding, rule
 from energon_packing.validate.run_view import RunView
 
-NATIVE_RULES: list[Rule] = []
-_validate = "megatron.bridge.training.config.ConfigContainer.validate"
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
-_rule = collector(NATIVE_RULES, _validate)
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 _OURS = "take energon_packing.bridge.recipe.use_packed_data"
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
@@ -41,6 +41,7 @@ def _native_known_encoder(view: RunView) -> bool:
 
 @_rule(
     id="bridge/epochs-need-finite-data",
+    order=10,
     checks="a run by epochs has a data set whose size Bridge knows",
     applies=_by_epochs,
     bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
@@ -58,6 +59,8 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/epochs-need-whole-batches",
+    order=20,
+    provider_escapes=True,
     checks="a run by epochs reads whole batches",
     applies=_epochs_of_finite_data,
     bridge_says=("num_epochs is currently supported only with dataloader_type",),
@@ -74,6 +77,8 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-buffer-size",
+    order=80,
+    provider_escapes=True,
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
     applies=_buffer,
@@ -92,6 +97,8 @@ def _buffer_size(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-one-packing-mode",
+    order=90,
+    provider_escapes=True,
     checks="Bridge's own packing and in-batch packing are not both on",
     place=_dataset,
     applies=_native,
@@ -111,6 +118,8 @@ def _one_owner(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-not-left-to-the-step",
+    order=100,
+    provider_escapes=True,
     checks="rows that Bridge packs itself are not left to the forward step",
     place=_dataset,
     applies=_native,
@@ -129,6 +138,8 @@ def _not_left_to_the_step(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-one-pack-a-micro-batch",
+    order=110,
+    provider_escapes=True,
     checks="Bridge's own packing makes one pack per micro-batch",
     place=_dataset,
     applies=_native,
@@ -149,6 +160,8 @@ def _one_pack(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-task-encoder",
+    order=120,
+    provider_escapes=True,
     checks="the task encoder has the hooks of Bridge's own packing",
     place=_dataset,
     applies=_native_known_encoder,
@@ -166,6 +179,8 @@ def _task_encoder(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-per-token-loss",
+    order=140,
+    provider_escapes=True,
     checks="Bridge's own packing computes the loss per token",
     applies=_native,
     since=(0, 7),
@@ -183,6 +198,8 @@ def _per_token_loss(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-average-in-collective",
+    order=150,
+    provider_escapes=True,
     checks="Bridge's own packing does not average in the collective",
     applies=_native,
     since=(0, 7),
@@ -200,6 +217,8 @@ def _no_average(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-multi-token-prediction",
+    order=160,
+    provider_escapes=True,
     checks="no multi-token prediction over rows that Bridge packs itself",
     applies=_native,
     since=(0, 7),
@@ -217,6 +236,8 @@ def _no_mtp(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-graphs",
+    order=170,
+    provider_escapes=True,
     checks="neither model nor vision encoder runs rows of Bridge's own packing under CUDA graphs",
     applies=_native,
     since=(0, 7),
@@ -242,6 +263,8 @@ def _no_graphs(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-dist-train",
+    order=180,
+    provider_escapes=True,
     checks="vision encoder and language model share their GPUs under Bridge's own packing",
     applies=_native,
     since=(0, 7),
@@ -259,6 +282,8 @@ def _no_dist_train(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-pipeline",
+    order=190,
+    provider_escapes=True,
     checks="rows of Bridge's own packing go through one pipeline stage",
     applies=_native,
     since=(0, 7),
@@ -275,6 +300,8 @@ def _no_pipeline(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/native-no-overlap",
+    order=390,
+    provider_escapes=True,
     checks="expert communication under Bridge's own packing is not overlapped",
     place="megatron.bridge.training.config.ConfigContainer._disable_native_energon_packing_moe_overlap",
     applies=_native,

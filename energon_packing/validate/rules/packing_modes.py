@@ -6,11 +6,12 @@ Bridge.
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, always, collector
+import functools
+
+from energon_packing.validate.rules.rule import Finding, always, rule
 from energon_packing.validate.run_view import RunView
 
-PACKING_MODE_RULES: list[Rule] = []
-_rule = collector(PACKING_MODE_RULES, "megatron.bridge.training.config.ConfigContainer.validate")
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 
 def _with_specs(view: RunView) -> bool:
@@ -23,6 +24,7 @@ def _graphs(view: RunView) -> bool:
 
 @_rule(
     id="bridge/one-packing-mode",
+    order=30,
     checks="offline and in-batch packing are not both on",
     applies=always,
     bridge_says=("enable_offline_packing and enable_in_batch_packing are mutually exclusive",),
@@ -38,6 +40,7 @@ def _one_packing_mode(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/specs-with-offline-packing",
+    order=40,
     checks="offline packing and its specs come together",
     applies=always,
     bridge_says=(
@@ -61,6 +64,7 @@ def _specs_with_offline(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/fixed-boundaries-need-fixed-width",
+    order=50,
     checks="pad_cu_seqlens comes with pad_to_max_length",
     applies=_with_specs,
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
@@ -77,6 +81,7 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/graphs-need-fixed-width",
+    order=60,
     checks="training CUDA graphs come with pad_to_max_length",
     applies=_with_specs,
     bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
@@ -93,6 +98,7 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/graphs-need-fixed-boundaries",
+    order=70,
     checks="CUDA graphs over packed attention come with pad_cu_seqlens",
     applies=_with_specs,
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
@@ -109,6 +115,7 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/local-graphs-of-iterations",
+    order=210,
     checks="local CUDA graphs hold a whole iteration",
     applies=_graphs,
     bridge_says=('cuda_graph_impl="local" only for',),
@@ -126,6 +133,7 @@ def _local_graphs(view: RunView) -> Finding | None:
 
 @_rule(
     id="bridge/no-nan-check-in-graph",
+    order=270,
     checks="a graph of the whole iteration looks for no NaN",
     applies=_graphs,
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),

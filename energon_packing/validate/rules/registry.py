@@ -6,87 +6,57 @@ A conformance test compares the verdicts with the installed Bridge, rule by rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 from energon_packing.errors import PackingError
-from energon_packing.validate.rules.batches import BATCH_RULES
-from energon_packing.validate.rules.core import CORE_RULES
-from energon_packing.validate.rules.data import DATA_RULES
-from energon_packing.validate.rules.experts import EXPERT_RULES
-from energon_packing.validate.rules.families import OWN_RULES
-from energon_packing.validate.rules.in_batch import IN_BATCH_RULES
-from energon_packing.validate.rules.layout import LAYOUT_RULES
-from energon_packing.validate.rules.lengths import LENGTH_RULES
-from energon_packing.validate.rules.models import MODEL_RULES
-from energon_packing.validate.rules.native import NATIVE_RULES
-from energon_packing.validate.rules.packing_modes import PACKING_MODE_RULES
+from energon_packing.validate.rules import (
+    batches,
+    core,
+    data,
+    experts,
+    families,
+    in_batch,
+    layout,
+    lengths,
+    models,
+    native,
+    packing_modes,
+    steps,
+)
 from energon_packing.validate.rules.rule import Finding, Rule
-from energon_packing.validate.rules.steps import STEP_RULES
 from energon_packing.validate.run_view import RunView
 
-BRIDGES_ORDER = (
-    "bridge/epochs-need-finite-data",
-    "bridge/epochs-need-whole-batches",
-    "bridge/one-packing-mode",
-    "bridge/specs-with-offline-packing",
-    "bridge/fixed-boundaries-need-fixed-width",
-    "bridge/graphs-need-fixed-width",
-    "bridge/graphs-need-fixed-boundaries",
-    "bridge/native-buffer-size",
-    "bridge/native-one-packing-mode",
-    "bridge/native-not-left-to-the-step",
-    "bridge/native-one-pack-a-micro-batch",
-    "bridge/native-task-encoder",
-    "bridge/micro-batch-size",
-    "bridge/native-per-token-loss",
-    "bridge/native-no-average-in-collective",
-    "bridge/native-no-multi-token-prediction",
-    "bridge/native-no-graphs",
-    "bridge/native-no-dist-train",
-    "bridge/native-no-pipeline",
-    "bridge/seq-length-multiple",
-    "bridge/local-graphs-of-iterations",
-    "bridge/comm-type-of-each-layer",
-    "bridge/world-size",
-    "bridge/eval-micro-batch-size",
-    "bridge/eval-world-size",
-    "bridge/eval-global-batch-size",
-    "bridge/no-nan-check-in-graph",
-    "bridge/model-seq-length",
-    "bridge/per-token-loss",
-    "bridge/no-average-in-collective",
-    "bridge/hierarchical-sizes-present",
-    "bridge/hierarchical-sizes-product",
-    "bridge/pack-size",
-    "bridge/one-pack-a-micro-batch",
-    "bridge/in-batch-needs-several",
-    "bridge/same-seq-length",
-    "bridge/fixed-width",
-    "bridge/variable-lengths",
-    "bridge/native-no-overlap",
-)
-"""Bridge's rules in the order in which ``ConfigContainer.validate()`` tests them; the notes come last."""
+TOPICS = (core, steps, experts, families, models, data, in_batch, native, packing_modes, batches, lengths, layout)
+"""The modules that define rules."""
 
 
-def _in_bridges_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    by_id = {rule.id: rule for rule in rules}
-    if sorted(by_id) != sorted(BRIDGES_ORDER):
-        raise PackingError(f"rules without a place in Bridge's order: {sorted(set(by_id) ^ set(BRIDGES_ORDER))}")
-    return tuple(by_id[rule] for rule in BRIDGES_ORDER)
+def rules_of(topics: Sequence[ModuleType]) -> list[Rule]:
+    """The rules that modules define, in the order of the modules and of the definitions in them."""
+    return [value for topic in topics for value in vars(topic).values() if isinstance(value, Rule)]
 
 
-RULES: tuple[Rule, ...] = (
-    *_in_bridges_order((*NATIVE_RULES, *PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
-    *CORE_RULES,
-    *STEP_RULES,
-    *EXPERT_RULES,
-    *OWN_RULES,
-    *MODEL_RULES,
-    *DATA_RULES,
-    *IN_BATCH_RULES,
-)
+def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Bridge's rules in the order in which it tests them, then the others as they come.
+
+    Raises:
+        PackingError: two rules have one id or one place in Bridge's order.
+    """
+    found = list(rules)
+    ids = collections.Counter(rule.id for rule in found)
+    orders = collections.Counter(rule.order for rule in found if rule.order is not None)
+    twice = [id for id, count in ids.items() if count > 1]
+    twice += [rule.id for rule in found if rule.order is not None and orders[rule.order] > 1]
+    if twice:
+        raise PackingError(f"Rules with one id or one order: {', '.join(sorted(set(twice)))}.")
+    bridges = [(rule.order, rule) for rule in found if rule.order is not None]
+    return (*(rule for _, rule in sorted(bridges, key=lambda pair: pair[0])), *(r for r in found if r.order is None))
+
+
+RULES: tuple[Rule, ...] = in_order(rules_of(TOPICS))
 """Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]

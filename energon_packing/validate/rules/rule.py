@@ -61,6 +61,9 @@ class Rule:
         id: stable name for people and machines, ``origin/name``; it never changes, nor is it given to another rule.
         checks: what is true when the rule holds.
         place: where the rule comes from.
+        order: where Bridge's ``validate()`` tests it among its own rules, in steps of ten so that a new one fits
+            between two; None for the others. What Bridge changes without a word comes last.
+        provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
         applies: whether the rule says anything about such a run.
         check: None where the rule holds.
         severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
@@ -77,6 +80,8 @@ class Rule:
     applies: Callable[[RunView], bool]
     check: Callable[[RunView], Finding | None]
     severity: Severity = "error"
+    order: int | None = None
+    provider_escapes: bool = False
     bridge_says: tuple[str, ...] = ()
     since: tuple[int, int] = (0, 6)
     before: tuple[int, int] | None = None
@@ -85,6 +90,12 @@ class Rule:
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
             raise PackingError(f"{self.id!r} is no id of a rule; expected bridge/name, core/name or ours/name.")
+        if (self.order is None) == (self.origin == "bridge"):
+            raise PackingError(f"{self.id}: Bridge's rules have an order, the others have none.")
+        if self.provider_escapes and self.origin != "bridge":
+            raise PackingError(f"{self.id}: only a rule of Bridge's spares data set providers.")
+        if self.origin != "bridge" and not self.sources:
+            raise PackingError(f"{self.id} names no line of source that justifies it.")
 
     @property
     def origin(self) -> Origin:
@@ -97,6 +108,8 @@ class Rule:
 
     def concerns(self, view: RunView) -> bool:
         """Whether the rule says anything about such a run, of the Bridge that is installed."""
+        if self.provider_escapes and view.dataset_kind == "provider":
+            return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
 
 
@@ -131,45 +144,15 @@ def one_length(view: RunView, tokens: int) -> dict[str, Any]:
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
-def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Callable[..., Rule]]:
-    """A decorator that makes a rule of a check function and appends it to `rules`.
+def rule(**settings: Any) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+    """A decorator that makes a rule of its check function.
 
     Args:
-        rules: receives the rules in the order of their definition.
-        default_place: the place of rules that name none.
+        settings: the fields of `Rule`, all but ``check``.
     """
 
-    def rule(
-        *,
-        id: str,
-        checks: str,
-        applies: Callable[[RunView], bool],
-        place: str = default_place,
-        severity: Severity = "error",
-        bridge_says: tuple[str, ...] = (),
-        since: tuple[int, int] = (0, 6),
-        before: tuple[int, int] | None = None,
-        sources: tuple[SourceLine, ...] = (),
-    ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
-        """Takes what `Rule` holds besides its check, and returns the decorator of the check."""
+    def made(check: Callable[[RunView], Finding | None]) -> Rule:
+        """The rule in place of its check."""
+        return Rule(check=check, **settings)
 
-        def make(check: Callable[[RunView], Finding | None]) -> Rule:
-            """Makes the rule of its check, and appends it."""
-            made = Rule(
-                id=id,
-                checks=checks,
-                place=place,
-                applies=applies,
-                check=check,
-                severity=severity,
-                bridge_says=bridge_says,
-                since=since,
-                before=before,
-                sources=sources,
-            )
-            rules.append(made)
-            return made
-
-        return make
-
-    return rule
+    return made

@@ -5,11 +5,8 @@ Nobody else says so: the run starts, and computes something else than it says. I
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
-
-STEP_RULES: list[Rule] = []
-_rule = collector(STEP_RULES)
 
 OUR_STEP = "energon_packing.bridge.step"
 """The module of our forward step, as a run's ``step`` names it."""
@@ -70,7 +67,7 @@ def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
 
 
-@_rule(
+@rule(
     id="ours/step-reads-packs",
     checks="the forward step reads packed rows",
     place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
@@ -95,7 +92,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
     return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
 
 
-@_rule(
+@rule(
     id="ours/experts-see-padding",
     checks="experts do not count padding",
     place="megatron.bridge.training.vlm_step and gpt_step",
@@ -131,7 +128,7 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     return Finding(why=why, mend=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
 
 
-@_rule(
+@rule(
     id="ours/padding-mask-under-graphs",
     checks="experts get the padding mask under CUDA graphs",
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
@@ -173,7 +170,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/one-packed-row-over-context-parallelism",
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
@@ -196,7 +193,7 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/middle-stages-see-boundaries",
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
@@ -219,7 +216,7 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     )
 
 
-@_rule(
+@rule(
     id="ours/no-schedule-plan",
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",

@@ -29,7 +29,7 @@ from energon_packing.errors import UserError
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """No warnings, no log records: Megatron says twenty times that Transformer Engine and Apex are absent."""
     disabled = logging.root.manager.disable
     if disabled < logging.WARNING:  # each change walks over all loggers, more than a thousand with Bridge
@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
 
 
 try:
-    with quiet():
+    with without_warnings():
         # First of all Megatron imports: it notes here whether Transformer Engine is present.
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -246,7 +246,7 @@ def install() -> str:
         return "A CUDA device and Transformer Engine are present: nothing is replaced."
     if _originals:
         return f"{len(_originals)} names are replaced already."
-    with quiet():
+    with without_warnings():
         import_bridge(placeholders=not mcore_te.HAVE_TE)
     for entry in replaced():
         module, _, path = entry.target.partition(":")

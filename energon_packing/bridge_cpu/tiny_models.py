@@ -173,7 +173,7 @@ def provider(
     config = hugging_face_config(
         family, vocab_size=vocab_size, tokens=tokens, seq_length=seq_length, experts=experts, layers=layers
     )
-    with stand_ins.quiet():
+    with stand_ins.without_warnings():
         made = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     fields: dict[str, Any] = {
         "seq_length": seq_length,

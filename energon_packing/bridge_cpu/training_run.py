@@ -215,12 +215,12 @@ def run(
             with contextlib.redirect_stdout(terminal):
                 on_step(report)
 
-    with _quiet():
+    with _with_output_hidden():
         return _run(config, forward_step, report_on_terminal)
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _with_output_hidden() -> Iterator[None]:
     """Standard output, log records below a warning, and the warnings of Megatron and torch go nowhere."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))

@@ -116,7 +116,7 @@ def on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
     if family is None:
         return []
     found = []
-    with contextlib.redirect_stdout(io.StringIO()), stand_ins.quiet(), training_run.process_groups():
+    with contextlib.redirect_stdout(io.StringIO()), stand_ins.without_warnings(), training_run.process_groups():
         model = training_run.build_model(
             tiny_models.provider(
                 family,

@@ -51,7 +51,7 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
     version = installed_version("megatron-bridge")
     if version is None:
         return BridgeVerdict(version=None, accepted=None, message="megatron-bridge is not installed")
-    with quiet():
+    with without_output():
         try:
             prepare_bridge()
             container = equivalent_container(view)
@@ -84,7 +84,7 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
 
 def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
     version = installed_version("megatron-bridge")
-    with quiet(), believed_world_size(size):
+    with without_output(), believed_world_size(size):
         try:
             check()
         except Exception as error:  # Bridge rejects with ValueError, AssertionError, TypeError, and the like
@@ -234,7 +234,7 @@ def believed_world_size(size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def without_output() -> Iterator[None]:
     """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
     before = logging.root.manager.disable
     # Each change walks over all loggers, more than a thousand with Bridge: most of a verdict's time.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from energon_packing.cli.picture import packing_of, resolved_picture
+from energon_packing.cli.summary import packing_of, resolved_summary
 from energon_packing.validate.rules.registry import RULES, judge, violations
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, installed_version
@@ -55,7 +55,7 @@ def test_batches_of_bridges_own_packing_count_packs() -> None:
     view = dataclasses.replace(NATIVE, data=facts)
     assert view.rows_per_epoch == 10
     assert dataclasses.replace(view, bridge_version="0.6.2").rows_per_epoch == 100
-    assert resolved_picture(view, assumed=False)["packs_per_epoch"] == 10
+    assert resolved_summary(view, assumed=False)["packs_per_epoch"] == 10
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ parallel: {tensor_parallel: 2, context_parallel: 2}
 training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
 """
 
-# Overrides of the good file, the rule that they break, and words that its message must hold: the values and the mend.
+# Overrides of the good file, the rule that they break, and words that its message must hold: the values and the fix.
 BROKEN = {
     "6, evaluation": (
         ["training.eval_micro_batch_size=2"],
@@ -91,7 +91,7 @@ def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good
     assert answer["valid"] is False
     broken = {rule["rule"]: rule for rule in answer["rules"] if rule["verdict"] == "error"}
     assert expected in broken
-    message = f"{broken[expected]['why']}; {broken[expected]['mend']}"
+    message = f"{broken[expected]['why']}; {broken[expected]['fix']}"
     for word in words:
         assert word in message
 
@@ -137,18 +137,18 @@ def test_without_bridge_the_static_rules_decide_and_a_note_says_so(good: Path, m
     assert "not installed" in run(str(good)).stdout
 
 
-def test_the_resolved_picture_is_what_the_run_will_do(good: Path) -> None:
+def test_the_summary_is_what_the_run_will_do(good: Path) -> None:
     _, answer = run_json(str(good), "--no-bridge", "--world-size", "16")
-    picture = answer["resolved"]
-    assert picture["alignment_multiple"] == 4
-    assert picture["data_parallel"] == 4
-    assert picture["micro_batches_per_step"] == 2
-    assert picture["max_tokens_per_step"] == 8 * 4096
-    assert picture["world_size_assumed"] is False
+    summary = answer["resolved"]
+    assert summary["alignment_multiple"] == 4
+    assert summary["data_parallel"] == 4
+    assert summary["micro_batches_per_step"] == 2
+    assert summary["max_tokens_per_step"] == 8 * 4096
+    assert summary["world_size_assumed"] is False
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_mended_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
+def test_a_broken_file_is_fixed_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
     overrides, _, _ = BROKEN[name]
     before = good.read_text()
     result = run(str(good), "--no-bridge", "--fix", *sets(overrides))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import pytest
 from click.testing import CliRunner
@@ -12,6 +13,9 @@ from energon_packing.config import load_config
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.samples import Problem
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import SampleRejected
 
 SEQ_LENGTH = 2048
 
@@ -68,6 +72,24 @@ def test_measuring_all_samples_tells_the_epoch_that_the_loader_makes(run, packs)
     assert str(told["longest_sample"]) in warned["ours/longest-sample"]["why"]
     too_long = [entry for entry in dropped if entry.reason == "oversize"]
     assert f"{len(too_long)} of 60 measured samples" in warned["ours/longest-sample"]["why"]
+
+
+def test_the_length_of_a_refused_sample_reaches_whoever_counts_as_a_number_and_not_as_a_word():
+    error = pickle.loads(pickle.dumps(SampleRejected("oversize", "much too long", 5120)))
+    problem = Problem.of(error)
+    assert (problem.reason, problem.detail, problem.length) == ("oversize", "much too long", 5120)
+
+
+def test_the_longest_sample_is_told_whatever_words_its_refusal_is_put_in(run, packs, monkeypatch):
+    refuse = PackingTaskEncoder.refuse_size
+
+    def in_other_words(self, key, reason, detail, length):
+        refuse(self, key, reason, "", length)
+
+    monkeypatch.setattr(PackingTaskEncoder, "refuse_size", in_other_words)
+    _, told, _ = validate(run, "--measure", "1000")
+    longest = max(int(entry.detail.split()[0]) for pack in packs for entry in pack.dropped)
+    assert told["longest_sample"] == longest > SEQ_LENGTH
 
 
 IN_BATCH = ("--set", "training.enable_in_batch_packing=true", "--set", "training.micro_batch_size=2")

@@ -97,7 +97,7 @@ def prepare() -> None:
     from energon_packing.bridge_cpu import stand_ins
 
     stand_ins.install()
-    with stand_ins.quiet():
+    with stand_ins.without_warnings():
         import megatron.training.arguments as arguments
         import megatron.training.initialize as initialize
         import megatron.training.training as training

@@ -158,7 +158,7 @@ def test_a_broken_recipe_is_refused_for_its_rule(recipe, size, overrides, rule):
     assert any(found.startswith(rule) for found, verdict in speaking(answer).items() if verdict == "error")
 
 
-def test_a_recipe_is_mended_by_overrides_that_bridge_takes(tmp_path):
+def test_a_recipe_is_fixed_by_overrides_that_bridge_takes(tmp_path):
     recipe = "bridge_configs.qwen3_vl:qwen3_vl_8b_sft"
     sets = ["--set", "train.micro_batch_size=2", "--set", "ddp.overlap_grad_reduce=true"]
     code, answer = validate(recipe, "--world-size", "8", "--step", "vlm_step", *sets, "--fix")
@@ -199,7 +199,7 @@ def test_a_serialised_bridge_configuration_is_judged(serialised):
     assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error"})
 
 
-def test_a_broken_serialised_configuration_is_mended_in_a_new_file_that_is_valid(serialised):
+def test_a_broken_serialised_configuration_is_fixed_in_a_new_file_that_is_valid(serialised):
     text = serialised.read_text().replace("average_in_collective: false", "average_in_collective: true", 1)
     broken = serialised.with_name("broken.yaml")
     broken.write_text(text.replace("context_parallel_size: 1\n", "context_parallel_size: 2\n", 1))

@@ -26,7 +26,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.bridge_cpu import tiny_models, training_run
 from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
 from energon_packing.validate.sources.container_run import ContainerRun
-from energon_packing.validate.verdict import believed_world_size, quiet
+from energon_packing.validate.verdict import believed_world_size, without_output
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -97,7 +97,7 @@ def what_validate_says(cfg: Any, world_size: int) -> str | None:
     """The message of Bridge's own ``pretrain()`` preamble; None where the run may start."""
     from megatron.bridge.training.config import runtime_config_update
 
-    with believed_world_size(world_size), quiet():
+    with believed_world_size(world_size), without_output():
         try:
             runtime_config_update(cfg)
         except Exception as error:
@@ -107,7 +107,7 @@ def what_validate_says(cfg: Any, world_size: int) -> str | None:
 
 @pytest.mark.timeout(3600)
 def test_finalize_refuses_what_the_command_refuses_and_nothing_else(sound):
-    with quiet():
+    with without_output():
         outcomes, named = compared(sound, random.Random(11))
     print(f"\n{RUNS} runs: {dict(outcomes)}; {dict(named)}")
     assert min(outcomes.values()) > RUNS // 5

@@ -53,7 +53,7 @@ class Counts:
 @pytest.fixture(scope="module")
 def counts() -> Counts:
     verdict.prepare_bridge()
-    with verdict.quiet():  # once, not four times for every run
+    with verdict.without_output():  # once, not four times for every run
         return judged()
 
 

@@ -359,13 +359,13 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "broken", "mended", "severity"), OWN)
-def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_mended(
-    rule: str, broken: dict[str, Any], mended: dict[str, Any], severity: str
+@pytest.mark.parametrize(("rule", "broken", "fixed", "severity"), OWN)
+def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed(
+    rule: str, broken: dict[str, Any], fixed: dict[str, Any], severity: str
 ) -> None:
     view = packed(**broken)
     assert outcome(rule, view) == severity
-    assert outcome(rule, dataclasses.replace(view, **mended)) in ("ok", "not applicable")
+    assert outcome(rule, dataclasses.replace(view, **fixed)) in ("ok", "not applicable")
     expected = [rule] if severity == "error" else []
     assert [found.rule.id for found in violations(view)] == expected
 
@@ -398,18 +398,18 @@ def unfinished(view: RunView) -> set[str]:
     left = set()
     for judgement in judge(view):
         if judgement.finding is not None and judgement.finding.changes:
-            mended = dataclasses.replace(view, **judgement.finding.changes)
-            if outcome(judgement.rule.id, mended) not in ("ok", "not applicable"):
+            fixed = dataclasses.replace(view, **judgement.finding.changes)
+            if outcome(judgement.rule.id, fixed) not in ("ok", "not applicable"):
                 left.add(judgement.rule.id)
     return left
 
 
 @pytest.mark.parametrize("broken", [entry[1] for entry in OWN])
-def test_the_changes_that_a_rule_offers_mend_it(broken: dict[str, Any]) -> None:
+def test_the_changes_that_a_rule_offers_fix_it(broken: dict[str, Any]) -> None:
     assert not unfinished(packed(**broken))
 
 
-def test_the_changes_that_any_rule_offers_mend_it_on_sampled_runs() -> None:
+def test_the_changes_that_any_rule_offers_fix_it_on_sampled_runs() -> None:
     draw = random.Random(3)
     offered = collections.Counter[str]()
     for _ in range(3000):
@@ -459,9 +459,9 @@ def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
     (found,) = [judgement for judgement in judge(view) if judgement.rule.id == "ours/experts-see-padding"]
     assert found.finding is not None
     assert found.finding.changes["cuda_graph_impl"] == "none"
-    mended = dataclasses.replace(view, **found.finding.changes)
-    assert violations(mended) == []
-    assert outcome("ours/padding-mask-under-graphs", mended) == "not applicable"
+    fixed = dataclasses.replace(view, **found.finding.changes)
+    assert violations(fixed) == []
+    assert outcome("ours/padding-mask-under-graphs", fixed) == "not applicable"
 
 
 def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:

@@ -44,7 +44,7 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
     return Finding(
         why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
         f"{view.micro_batch_size}",
-        mend=f"set the data set's micro_batch_size to {view.micro_batch_size}",
+        fix=f"set the data set's micro_batch_size to {view.micro_batch_size}",
         changes={"dataset_micro_batch_size": view.micro_batch_size},
     )
 
@@ -63,7 +63,7 @@ def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
     return Finding(
         why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
         f"{view.eval_micro}",
-        mend=f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
+        fix=f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
         changes={"eval_micro_batch_size": view.dataset_micro_batch_size},
     )
 
@@ -82,7 +82,7 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     return Finding(
         why=f"the evaluation's global batch of {view.eval_global} is not divisible by micro-batch {view.eval_micro} x "
         f"data parallel {view.eval_data_parallel} = {rows}",
-        mend=f"set training.eval_global_batch_size to a multiple of {rows}",
+        fix=f"set training.eval_global_batch_size to a multiple of {rows}",
         changes={"eval_global_batch_size": math.ceil(view.eval_global / rows) * rows},
     )
 
@@ -101,7 +101,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
     return Finding(
         why=f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all masked "
         "divides by zero",
-        mend="set training.calculate_per_token_loss to true",
+        fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
     )
 
@@ -120,7 +120,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
     return Finding(
         why=f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with different "
         "numbers of trained tokens",
-        mend="set training.average_in_collective to false",
+        fix="set training.average_in_collective to false",
         changes={"average_in_collective": False},
     )
 
@@ -139,7 +139,7 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
     width = view.packed_sequence_size or view.dataset_seq_length
     return Finding(
         why=f"micro_batch_size is {size}, and a micro-batch of packed rows is one row",
-        mend=f"set micro_batch_size to 1, global_batch_size to {max(1, view.global_batch_size // size)} (from "
+        fix=f"set micro_batch_size to 1, global_batch_size to {max(1, view.global_batch_size // size)} (from "
         f"{view.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens a step",
         changes={
             "micro_batch_size": 1,
@@ -163,7 +163,7 @@ def _in_batch_needs_several(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
-        mend="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off and get packed rows",
+        fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off and get packed rows",
         # Our own data set packs without it; Bridge's would become an unpacked run, which is a decision.
         changes={"enable_in_batch_packing": False} if view.dataset_kind == "packed_energon" else {},
     )

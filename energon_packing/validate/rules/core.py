@@ -33,7 +33,7 @@ def _global_batch(view: RunView) -> Finding | None:
     return Finding(
         why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
         f"data parallel {view.data_parallel} = {rows}",
-        mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
+        fix=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
         changes={"global_batch_size": math.ceil(view.global_batch_size / rows) * rows},
     )
 
@@ -59,7 +59,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
         why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP {view.expert_parallel} x "
         f"PP {view.pipeline_parallel} = {group}"
         + ("" if view.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
-        mend=f"use a multiple of {group} GPUs"
+        fix=f"use a multiple of {group} GPUs"
         + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
     )
 
@@ -82,7 +82,7 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
     return Finding(
         why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
         "refuses that",
-        mend="set training.average_in_collective to false",
+        fix="set training.average_in_collective to false",
         changes={"average_in_collective": False},
     )
 
@@ -109,5 +109,5 @@ def _core_slices_packs(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
-        mend="install megatron-core 0.18 or later",
+        fix="install megatron-core 0.18 or later",
     )

@@ -50,7 +50,7 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     return Finding(
         why=f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the step, "
         "but calculate_per_token_loss is false: each pack would divide by its own sum",
-        mend="set training.calculate_per_token_loss to true",
+        fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True, "average_in_collective": False},
     )
 
@@ -70,7 +70,7 @@ def _loader_memory(view: RunView) -> Finding | None:
     return Finding(
         why=f"{view.workers} workers with windows of {view.window} samples take about {need / 2**30:.0f} GiB on each "
         "rank that reads",
-        mend="set packing.window to 1024 or less (more fills no better), or take fewer workers",
+        fix="set packing.window to 1024 or less (more fills no better), or take fewer workers",
     )
 
 
@@ -93,7 +93,7 @@ def _longest_sample(view: RunView) -> Finding | None:
     return Finding(
         why=f"{data.too_long} of {data.measured} measured samples are longer than a row of {view.dataset_seq_length}; "
         f"the longest has {data.longest} tokens",
-        mend="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
+        fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
     )
 
 
@@ -113,7 +113,7 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
     return Finding(
         why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step would "
         "see samples more than once",
-        mend="set a smaller global_batch_size, or a smaller seq_length",
+        fix="set a smaller global_batch_size, or a smaller seq_length",
     )
 
 
@@ -130,5 +130,5 @@ def _failures_are_limited(view: RunView) -> Finding | None:
     return Finding(
         why=f"failure_tolerance is {view.failure_tolerance}, by which Energon sets no limit: a data set that fails "
         "everywhere is read for ever, and the run waits for its first batch",
-        mend="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
+        fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
     )

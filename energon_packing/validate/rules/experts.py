@@ -53,8 +53,7 @@ def _equal_dispatch(view: RunView) -> Finding | None:
     return Finding(
         why=f"HybridEP takes equally many tokens of each rank, rows differ in width, and under cuda_graph_impl "
         f"{view.cuda_graph_impl!r} Bridge does not pad its inputs: the dispatch hangs or mixes tokens up",
-        mend="set cuda_graph_impl to 'none'"
-        + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
+        fix="set cuda_graph_impl to 'none'" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
         changes={"cuda_graph_impl": "none"},
     )
 
@@ -81,10 +80,10 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     )
     told = "set the three variables NUM_OF_TOKENS_PER_CHUNK_*_API to 64"
     if view.as_wide_as_its_samples:
-        return Finding(why=why, mend=f"{told}, or turn in-batch packing off and pad_to_max_length on")
+        return Finding(why=why, fix=f"{told}, or turn in-batch packing off and pad_to_max_length on")
     return Finding(
         why=why,
-        mend=f"set pad_to_max_length to true and seq_length to {length}, or {told}",
+        fix=f"set pad_to_max_length to true and seq_length to {length}, or {told}",
         changes={"pad_to_max_length": True, **one_length(view, length)},
     )
 
@@ -111,6 +110,6 @@ def _capacity_and_padding(view: RunView) -> Finding | None:
     return Finding(
         why=f"moe_expert_capacity_factor is {view.expert_capacity_factor}: experts drop what is beyond their room, and "
         "Megatron-Core's router counts padding among the tokens that ask for it, with a padding mask too",
-        mend="leave moe_expert_capacity_factor out",
+        fix="leave moe_expert_capacity_factor out",
         changes={"expert_capacity_factor": None},
     )

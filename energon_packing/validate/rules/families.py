@@ -79,7 +79,7 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     return Finding(
         why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
         "so a token in a pack of long prompts weighs more",
-        mend="set training.calculate_per_token_loss to true",
+        fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
     )
 
@@ -108,7 +108,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     )
     return Finding(
         why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}",
-        mend="set mtp_num_layers to 0",
+        fix="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )
 
@@ -124,14 +124,14 @@ def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
     version = view.bridge_version or "0.6"
     if line is not None and not line.packed:
-        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", mend="train it unpacked")
+        return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="train it unpacked")
     if line is not None and view.enable_in_batch_packing and not line.in_batch:
         return Finding(
-            why=f"{line.name} of Megatron-Bridge {version} {line.why}", mend="turn training.enable_in_batch_packing off"
+            why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="turn training.enable_in_batch_packing off"
         )
     for name, reason in NAMED_TEXT_MODELS.items():
         if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.model} takes no packed rows: {reason}", mend="train it unpacked")
+            return Finding(why=f"{view.model} takes no packed rows: {reason}", fix="train it unpacked")
     return None
 
 
@@ -149,7 +149,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     return Finding(
         why=f"{line.name} of Megatron-Bridge {view.bridge_version or '0.6'} {line.why}, although validate() accepts "
         f"CP {max(view.context_parallel, view.eval_context_parallel or 1)}",
-        mend="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
+        fix="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
         changes={"context_parallel": 1, **({} if view.eval_context_parallel is None else {"eval_context_parallel": 1})},
     )
 
@@ -172,7 +172,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     return Finding(
         why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
         "gradient, and the reduction stops the run or hangs",
-        mend="set ddp.overlap_grad_reduce to false, or align modality over ranks",
+        fix="set ddp.overlap_grad_reduce to false, or align modality over ranks",
         changes={"overlap_grad_reduce": False},
     )
 
@@ -195,7 +195,7 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     return Finding(
         why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
         "the number of boundaries from",
-        mend="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
+        fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
         "pad_cu_seqlens to false",
     )
 
@@ -218,7 +218,7 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     return Finding(
         why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
         "deepstack features in a list, through which recomputation passes no gradient",
-        mend="set recompute_granularity to 'selective'",
+        fix="set recompute_granularity to 'selective'",
         changes={"recompute_granularity": "selective"},
     )
 
@@ -247,11 +247,11 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     if view.model_forces_sequence_parallel:  # how to do without TP is a decision
         return Finding(
             why=f"{why}; the provider of the mixture of experts turns it on at TP > 1 whatever is set",
-            mend="set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline "
+            fix="set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline "
             "parallelism, rows by context parallelism), or freeze the vision model and its projection",
         )
     return Finding(
         why=why,
-        mend="set sequence_parallel to false, or freeze the vision model and its projection",
+        fix="set sequence_parallel to false, or freeze the vision model and its projection",
         changes={"sequence_parallel": False},
     )

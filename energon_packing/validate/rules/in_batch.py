@@ -38,7 +38,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     return Finding(
         why=f"defer_in_batch_packing_to_step leaves the packing to {view.step}, which refuses such rows or trains them "
         "padded",
-        mend=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
+        fix=f"set defer_in_batch_packing_to_step to false, or train with {PACKING_STEPS[0]}",
         changes={"defer_in_batch_packing_to_step": False},
     )
 
@@ -63,7 +63,7 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     return Finding(
         why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
         f"have up to {size * length}",
-        mend=f"leave memory for {size * length} tokens, or take mode 'packs', whose rows never exceed {length}",
+        fix=f"leave memory for {size * length} tokens, or take mode 'packs', whose rows never exceed {length}",
     )
 
 
@@ -112,6 +112,6 @@ def _padding_is_visible(view: RunView) -> Finding | None:
         why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that where "
         "the last sample alone is padded, as any sample alone in its row may be; Transformer Engine before 2.18 "
         f"({installed or 'none'} is installed) then loses keys over {view.context_parallel} ranks in silence",
-        mend="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
+        fix="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
         "context_parallel_size 1",
     )

@@ -36,7 +36,7 @@ def _comm_type_of_each_layer(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"cp_comm_type lists {len(kinds)} layers, the model has {view.num_layers}",
-        mend="give one name for all layers, or one a layer",
+        fix="give one name for all layers, or one a layer",
     )
 
 
@@ -53,7 +53,7 @@ def _world_size(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{view.world_size} GPUs are not divisible by TP x PP x CP = {replica}",
-        mend=f"use a multiple of {replica} GPUs",
+        fix=f"use a multiple of {replica} GPUs",
     )
 
 
@@ -71,7 +71,7 @@ def _eval_world_size(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{view.world_size} GPUs are not divisible by TP x PP x evaluation CP = {replica}",
-        mend=f"use a multiple of {replica} GPUs, or another parallel.eval_context_parallel",
+        fix=f"use a multiple of {replica} GPUs, or another parallel.eval_context_parallel",
     )
 
 
@@ -88,7 +88,7 @@ def _hierarchical_sizes_present(view: RunView) -> Finding | None:
     return Finding(
         why="cp_comm_type is 'a2a+p2p' without hierarchical_context_parallel_sizes: each rank would attend to its own "
         "slice only",
-        mend=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}",
+        fix=f"set parallel.hierarchical_context_parallel_sizes to factors of CP {view.context_parallel}",
     )
 
 
@@ -106,5 +106,5 @@ def _hierarchical_sizes_product(view: RunView) -> Finding | None:
     return Finding(
         why=f"hierarchical_context_parallel_sizes {list(sizes)} multiply to {math.prod(sizes)}, CP is "
         f"{view.context_parallel}",
-        mend=f"choose sizes whose product is {view.context_parallel}",
+        fix=f"choose sizes whose product is {view.context_parallel}",
     )

@@ -52,7 +52,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
     return Finding(
         why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.tensor_parallel}, "
         f"CP {view.context_parallel}{evaluation}, sequence parallel {'on' if view.sequence_parallel else 'off'}",
-        mend=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
+        fix=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
         changes=one_length(view, above),
     )
 
@@ -70,7 +70,7 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"the model's seq_length {length} is not divisible by 2 * CP = {pieces}",
-        mend=f"set the model's seq_length to {math.ceil(length / pieces) * pieces}",
+        fix=f"set the model's seq_length to {math.ceil(length / pieces) * pieces}",
         changes=one_length(view, math.ceil(length / math.lcm(pieces, view.multiple)) * math.lcm(pieces, view.multiple)),
     )
 
@@ -87,7 +87,7 @@ def _pack_size_is_positive(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
-        mend=f"set it to the row width, {view.dataset_seq_length}",
+        fix=f"set it to the row width, {view.dataset_seq_length}",
         changes={"packed_sequence_size": view.dataset_seq_length},
     )
 
@@ -105,7 +105,7 @@ def _same_seq_length(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
-        mend=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
+        fix=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
         changes={"model_seq_length": view.dataset_seq_length},
     )
 
@@ -124,7 +124,7 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
     sizes = f"PP {view.pipeline_parallel}, EP {view.expert_parallel}"
     return Finding(
         why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.dataset_seq_length} tokens wide",
-        mend="set packing.pad_to_max_length to true to say so",
+        fix="set packing.pad_to_max_length to true to say so",
         changes={"pad_to_max_length": True},
     )
 
@@ -140,5 +140,5 @@ def _lengths_vary(view: RunView) -> Finding | None:
     return Finding(
         why=f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and stages "
         "exchange the width of every micro-batch",
-        mend="nothing to do",
+        fix="nothing to do",
     )

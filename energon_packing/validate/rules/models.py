@@ -70,7 +70,7 @@ def _alignment_used(view: RunView) -> Finding | None:
     return Finding(
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
         f"{view.multiple}: tokens of two samples would share a slice",
-        mend=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs anew",
+        fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs anew",
         changes={"pad_seq_to_multiple": math.lcm(used, view.multiple)},
     )
 
@@ -100,16 +100,16 @@ def _fp8_multiple(view: RunView) -> Finding | None:
         f"{shards} ranks"
     )
     changes = {"pad_to_max_length": True, **one_length(view, length)}
-    mend = f"pad_to_max_length to true and seq_length to {length}"
+    fix = f"pad_to_max_length to true and seq_length to {length}"
     if not view.as_wide_as_its_samples:
-        return Finding(why=why, mend=f"set {mend}", changes=changes)
+        return Finding(why=why, fix=f"set {fix}", changes=changes)
     why += "; pad_to_max_length widens no row that is packed in the batch"
     if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's would be unpacked: a decision
-        return Finding(why=why, mend=f"turn enable_in_batch_packing off and set {mend}, or compute without fp8")
+        return Finding(why=why, fix=f"turn enable_in_batch_packing off and set {fix}, or compute without fp8")
     packs = {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
     return Finding(
         why=why,
-        mend=f"turn in-batch packing off (mode 'packs') and set {mend}, or compute without fp8",
+        fix=f"turn in-batch packing off (mode 'packs') and set {fix}, or compute without fp8",
         changes=changes | packs | {"packed_sequence_size": length},
     )
 
@@ -132,7 +132,7 @@ def _head_dimension(view: RunView) -> Finding | None:
     return Finding(
         why=f"the model's heads are {width} wide; FlashAttention and cuDNN take packed rows for widths up to "
         f"{WIDEST_HEAD} that are multiples of 8",
-        mend="train this model unpacked",
+        fix="train this model unpacked",
     )
 
 
@@ -158,7 +158,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
         return Finding(
             why="attention_backend is 'local', Megatron-Core's own attention, which reads no boundaries: samples of a "
             "row would attend to each other",
-            mend="set model.attention_backend to auto",
+            fix="set model.attention_backend to auto",
             changes={"attention_backend": "auto"},
         )
     if view.multiple == 1 or backend == "fused":
@@ -167,13 +167,13 @@ def _attention_kernel(view: RunView) -> Finding | None:
         return Finding(
             why=f"attention_backend is 'unfused', which takes no padding between samples, and each is padded to a "
             f"multiple of {view.multiple}",
-            mend="set model.attention_backend to auto",
+            fix="set model.attention_backend to auto",
             changes={"attention_backend": "auto"},
         )
     return Finding(
         why=f"attention_backend is 'flash', and FlashAttention 2 takes no padding between samples (version 3 does), "
         f"but each is padded to a multiple of {view.multiple}: on a machine without version 3 no kernel is left",
-        mend="set model.attention_backend to auto; cuDNN's fused attention takes such rows",
+        fix="set model.attention_backend to auto; cuDNN's fused attention takes such rows",
         changes={"attention_backend": "auto"},
     )
 
@@ -193,7 +193,7 @@ def _vocabulary(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"the tokenizer gives ids up to {ids - 1}, the model's vocabulary has {rows} rows",
-        mend="take the processor of this model, or widen the model's vocab_size",
+        fix="take the processor of this model, or widen the model's vocab_size",
     )
 
 
@@ -218,7 +218,7 @@ def _placeholder_ids(view: RunView) -> Finding | None:
             return Finding(
                 why=f"the model puts {kind} features where it finds the token {theirs}, the tokenizer's {kind} "
                 f"placeholder is {ours}",
-                mend="take the processor of this model",
+                fix="take the processor of this model",
             )
     return None
 
@@ -244,6 +244,6 @@ def _own_packing_of_bridge(view: RunView) -> Finding | None:
     return Finding(
         why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
         f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
-        mend="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
+        fix="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
         changes={"packing_buffer_size": None},
     )

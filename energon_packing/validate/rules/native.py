@@ -52,7 +52,7 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     return Finding(
         why=f"num_epochs is {view.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
         "GPTSFTDatasetConfig only",
-        mend="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
+        fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
         changes={"num_epochs": None},
     )
 
@@ -70,7 +70,7 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
-        mend="set dataset.dataloader_type to 'batch', or train.train_iters instead",
+        fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
         changes={"dataloader_type": "batch"},
     )
 
@@ -90,7 +90,7 @@ def _buffer_size(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"packing_buffer_size is {size}",
-        mend="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
+        fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
         changes={"packing_buffer_size": None},
     )
 
@@ -111,7 +111,7 @@ def _one_owner(view: RunView) -> Finding | None:
     return Finding(
         why=f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would be "
         "packed twice",
-        mend="turn enable_in_batch_packing off, or leave packing_buffer_size out",
+        fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
         changes={"enable_in_batch_packing": False},
     )
 
@@ -131,7 +131,7 @@ def _not_left_to_the_step(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
-        mend="set defer_in_batch_packing_to_step to false",
+        fix="set defer_in_batch_packing_to_step to false",
         changes={"defer_in_batch_packing_to_step": False},
     )
 
@@ -152,7 +152,7 @@ def _one_pack(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack",
-        mend="set micro_batch_size to 1, of the data set and of the trainer",
+        fix="set micro_batch_size to 1, of the data set and of the trainer",
         changes={"micro_batch_size": 1, "dataset_micro_batch_size": 1}
         | ({} if view.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
     )
@@ -173,7 +173,7 @@ def _task_encoder(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
-        mend=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
+        fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
     )
 
 
@@ -191,7 +191,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
-        mend="set model.calculate_per_token_loss to true",
+        fix="set model.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
     )
 
@@ -210,7 +210,7 @@ def _no_average(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
-        mend="set ddp.average_in_collective to false",
+        fix="set ddp.average_in_collective to false",
         changes={"average_in_collective": False},
     )
 
@@ -229,7 +229,7 @@ def _no_mtp(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
-        mend="set mtp_num_layers to 0",
+        fix="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )
 
@@ -256,7 +256,7 @@ def _no_graphs(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{' and '.join(found)}, and Bridge's own packing refuses CUDA graphs",
-        mend="set both to 'none'",
+        fix="set both to 'none'",
         changes={"cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"},
     )
 
@@ -275,7 +275,7 @@ def _no_dist_train(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="dist_train gives the vision encoder GPUs of its own, to which Bridge's own packing sends no boundaries",
-        mend="set model.dist_train.use_dist_train to false",
+        fix="set model.dist_train.use_dist_train to false",
         changes={"dist_train": False},
     )
 
@@ -294,7 +294,7 @@ def _no_pipeline(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
-        mend=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
+        fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
     )
 
 
@@ -313,6 +313,6 @@ def _no_overlap(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",
-        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
+        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

@@ -34,7 +34,7 @@ def _one_packing_mode(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="enable_offline_packing and enable_in_batch_packing are both on: rows would be packed twice",
-        mend="turn one of them off",
+        fix="turn one of them off",
     )
 
 
@@ -54,11 +54,11 @@ def _specs_with_offline(view: RunView) -> Finding | None:
     if view.enable_offline_packing:
         return Finding(
             why="enable_offline_packing is on, offline_packing_specs is not set",
-            mend=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})",
+            fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})",
         )
     return Finding(
         why="offline_packing_specs is set, enable_offline_packing is off",
-        mend="set enable_offline_packing=True, or remove the specs",
+        fix="set enable_offline_packing=True, or remove the specs",
     )
 
 
@@ -74,7 +74,7 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
-        mend="set pad_to_max_length to true, or pad_cu_seqlens to false",
+        fix="set pad_to_max_length to true, or pad_cu_seqlens to false",
         changes={"pad_to_max_length": True},
     )
 
@@ -91,7 +91,7 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
-        mend="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
+        fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
         changes={"pad_to_max_length": True},
     )
 
@@ -108,7 +108,7 @@ def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
-        mend="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
+        fix="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
         changes={"pad_cu_seqlens": True},
     )
 
@@ -126,7 +126,7 @@ def _local_graphs(view: RunView) -> Finding | None:
     return Finding(
         why="cuda_graph_impl is 'local' without full_iteration: Bridge captures less than an iteration with "
         "Transformer Engine only",
-        mend="set cuda_graph_impl to 'transformer_engine'",
+        fix="set cuda_graph_impl to 'transformer_engine'",
         changes={"cuda_graph_impl": "transformer_engine"},
     )
 
@@ -143,6 +143,6 @@ def _no_nan_check(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",
-        mend="set rerun_state_machine.check_for_nan_in_loss to false",
+        fix="set rerun_state_machine.check_for_nan_in_loss to false",
         changes={"check_for_nan_in_loss": False},
     )

@@ -23,12 +23,12 @@ class Finding:
     """Why a rule does not hold, with the values, and what to change.
 
     Attributes:
-        changes: fields of the `RunView` and the values with which the rule holds, where the mend is a matter of setting
+        changes: fields of the `RunView` and the values with which the rule holds, where the fix is a matter of setting
             values; empty where it needs a decision.
     """
 
     why: str
-    mend: str
+    fix: str
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -89,7 +89,7 @@ def _step_reads_packs(view: RunView) -> Finding | None:
         why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
     else:
         why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
-    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
+    return Finding(why=why, fix="set training.step to vlm_step", changes={"step": "vlm_step"})
 
 
 @rule(
@@ -122,10 +122,10 @@ def _experts_see_padding(view: RunView) -> Finding | None:
         return Finding(
             why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
             "'transformer_engine'",
-            mend=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
+            fix=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
             changes={"cuda_graph_impl": "none", "step": OUR_STEP},
         )
-    return Finding(why=why, mend=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+    return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
 
 
 @rule(
@@ -155,7 +155,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
         return Finding(
             why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, routers among them, which take no "
             f"padding mask there: {end}",
-            mend="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
+            fix="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
             changes={"cuda_graph_impl": "none"},
         )
     if OUR_STEP not in (
@@ -165,7 +165,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     return Finding(
         why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
         "which our forward step passes the padding mask, so experts would count padding",
-        mend="set cuda_graph_impl to 'none'",
+        fix="set cuda_graph_impl to 'none'",
         changes={"cuda_graph_impl": "none"},
     )
 
@@ -188,7 +188,7 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
     return Finding(
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
         "first evaluation stops the run",
-        mend="set training.eval_micro_batch_size to 1",
+        fix="set training.eval_micro_batch_size to 1",
         changes={"eval_micro_batch_size": 1},
     )
 
@@ -210,7 +210,7 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     return Finding(
         why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
         "stages, so packed rows would attend across samples there",
-        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
         f"step {OUR_STEP}.forward_step",
         changes={"step": OUR_STEP},
     )
@@ -241,6 +241,6 @@ def _no_schedule_plan(view: RunView) -> Finding | None:
     return Finding(
         why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_version or '0.6'} builds "
         "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
-        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

@@ -1,4 +1,4 @@
-"""What a run will do, in sizes: the resolved picture that ``validate`` prints."""
+"""What a run will do, in sizes: the summary that ``validate`` prints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILL = 0.99
 """Share of a row that online packing fills, where the data set was not measured."""
 
 
-def resolved_picture(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:
+def resolved_summary(view: RunView, *, assumed: bool, tokens_per_sample: int | None = None) -> dict[str, Any]:
     """What follows from the configuration: sizes in GPUs, rows (packs) and tokens.
 
     Args:
@@ -85,48 +85,48 @@ def _estimates(view: RunView, tokens_per_sample: int | None) -> dict[str, Any]:
     return found | {"samples_per_step": view.global_batch_size, "global_batch_size_in_packs": batch}
 
 
-def picture_lines(picture: dict[str, Any]) -> list[tuple[str, str]]:
-    """The resolved picture for a reader: name and value of each line."""
-    assumed = " (assumed: one replica; give --world-size)" if picture["world_size_assumed"] else ""
-    evaluation = picture["eval_context_parallel"]
-    steps = picture["micro_batches_per_step"]
-    row = "pack" if picture["packing"] in ("online", "offline") else "sample"
+def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The resolved summary for a reader: name and value of each line."""
+    assumed = " (assumed: one replica; give --world-size)" if summary["world_size_assumed"] else ""
+    evaluation = summary["eval_context_parallel"]
+    steps = summary["micro_batches_per_step"]
+    row = "pack" if summary["packing"] in ("online", "offline") else "sample"
     lines = [
-        ("GPUs", f"{picture['world_size']}{assumed}"),
+        ("GPUs", f"{summary['world_size']}{assumed}"),
         (
             "layout",
-            f"TP {picture['tensor_parallel']} x CP {picture['context_parallel']} x PP {picture['pipeline_parallel']} "
-            f"x DP {picture['data_parallel']}, EP {picture['expert_parallel']}, "
-            f"sequence parallel {'on' if picture['sequence_parallel'] else 'off'}"
+            f"TP {summary['tensor_parallel']} x CP {summary['context_parallel']} x PP {summary['pipeline_parallel']} "
+            f"x DP {summary['data_parallel']}, EP {summary['expert_parallel']}, "
+            f"sequence parallel {'on' if summary['sequence_parallel'] else 'off'}"
             + (f", evaluation CP {evaluation}" if evaluation else ""),
         ),
-        ("packing", f"{picture['packing']}, by {picture['packed_by']}" if picture["packed_by"] else "none"),
-        ("multiple", f"each sample is padded to a multiple of {picture['alignment_multiple']} tokens"),
-        ("micro-batch", f"{picture['micro_batch_size']} {row}(s) of up to {picture['seq_length']} tokens"),
+        ("packing", f"{summary['packing']}, by {summary['packed_by']}" if summary["packed_by"] else "none"),
+        ("multiple", f"each sample is padded to a multiple of {summary['alignment_multiple']} tokens"),
+        ("micro-batch", f"{summary['micro_batch_size']} {row}(s) of up to {summary['seq_length']} tokens"),
         (
             "global batch",
-            f"{picture['global_batch_size']} {row}s, up to {picture['max_tokens_per_step']} tokens a step"
+            f"{summary['global_batch_size']} {row}s, up to {summary['max_tokens_per_step']} tokens a step"
             + (f", {steps} micro-batches a replica" if steps else ""),
         ),
     ]
-    if row == "pack" and picture["samples_per_step"]:
-        lines.append(("samples", f"about {picture['samples_per_step']} a step"))
-    if picture["global_batch_size_in_packs"]:
-        lines.append(("packed", f"global batch of {picture['global_batch_size_in_packs']} packs for the same tokens"))
+    if row == "pack" and summary["samples_per_step"]:
+        lines.append(("samples", f"about {summary['samples_per_step']} a step"))
+    if summary["global_batch_size_in_packs"]:
+        lines.append(("packed", f"global batch of {summary['global_batch_size_in_packs']} packs for the same tokens"))
     elif row == "sample":
         lines.append(("packed", "give --tokens-per-sample to learn the global batch of packs with the same tokens"))
-    if picture["measured_samples"]:
+    if summary["measured_samples"]:
         lines.append(
             (
                 "data",
-                f"{picture['measured_samples']} samples measured: mean {picture['tokens_per_sample']} tokens, longest "
-                f"{picture['longest_sample']}, {picture['dropped_samples']} dropped",
+                f"{summary['measured_samples']} samples measured: mean {summary['tokens_per_sample']} tokens, longest "
+                f"{summary['longest_sample']}, {summary['dropped_samples']} dropped",
             )
         )
-        if picture["expected_fill"] is not None:
-            lines.append(("fill", f"{picture['expected_fill']:.1%} expected"))
-        rows = picture[f"{row}s_per_epoch"]
-        lines.append(("epoch", f"about {rows} {row}s, {picture['steps_per_epoch']} steps"))
-    if picture["loader_memory_mb"]:
-        lines.append(("loader", f"about {picture['loader_memory_mb']} MB on each rank that reads"))
+        if summary["expected_fill"] is not None:
+            lines.append(("fill", f"{summary['expected_fill']:.1%} expected"))
+        rows = summary[f"{row}s_per_epoch"]
+        lines.append(("epoch", f"about {rows} {row}s, {summary['steps_per_epoch']} steps"))
+    if summary["loader_memory_mb"]:
+        lines.append(("loader", f"about {summary['loader_memory_mb']} MB on each rank that reads"))
     return lines

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from energon_packing.config import ParallelConfig, RunConfig, TrainingConfig
-from energon_packing.validate.rules import in_batch as in_batch_rules
+from energon_packing.validate.rules import bridges_packing
 from energon_packing.validate.rules.registry import RULES, judge, rule_that_bridge_named, violations
 from energon_packing.validate.run_facts import DataFacts, TokenFacts
 from energon_packing.validate.run_view import RunView
@@ -382,7 +382,7 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed(
     ],
 )
 def test_bridges_own_packers_are_warned_about_until_transformer_engine_asks_no_more(monkeypatch, version, expected):
-    monkeypatch.setattr(in_batch_rules, "installed_version", lambda name: version)
+    monkeypatch.setattr(bridges_packing, "installed_version", lambda name: version)
     assert outcome("ours/visible-padding", packed(**IN_BATCH, context_parallel=2)) == expected
 
 

@@ -1,4 +1,4 @@
-"""Rules of ours about model families, losses, loaders and files under packed rows.
+"""Rules about what model families do with packed rows: the family table, vision gradients, deepstack features.
 
 Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
 """
@@ -8,18 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from energon_packing.validate.family_table import FAMILY_TABLE, NAMED_TEXT_MODELS, FamilyLine, line_of
-from energon_packing.validate.rules.rule import Finding, SourceLine, bridge_is_silent_on_loss, rule
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
-
-
-def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
-    return view.packed and bridge_is_silent_on_loss(view) and not view.packs_natively
-
-
-def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # of its own packing Bridge says it: bridge/native-*
 
 
 def _packed_known_family(view: RunView) -> bool:
@@ -34,10 +26,6 @@ def _known_family_with_cp(view: RunView) -> bool:
 
 def _packed_vision_ddp(view: RunView) -> bool:
     return view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION)
-
-
-def _prepared_with_fixed_boundaries(view: RunView) -> bool:
-    return view.pad_cu_seqlens and view.dataset_kind == "gpt_sft"
 
 
 def _packed_qwen3_vl(view: RunView) -> bool:
@@ -59,58 +47,6 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
             before = min(later, default=None)
             found.append(SourceLine(file=file, says=line.holds[0], since=line.since, before=before))
     return tuple(found)
-
-
-@rule(
-    id="ours/token-weight",
-    checks="a token weighs the same in every pack",
-    place="Bridge's development branch asks it of its own online packing at any CP",
-    applies=_packed_and_bridge_is_silent_on_loss,
-    severity="warning",
-    sources=(
-        SourceLine(
-            file="megatron/core/pipeline_parallel/schedules.py", says="output_tensor /= torch.clamp(num_tokens, min=1)"
-        ),
-    ),
-)
-def _tokens_weigh_the_same(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
-        return None
-    return Finding(
-        why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
-        "so a token in a pack of long prompts weighs more",
-        fix="set training.calculate_per_token_loss to true",
-        changes={"calculate_per_token_loss": True},
-    )
-
-
-@rule(
-    id="ours/no-multi-token-prediction",
-    checks="no multi-token prediction over packed rows",
-    place="megatron.core.transformer.multi_token_prediction.roll_tensor",
-    applies=_packed_not_natively,
-    sources=(
-        SourceLine(
-            file="megatron/core/transformer/multi_token_prediction.py",
-            says="cu_seqlens = packed_seq_params.cu_seqlens_q",
-        ),
-    ),
-)
-def _no_multi_token_prediction(view: RunView) -> Finding | None:
-    # Megatron-Core shifts labels at the real boundaries (roll_tensor): right where no padding stands between samples.
-    if view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
-        return None
-    reason = (
-        f"Megatron-Bridge {view.bridge_version or '0.6'} documents it as unsupported over packed rows"
-        if view.multiple == 1
-        else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; behind the first padded sample "
-        "they lie elsewhere, and labels come from other samples"
-    )
-    return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}",
-        fix="set mtp_num_layers to 0",
-        changes={"mtp_num_layers": 0},
-    )
 
 
 @rule(
@@ -174,29 +110,6 @@ def _packs_without_media(view: RunView) -> Finding | None:
         "gradient, and the reduction stops the run or hangs",
         fix="set ddp.overlap_grad_reduce to false, or align modality over ranks",
         changes={"overlap_grad_reduce": False},
-    )
-
-
-@rule(
-    id="ours/metadata-beside-packed-file",
-    checks="fixed boundaries come with the packed file's metadata",
-    place="megatron.bridge.data.packing.gpt_sft",
-    applies=_prepared_with_fixed_boundaries,
-    sources=(
-        SourceLine(
-            file="megatron/bridge/data/packing/gpt_sft.py",
-            says="a metadata json file is required when pad_cu_seqlens is enabled",
-        ),
-    ),
-)
-def _metadata_beside_packed_file(view: RunView) -> Finding | None:
-    if view.packed_metadata_missing is None:
-        return None
-    return Finding(
-        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
-        "the number of boundaries from",
-        fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
-        "pad_cu_seqlens to false",
     )
 
 

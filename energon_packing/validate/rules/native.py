@@ -1,4 +1,4 @@
-"""Rules of ``ConfigContainer.validate()`` about epochs, and about the online packing of Megatron-Bridge's own.
+"""Rules about the online packing of Megatron-Bridge's own.
 
 The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; in 0.6 the setting is there and nothing packs,
 see ``ours/bridges-own-packing``. Imports neither torch nor Bridge.
@@ -12,19 +12,13 @@ from energon_packing.validate.rules.rule import Finding, rule
 from energon_packing.validate.run_view import RunView
 
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
+
 _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 _OURS = "take energon_packing.bridge.recipe.use_packed_data"
+
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The one task encoder of Bridge 0.7 that has the hooks of online packing."""
-
-
-def _by_epochs(view: RunView) -> bool:
-    return view.num_epochs is not None
-
-
-def _epochs_of_finite_data(view: RunView) -> bool:
-    return view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
 
 
 def _buffer(view: RunView) -> bool:
@@ -37,42 +31,6 @@ def _native(view: RunView) -> bool:
 
 def _native_known_encoder(view: RunView) -> bool:
     return view.packs_natively and view.task_encoder is not None
-
-
-@_rule(
-    id="bridge/epochs-need-finite-data",
-    order=10,
-    checks="a run by epochs has a data set whose size Bridge knows",
-    applies=_by_epochs,
-    bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
-)
-def _epochs_need_finite_data(view: RunView) -> Finding | None:
-    if view.dataset_kind == "gpt_sft":
-        return None
-    return Finding(
-        why=f"num_epochs is {view.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
-        "GPTSFTDatasetConfig only",
-        fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
-        changes={"num_epochs": None},
-    )
-
-
-@_rule(
-    id="bridge/epochs-need-whole-batches",
-    order=20,
-    provider_escapes=True,
-    checks="a run by epochs reads whole batches",
-    applies=_epochs_of_finite_data,
-    bridge_says=("num_epochs is currently supported only with dataloader_type",),
-)
-def _epochs_need_whole_batches(view: RunView) -> Finding | None:
-    if view.dataloader_type == "batch":
-        return None
-    return Finding(
-        why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
-        fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
-        changes={"dataloader_type": "batch"},
-    )
 
 
 @_rule(

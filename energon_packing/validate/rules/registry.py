@@ -15,22 +15,43 @@ from typing import Literal
 from energon_packing.errors import PackingError
 from energon_packing.validate.rules import (
     batches,
+    bridges_packing,
     core,
-    data,
+    epochs,
     experts,
     families,
-    in_batch,
+    kernels,
     layout,
     lengths,
-    models,
+    loader,
+    losses,
     native,
     packing_modes,
+    prepared,
     steps,
+    tokens,
 )
 from energon_packing.validate.rules.rule import Finding, Rule
 from energon_packing.validate.run_view import RunView
 
-TOPICS = (core, steps, experts, families, models, data, in_batch, native, packing_modes, batches, lengths, layout)
+TOPICS = (
+    core,
+    steps,
+    experts,
+    losses,
+    families,
+    prepared,
+    kernels,
+    tokens,
+    native,
+    epochs,
+    loader,
+    bridges_packing,
+    packing_modes,
+    batches,
+    lengths,
+    layout,
+)
 """The modules that define rules."""
 
 

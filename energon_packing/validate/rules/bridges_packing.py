@@ -1,4 +1,4 @@
-"""Rules about runs that stay on Megatron-Bridge's own packing. Imports neither torch nor Bridge.
+"""Rules about runs that stay on the packing of Megatron-Bridge. Imports neither torch nor Bridge.
 
 Bridge's own rules about them are in `packing_modes`, `batches` and `lengths`; what the forward steps and the loader do
 with such a run, nobody checks before GPUs are taken.
@@ -18,6 +18,10 @@ def _left_to_a_known_step(view: RunView) -> bool:
 
 def _as_wide_as_its_samples(view: RunView) -> bool:
     return view.as_wide_as_its_samples
+
+
+def _bridges_own_packing(view: RunView) -> bool:
+    return view.dataset_kind == "energon" and (view.packing_buffer_size or 0) > 0
 
 
 @rule(
@@ -114,4 +118,30 @@ def _padding_is_visible(view: RunView) -> Finding | None:
         f"({installed or 'none'} is installed) then loses keys over {view.context_parallel} ranks in silence",
         fix="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
         "context_parallel_size 1",
+    )
+
+
+@rule(
+    id="ours/bridges-own-packing",
+    checks="Bridge's own online packing is there",
+    place="megatron.bridge.data.builders.energon",
+    applies=_bridges_own_packing,
+    before=(0, 7),  # from then on bridge/native-* tell what it needs
+    sources=(
+        SourceLine(
+            file="megatron/bridge/data/builders/energon.py",
+            says="packing_buffer_size=self.config.packing_buffer_size,",
+        ),
+        SourceLine(
+            file="megatron/energon/task_encoder/base.py",
+            says="Both select_samples_to_pack and pack_selected_samples methods must be provided in the TaskEncoder",
+        ),
+    ),
+)
+def _own_packing_of_bridge(view: RunView) -> Finding | None:
+    return Finding(
+        why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+        f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
+        fix="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
+        changes={"packing_buffer_size": None},
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from energon_packing.errors import ConfigError
 
-SHIPPED = Path(__file__).resolve().parents[2] / "bridge_configs" / "hf"
+SHIPPED = Path(__file__).resolve().parents[3] / "bridge_configs" / "hf"
 """The configurations in a checkout of this project; absent in an installed package."""
 
 

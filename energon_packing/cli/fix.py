@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,7 +96,7 @@ def changes_for(source: RunSource) -> dict[str, Any]:
             )
             if offered is None:
                 break
-            view = dataclasses.replace(view, **offered)
+            view = view.changed(**offered)
             made |= offered
     return source.places(made)
 

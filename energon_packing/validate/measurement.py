@@ -20,7 +20,7 @@ def measure_quietly(config: RunConfig, parallel: ParallelConfig, samples: int, v
     """
     try:
         with without_output():
-            return measure_data(config, parallel, samples=samples, one_a_row=not view.enable_offline_packing)
+            return measure_data(config, parallel, samples=samples, one_a_row=not view.packing.enable_offline_packing)
     except ImportError as error:
         raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from energon_packing.validate.rules.registry import RULES, judge, violations
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, installed_version
 
-NATIVE = RunView(
+NATIVE = RunView.of(
     dataset_kind="energon",
     packing_buffer_size=64,
     task_encoder="QwenVLEnergonTaskEncoderConfig",
@@ -21,9 +20,9 @@ NATIVE = RunView(
     step="vlm_step",
     overlap_grad_reduce=False,
 )
-PACKS = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
-EXPERTS = dataclasses.replace(PACKS, num_moe_experts=8, expert_parallel=2, world_size=2, global_batch_size=2)
-OVER_HYBRIDEP = dataclasses.replace(EXPERTS, expert_dispatcher="hybridep", pad_to_max_length=True)
+PACKS = RunView.of(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+EXPERTS = PACKS.changed(num_moe_experts=8, expert_parallel=2, world_size=2, global_batch_size=2)
+OVER_HYBRIDEP = EXPERTS.changed(expert_dispatcher="hybridep", pad_to_max_length=True)
 
 
 def outcome(rule: str, view: RunView) -> str:
@@ -38,11 +37,11 @@ def test_rows_of_bridges_own_packing_are_packed_rows_from_0_7_on() -> None:
     assert NATIVE.packed
     assert NATIVE.reaches_the_step_packed
     assert NATIVE.rows_are_packs
-    before = dataclasses.replace(NATIVE, bridge_version="0.6.2")
+    before = NATIVE.changed(bridge_version="0.6.2")
     assert not before.packed
     assert errors(before) == ["ours/bridges-own-packing"]
-    assert not dataclasses.replace(NATIVE, dataset_kind="packed_energon").packs_natively
-    assert not dataclasses.replace(NATIVE, packing_buffer_size=None).packed
+    assert not NATIVE.changed(dataset_kind="packed_energon").packs_natively
+    assert not NATIVE.changed(packing_buffer_size=None).packed
 
 
 def test_a_plain_run_on_bridges_own_packing_breaks_nothing() -> None:
@@ -52,9 +51,9 @@ def test_a_plain_run_on_bridges_own_packing_breaks_nothing() -> None:
 
 def test_batches_of_bridges_own_packing_count_packs() -> None:
     facts = DataFacts(samples=100, measured=100, dropped=0, too_long=0, longest=900, mean=500.0, fill=0.9, packs=10)
-    view = dataclasses.replace(NATIVE, data=facts)
+    view = NATIVE.changed(data=facts)
     assert view.rows_per_epoch == 10
-    assert dataclasses.replace(view, bridge_version="0.6.2").rows_per_epoch == 100
+    assert view.changed(bridge_version="0.6.2").rows_per_epoch == 100
     assert resolved_summary(view, assumed=False)["packs_per_epoch"] == 10
 
 
@@ -79,26 +78,26 @@ def test_batches_of_bridges_own_packing_count_packs() -> None:
     ],
 )
 def test_what_bridges_own_packing_cannot_do_is_refused_by_one_rule(rule: str, broken: dict[str, Any]) -> None:
-    view = dataclasses.replace(NATIVE, **broken)
+    view = NATIVE.changed(**broken)
     assert errors(view) == [rule]
     (finding,) = (judgement.finding for judgement in violations(view))
     assert finding is not None
     if finding.changes:
-        assert errors(dataclasses.replace(view, **finding.changes)) == []
+        assert errors(view.changed(**finding.changes)) == []
 
 
 def test_two_packers_of_one_run_are_refused() -> None:
-    both = dataclasses.replace(NATIVE, enable_in_batch_packing=True)
+    both = NATIVE.changed(enable_in_batch_packing=True)
     assert errors(both)[0] == "bridge/native-one-packing-mode"
-    averaged = dataclasses.replace(NATIVE, average_in_collective=True)
+    averaged = NATIVE.changed(average_in_collective=True)
     assert errors(averaged) == ["bridge/native-no-average-in-collective", "core/no-average-with-token-loss"]
 
 
 def test_what_bridge_turns_off_itself_is_a_note_there_and_an_error_for_other_packers() -> None:
-    overlapped = dataclasses.replace(NATIVE, overlap_moe_expert_parallel_comm=True)
+    overlapped = NATIVE.changed(overlap_moe_expert_parallel_comm=True)
     assert errors(overlapped) == []
     assert outcome("bridge/native-no-overlap", overlapped) == "note"
-    ours = dataclasses.replace(overlapped, dataset_kind="packed_energon", enable_offline_packing=True)
+    ours = overlapped.changed(dataset_kind="packed_energon", enable_offline_packing=True)
     assert outcome("ours/no-schedule-plan", ours) == "error"
     assert outcome("bridge/native-no-overlap", ours) == "not applicable"
 
@@ -107,19 +106,19 @@ def test_rules_of_0_7_say_nothing_of_0_6_and_the_other_way_round() -> None:
     versioned = [rule for rule in RULES if rule.since > (0, 6) or rule.before]
     assert len(versioned) >= 11
     for rule in versioned:
-        old, new = (dataclasses.replace(NATIVE, bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))
+        old, new = (NATIVE.changed(bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))
         assert rule.concerns(old) == (rule.before is not None)
         assert not (rule.before is not None and rule.concerns(new))
 
 
 def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> None:
-    finite = RunView(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
+    finite = RunView.of(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
     assert errors(finite) == []
-    assert errors(dataclasses.replace(finite, dataloader_type="cyclic")) == ["bridge/epochs-need-whole-batches"]
+    assert errors(finite.changed(dataloader_type="cyclic")) == ["bridge/epochs-need-whole-batches"]
     for kind in ("packed_energon", "energon", "hf_sft", "gpt_pretraining", "provider"):
-        view = dataclasses.replace(finite, dataset_kind=kind)  # type: ignore[arg-type]
+        view = finite.changed(dataset_kind=kind)  # type: ignore[arg-type]
         assert errors(view) == ["bridge/epochs-need-finite-data"]
-        assert errors(dataclasses.replace(view, num_epochs=None)) == []
+        assert errors(view.changed(num_epochs=None)) == []
 
 
 @pytest.mark.parametrize("step", ["gpt_step", "vlm_step"])
@@ -127,8 +126,7 @@ def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> N
 def test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask(step: str, scopes: tuple[str, ...]) -> None:
     model = "gpt" if step == "gpt_step" else "Qwen3VLMoE"
     captured = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes, "pad_cu_seqlens": True}
-    view = dataclasses.replace(
-        EXPERTS,
+    view = EXPERTS.changed(
         **captured,
         dataset_kind="gpt_sft" if step == "gpt_step" else "energon",
         overlap_grad_reduce=False,
@@ -141,25 +139,24 @@ def test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask(step
     )
     attention_only = scopes == ("attn",)
     assert outcome("ours/padding-mask-under-graphs", view) == ("ok" if attention_only else "error")
-    before = dataclasses.replace(view, bridge_version="0.6.2")  # where both steps drop the mask: a warning
+    before = view.changed(bridge_version="0.6.2")  # where both steps drop the mask: a warning
     assert outcome("ours/padding-mask-under-graphs", before) == "not applicable"
     assert outcome("ours/experts-see-padding", before) == "warning"
 
 
 def test_qwen3_vl_of_0_7_finds_the_padding_itself_where_its_boundaries_show_it() -> None:
-    view = dataclasses.replace(
-        EXPERTS, model="Qwen3VLMoE", step="vlm_step", bridge_version="0.7.0", context_parallel=2, world_size=4
+    view = EXPERTS.changed(
+        model="Qwen3VLMoE", step="vlm_step", bridge_version="0.7.0", context_parallel=2, world_size=4
     )
     assert outcome("ours/experts-see-padding", view) == "ok"
-    assert outcome("ours/experts-see-padding", dataclasses.replace(view, bridge_version="0.6.2")) == "warning"
-    assert outcome("ours/experts-see-padding", dataclasses.replace(view, model="GLM45V")) == "warning"
-    tail = dataclasses.replace(view, context_parallel=1, world_size=2)  # one width at multiple 1: no padded boundaries
+    assert outcome("ours/experts-see-padding", view.changed(bridge_version="0.6.2")) == "warning"
+    assert outcome("ours/experts-see-padding", view.changed(model="GLM45V")) == "warning"
+    tail = view.changed(context_parallel=1, world_size=2)  # one width at multiple 1: no padded boundaries
     assert outcome("ours/experts-see-padding", tail) == "warning"
 
 
 def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
-    in_batch = dataclasses.replace(
-        OVER_HYBRIDEP,
+    in_batch = OVER_HYBRIDEP.changed(
         enable_offline_packing=False,
         has_offline_packing_specs=False,
         packed_sequence_size=None,
@@ -170,9 +167,9 @@ def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
         cuda_graph_modules=("attn",),
     )
     assert errors(in_batch) == ["ours/equal-dispatch"]
-    assert errors(dataclasses.replace(in_batch, cuda_graph_impl="none")) == []
-    assert errors(dataclasses.replace(in_batch, pads_uneven_dispatch=True)) == []
-    assert errors(dataclasses.replace(in_batch, expert_dispatcher=None)) == []
+    assert errors(in_batch.changed(cuda_graph_impl="none")) == []
+    assert errors(in_batch.changed(pads_uneven_dispatch=True)) == []
+    assert errors(in_batch.changed(expert_dispatcher=None)) == []
     assert outcome("ours/equal-dispatch", OVER_HYBRIDEP) == "ok"
 
 
@@ -190,22 +187,20 @@ def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
 )
 def test_hybridep_gets_whole_chunks_of_128_tokens(length: int, layout: dict[str, Any], expected: str) -> None:
     size = {"dataset_seq_length": length, "model_seq_length": length, "packed_sequence_size": length}
-    view = dataclasses.replace(OVER_HYBRIDEP, **size, **layout, expert_tensor_parallel=1)
+    view = OVER_HYBRIDEP.changed(**size, **layout, expert_tensor_parallel=1)
     assert outcome("ours/hybridep-chunks", view) == expected
     finding = next(j.finding for j in judge(view) if j.rule.id == "ours/hybridep-chunks")
     if finding is not None:
-        assert outcome("ours/hybridep-chunks", dataclasses.replace(view, **finding.changes)) == "ok"
+        assert outcome("ours/hybridep-chunks", view.changed(**finding.changes)) == "ok"
 
 
 def test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room() -> None:
-    limited = dataclasses.replace(
-        EXPERTS, expert_parallel=1, expert_capacity_factor=1.25, context_parallel=2, world_size=2
-    )
+    limited = EXPERTS.changed(expert_parallel=1, expert_capacity_factor=1.25, context_parallel=2, world_size=2)
     assert outcome("ours/capacity-and-padding", limited) == "warning"
     for change in ({"expert_capacity_factor": None}, {"expert_capacity_factor": -1.0}):
-        assert outcome("ours/capacity-and-padding", dataclasses.replace(limited, **change)) == "not applicable"
-    unpadded = dataclasses.replace(limited, context_parallel=1)
-    widened = dataclasses.replace(unpadded, expert_parallel=2)
+        assert outcome("ours/capacity-and-padding", limited.changed(**change)) == "not applicable"
+    unpadded = limited.changed(context_parallel=1)
+    widened = unpadded.changed(expert_parallel=2)
     assert outcome("ours/capacity-and-padding", widened) == "warning"
     assert outcome("ours/capacity-and-padding", unpadded) == "ok"
 

@@ -41,7 +41,7 @@ def test_every_family_of_the_table_has_a_provider_by_whose_name_a_run_finds_it(s
 def test_a_run_is_refused_for_its_family_exactly_where_the_table_says_no(
     line: FamilyLine, cp: int, in_batch: bool
 ) -> None:
-    view = RunView(
+    view = RunView.of(
         model=line.prefix,
         bridge_version=f"{line.since[0]}.{line.since[1]}.0",
         context_parallel=cp,

@@ -67,9 +67,9 @@ def consistent(**changes: Any) -> RunView:
         "dataset_seq_length": 96,
         "model_seq_length": changes.get("dataset_seq_length", 96),
     }
-    view = RunView(**(base | changes))
+    view = RunView.of(**(base | changes))
     return (
-        dataclasses.replace(view, packed_sequence_size=view.dataset_seq_length) if view.enable_offline_packing else view
+        view.changed(packed_sequence_size=view.rows.dataset_seq_length) if view.packing.enable_offline_packing else view
     )
 
 
@@ -124,7 +124,7 @@ def random_view(rng: random.Random) -> RunView:
     length = rarely(192, 190, 196, 200, 216)
     offline = mode == "offline"
     specs = rarely(offline, not offline)
-    return RunView(
+    return RunView.of(
         dataset_kind=kind,
         **layout,
         sequence_parallel=rng.random() < 0.5,
@@ -183,8 +183,8 @@ def test_graph_rules_are_bridges(impl: str, width: bool, boundaries: bool) -> No
 def test_lists_of_communication_types_and_sizes_of_packs_are_judged_alike() -> None:
     layers = consistent(context_parallel=2, num_layers=3, cp_comm_type=("p2p", "p2p"))
     assert assert_same_verdict(layers) == "bridge/comm-type-of-each-layer"
-    assert assert_same_verdict(dataclasses.replace(layers, cp_comm_type=("p2p", "p2p", "a2a"))) is None
-    size = dataclasses.replace(consistent(**PACKED), packed_sequence_size=0)
+    assert assert_same_verdict(layers.changed(cp_comm_type=("p2p", "p2p", "a2a"))) is None
+    size = consistent(**PACKED).changed(packed_sequence_size=0)
     assert assert_same_verdict(size) == "bridge/pack-size"
 
 
@@ -193,7 +193,7 @@ def test_the_view_of_a_container_gives_the_verdict_of_the_view_that_it_was_made_
     for _ in range(300):
         view = random_view(rng)
         kind = "gpt_sft" if view.dataset_kind == "gpt_sft" else "energon"
-        seen = view_of(equivalent_container(view), world_size=view.world_size)
+        seen = view_of(equivalent_container(view), world_size=view.parallel.world_size)
         assert seen.dataset_kind == kind
         assert first_of_ours(seen) == first_of_ours(view)
 
@@ -203,10 +203,10 @@ def test_a_foreign_provider_escapes_the_rules_that_ours_must_obey() -> None:
     view = consistent(dataset_kind="packed_energon", context_parallel=2, calculate_per_token_loss=False, **PACKED)
     container = equivalent_container(view)
     container.dataset = _provider(container.dataset)
-    with verdict.believed_world_size(view.world_size):
+    with verdict.believed_world_size(view.parallel.world_size):
         container.validate()
     assert first_of_ours(view) == "bridge/per-token-loss"
-    assert first_of_ours(view_of(container, world_size=view.world_size)) is None
+    assert first_of_ours(view_of(container, world_size=view.parallel.world_size)) is None
 
 
 @pytest.mark.parametrize(("rule", "changes"), ONLY_VIOLATION)
@@ -220,7 +220,7 @@ def test_bridge_spares_a_foreign_provider_the_rules_that_say_so_and_no_others(
         setattr(provider, name, getattr(container.dataset, name))
     container.dataset = provider
     message = None
-    with verdict.believed_world_size(view.world_size):
+    with verdict.believed_world_size(view.parallel.world_size):
         try:
             container.validate()
         except (ValueError, AssertionError) as error:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(1800)
 RUNS = 18_000
 ALONE = 40
 """Runs in which a rule must be the only one violated."""
-HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
+HERE = RunView.of(bridge_version=installed_version("megatron-bridge")).bridge_release
 ERRORS = [rule.id for rule in RULES if rule.severity == "error" and rule.speaks_of(HERE)]
 BRIDGES = [rule.id for rule in RULES if rule.bridge_says and rule.speaks_of(HERE)]
 MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "bridge/native-"))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import random
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from energon_packing.validate.views.config import view_of_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
-PACKED = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+PACKED = RunView.of(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
 
 
 def packed(**changes: Any) -> RunView:
@@ -29,7 +28,7 @@ def packed(**changes: Any) -> RunView:
     world = 1
     for name in layout:
         world *= changes.get(name, 1)
-    return dataclasses.replace(PACKED, **({"world_size": world} | changes))
+    return PACKED.changed(**({"world_size": world} | changes))
 
 
 def outcome(rule: str, view: RunView) -> str:
@@ -365,7 +364,7 @@ def test_a_rule_of_ours_speaks_when_broken_and_is_content_when_fixed(
 ) -> None:
     view = packed(**broken)
     assert outcome(rule, view) == severity
-    assert outcome(rule, dataclasses.replace(view, **fixed)) in ("ok", "not applicable")
+    assert outcome(rule, view.changed(**fixed)) in ("ok", "not applicable")
     expected = [rule] if severity == "error" else []
     assert [found.rule.id for found in violations(view)] == expected
 
@@ -398,7 +397,7 @@ def unfinished(view: RunView) -> set[str]:
     left = set()
     for judgement in judge(view):
         if judgement.finding is not None and judgement.finding.changes:
-            fixed = dataclasses.replace(view, **judgement.finding.changes)
+            fixed = view.changed(**judgement.finding.changes)
             if outcome(judgement.rule.id, fixed) not in ("ok", "not applicable"):
                 left.add(judgement.rule.id)
     return left
@@ -447,8 +446,8 @@ def test_a_plain_packed_run_breaks_nothing() -> None:
 
 
 def test_families_whose_model_raises_on_packed_rows_are_refused_however_they_are_packed() -> None:
-    view = dataclasses.replace(
-        RunView(), enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, model="Qwen3-Omni-30B-A3B"
+    view = RunView().changed(
+        enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, model="Qwen3-Omni-30B-A3B"
     )
     assert outcome("ours/family-takes-packs", view) == "error"
     assert outcome("ours/family-takes-packs", packed(model="Qwen3-Omni-30B-A3B")) == "error"
@@ -459,7 +458,7 @@ def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
     (found,) = [judgement for judgement in judge(view) if judgement.rule.id == "ours/experts-see-padding"]
     assert found.finding is not None
     assert found.finding.changes["cuda_graph_impl"] == "none"
-    fixed = dataclasses.replace(view, **found.finding.changes)
+    fixed = view.changed(**found.finding.changes)
     assert violations(fixed) == []
     assert outcome("ours/padding-mask-under-graphs", fixed) == "not applicable"
 
@@ -467,7 +466,7 @@ def test_nobody_is_sent_to_our_step_where_its_hooks_are_bypassed() -> None:
 def test_rows_packed_in_the_batch_have_no_tail_that_experts_could_see() -> None:
     spread = packed(**IN_BATCH, num_moe_experts=8, pad_to_max_length=True, step="vlm_step")
     assert outcome("ours/experts-see-padding", spread) == "ok"
-    aligned = dataclasses.replace(spread, context_parallel=2, world_size=2)
+    aligned = spread.changed(context_parallel=2, world_size=2)
     assert outcome("ours/experts-see-padding", aligned) == "warning"
 
 
@@ -476,9 +475,9 @@ def test_only_rows_that_have_a_width_are_said_to_get_one() -> None:
     view = packed(**IN_BATCH, pipeline_parallel=2)
     assert outcome("bridge/fixed-width", view) == "not applicable"
     assert outcome("bridge/variable-lengths", view) == "note"
-    deferred = dataclasses.replace(view, defer_in_batch_packing_to_step=True)
+    deferred = view.changed(defer_in_batch_packing_to_step=True)
     assert outcome("bridge/fixed-width", deferred) == "note"
-    omni = dataclasses.replace(view, dataset_kind="hf_sft", model="NemotronOmni")
+    omni = view.changed(dataset_kind="hf_sft", model="NemotronOmni")
     assert outcome("bridge/fixed-width", omni) == "note"
     assert outcome("ours/in-batch-row-length", omni) == "not applicable"
     assert outcome("ours/family-takes-packs", omni) == "ok"
@@ -493,7 +492,7 @@ def test_rows_whose_width_bridge_fixes_are_judged_by_it() -> None:
 def test_rows_that_bridge_widens_for_experts_have_a_tail_that_they_see() -> None:
     spread = packed(expert_parallel=2, world_size=2, global_batch_size=2, num_moe_experts=8, step="vlm_step")
     assert outcome("ours/experts-see-padding", spread) == "warning"
-    assert outcome("ours/experts-see-padding", dataclasses.replace(spread, expert_parallel=1)) == "ok"
+    assert outcome("ours/experts-see-padding", spread.changed(expert_parallel=1)) == "ok"
 
 
 def test_no_message_of_bridge_is_claimed_by_two_rules() -> None:
@@ -506,19 +505,23 @@ def test_no_message_of_bridge_is_claimed_by_two_rules() -> None:
 
 def test_our_data_set_is_declared_to_bridge_as_packed_rows_unless_bridge_packs_in_the_batch() -> None:
     online = view_of_config(RunConfig())
-    assert (online.enable_offline_packing, online.has_offline_packing_specs, online.packed_sequence_size) == (
+    assert (
+        online.packing.enable_offline_packing,
+        online.packing.has_offline_packing_specs,
+        online.rows.packed_sequence_size,
+    ) == (
         True,
         True,
-        online.dataset_seq_length,
+        online.rows.dataset_seq_length,
     )
     in_batch = view_of_config(RunConfig(training=TrainingConfig(enable_in_batch_packing=True, micro_batch_size=2)))
-    assert not in_batch.enable_offline_packing
-    assert not violations(dataclasses.replace(in_batch, global_batch_size=2))
+    assert not in_batch.packing.enable_offline_packing
+    assert not violations(in_batch.changed(global_batch_size=2))
 
 
 def test_without_a_world_size_one_replica_of_training_and_evaluation_is_judged() -> None:
     parallel = ParallelConfig(tensor_parallel=2, context_parallel=2, eval_context_parallel=4, pipeline_parallel=3)
-    assert view_of_config(RunConfig(parallel=parallel)).world_size == 2 * 3 * 4
+    assert view_of_config(RunConfig(parallel=parallel)).parallel.world_size == 2 * 3 * 4
 
 
 def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
@@ -536,11 +539,11 @@ def test_the_static_rules_need_neither_torch_nor_bridge() -> None:
 
 
 def test_a_step_that_packs_by_itself_may_do_so() -> None:
-    view = RunView(
+    view = RunView.of(
         enable_in_batch_packing=True, micro_batch_size=2, global_batch_size=2, step="qwen3_vl_step", model="Qwen35VL"
     )
     assert {found.rule.id for found in violations(view)} == {"ours/step-reads-packs", "ours/family-takes-packs"}
-    assert not violations(dataclasses.replace(view, defer_in_batch_packing_to_step=True))
+    assert not violations(view.changed(defer_in_batch_packing_to_step=True))
 
 
 VERSIONS = ["0.9.0", "0.17.0", "0.18.0rc1", "0.18.0.dev1", "0.18", "0.18.0", "0.18.1rc0", "0.19.2", "1.0.0"]

@@ -19,15 +19,15 @@ _FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
 
 
 def _in_batch(view: RunView) -> bool:
-    return view.enable_in_batch_packing and not view.enable_offline_packing
+    return view.packing.enable_in_batch_packing and not view.packing.enable_offline_packing
 
 
 def _own_micro_batch(view: RunView) -> bool:
-    return view.dataset_kind in ("packed_energon", "energon") and view.dataset_micro_batch_size is not None
+    return view.dataset_kind in ("packed_energon", "energon") and view.batch.dataset_micro_batch_size is not None
 
 
 def _finetuning_with_cp(view: RunView) -> bool:
-    return view.dataset_kind in _FINETUNING and view.context_parallel > 1
+    return view.dataset_kind in _FINETUNING and view.parallel.context_parallel > 1
 
 
 @_rule(
@@ -39,13 +39,13 @@ def _finetuning_with_cp(view: RunView) -> bool:
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match train.micro_batch_size",),
 )
 def _micro_batch_of_data_set(view: RunView) -> Finding | None:
-    if view.dataset_micro_batch_size == view.micro_batch_size:
+    if view.batch.dataset_micro_batch_size == view.batch.micro_batch_size:
         return None
     return Finding(
-        why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, the trainer expects "
-        f"{view.micro_batch_size}",
-        fix=f"set the data set's micro_batch_size to {view.micro_batch_size}",
-        changes={"dataset_micro_batch_size": view.micro_batch_size},
+        why=f"the data set builds micro-batches of {view.batch.dataset_micro_batch_size}, the trainer expects "
+        f"{view.batch.micro_batch_size}",
+        fix=f"set the data set's micro_batch_size to {view.batch.micro_batch_size}",
+        changes={"dataset_micro_batch_size": view.batch.micro_batch_size},
     )
 
 
@@ -58,13 +58,13 @@ def _micro_batch_of_data_set(view: RunView) -> Finding | None:
     bridge_says=("EnergonDatasetConfig.micro_batch_size must match validation.eval_micro_batch_size",),
 )
 def _eval_micro_batch_of_data_set(view: RunView) -> Finding | None:
-    if not view.do_validation or view.dataset_micro_batch_size == view.eval_micro:
+    if not view.batch.do_validation or view.batch.dataset_micro_batch_size == view.eval_micro:
         return None
     return Finding(
-        why=f"the data set builds micro-batches of {view.dataset_micro_batch_size}, but eval_micro_batch_size is "
+        why=f"the data set builds micro-batches of {view.batch.dataset_micro_batch_size}, but eval_micro_batch_size is "
         f"{view.eval_micro}",
-        fix=f"set training.eval_micro_batch_size to {view.dataset_micro_batch_size}, or leave it out",
-        changes={"eval_micro_batch_size": view.dataset_micro_batch_size},
+        fix=f"set training.eval_micro_batch_size to {view.batch.dataset_micro_batch_size}, or leave it out",
+        changes={"eval_micro_batch_size": view.batch.dataset_micro_batch_size},
     )
 
 
@@ -96,10 +96,11 @@ def _eval_global_batch(view: RunView) -> Finding | None:
     bridge_says=("When finetuning with CP>1, calculate_per_token_loss must be True",),
 )
 def _per_token_loss(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
+    if view.loss.calculate_per_token_loss:
         return None
     return Finding(
-        why=f"calculate_per_token_loss is false at CP {view.context_parallel}: a rank whose tokens are all masked "
+        why=f"calculate_per_token_loss is false at CP {view.parallel.context_parallel}: a rank whose tokens are "
+        "all masked "
         "divides by zero",
         fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
@@ -115,10 +116,11 @@ def _per_token_loss(view: RunView) -> Finding | None:
     bridge_says=("When finetuning with CP>1, average_in_collective must be False",),
 )
 def _no_average_in_collective(view: RunView) -> Finding | None:
-    if not view.average_in_collective:
+    if not view.loss.average_in_collective:
         return None
     return Finding(
-        why=f"average_in_collective is true at CP {view.context_parallel}: it averages over ranks with different "
+        why=f"average_in_collective is true at CP {view.parallel.context_parallel}: it averages over ranks with "
+        "different "
         "numbers of trained tokens",
         fix="set training.average_in_collective to false",
         changes={"average_in_collective": False},
@@ -133,19 +135,19 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
 )
 def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
-    size = view.micro_batch_size
+    size = view.batch.micro_batch_size
     if size <= 1:
         return None
-    width = view.packed_sequence_size or view.dataset_seq_length
+    width = view.rows.packed_sequence_size or view.rows.dataset_seq_length
     return Finding(
         why=f"micro_batch_size is {size}, and a micro-batch of packed rows is one row",
-        fix=f"set micro_batch_size to 1, global_batch_size to {max(1, view.global_batch_size // size)} (from "
-        f"{view.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens a step",
+        fix=f"set micro_batch_size to 1, global_batch_size to {max(1, view.batch.global_batch_size // size)} (from "
+        f"{view.batch.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens a step",
         changes={
             "micro_batch_size": 1,
-            **({} if view.dataset_micro_batch_size is None else {"dataset_micro_batch_size": 1}),
-            **({} if view.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
-            "global_batch_size": max(1, view.global_batch_size // size),
+            **({} if view.batch.dataset_micro_batch_size is None else {"dataset_micro_batch_size": 1}),
+            **({} if view.batch.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
+            "global_batch_size": max(1, view.batch.global_batch_size // size),
             **one_length(view, width * size),
         },
     )
@@ -159,7 +161,7 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
     bridge_says=("micro_batch_size should be greater than 1 when using enable_in_batch_packing=True",),
 )
 def _in_batch_needs_several(view: RunView) -> Finding | None:
-    if view.micro_batch_size != 1:
+    if view.batch.micro_batch_size != 1:
         return None
     return Finding(
         why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",

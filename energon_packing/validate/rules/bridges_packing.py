@@ -13,7 +13,9 @@ from energon_packing.validate.run_view import PACKING_STEPS, RunView, installed_
 
 
 def _left_to_a_known_step(view: RunView) -> bool:
-    return view.enable_in_batch_packing and view.defer_in_batch_packing_to_step and view.step is not None
+    return (
+        view.packing.enable_in_batch_packing and view.packing.defer_in_batch_packing_to_step and view.step is not None
+    )
 
 
 def _as_wide_as_its_samples(view: RunView) -> bool:
@@ -21,7 +23,7 @@ def _as_wide_as_its_samples(view: RunView) -> bool:
 
 
 def _bridges_own_packing(view: RunView) -> bool:
-    return view.dataset_kind == "energon" and (view.packing_buffer_size or 0) > 0
+    return view.dataset_kind == "energon" and (view.packing.packing_buffer_size or 0) > 0
 
 
 @rule(
@@ -61,7 +63,7 @@ def _step_packs_in_batch(view: RunView) -> Finding | None:
     ),
 )
 def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
-    size, length = view.micro_batch_size, view.dataset_seq_length
+    size, length = view.batch.micro_batch_size, view.rows.dataset_seq_length
     if size < 2:  # bridge/in-batch-needs-several speaks
         return None
     return Finding(
@@ -77,9 +79,17 @@ FIRST_TO_TELL_BY_OBJECT = (2, 18)
 
 def _packer_of_bridge(view: RunView) -> str | None:
     """The part of Bridge that lays the rows of a run out, None for rows of ours and of one sample."""
-    if view.enable_in_batch_packing:
-        return f"the packer in {view.step}" if view.defer_in_batch_packing_to_step and view.step else "in-batch packing"
-    if view.dataset_kind == "gpt_sft" and view.enable_offline_packing and (view.pad_seq_to_multiple or 1) > 1:
+    if view.packing.enable_in_batch_packing:
+        return (
+            f"the packer in {view.step}"
+            if view.packing.defer_in_batch_packing_to_step and view.step
+            else "in-batch packing"
+        )
+    if (
+        view.dataset_kind == "gpt_sft"
+        and view.packing.enable_offline_packing
+        and (view.rows.pad_seq_to_multiple or 1) > 1
+    ):
         return "offline packing"
     if view.packs_natively:
         return "online packing"
@@ -88,9 +98,12 @@ def _packer_of_bridge(view: RunView) -> str | None:
 
 def _cut_over_ranks(view: RunView) -> bool:
     """Whether lengths of a row of Bridge's are cut for the steps of a ring."""
-    if max(view.context_parallel, view.eval_context_parallel or 1) == 1 or _packer_of_bridge(view) is None:
+    if (
+        max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) == 1
+        or _packer_of_bridge(view) is None
+    ):
         return False
-    kinds = (view.cp_comm_type,) if isinstance(view.cp_comm_type, str) else view.cp_comm_type
+    kinds = (view.parallel.cp_comm_type,) if isinstance(view.parallel.cp_comm_type, str) else view.parallel.cp_comm_type
     return not kinds or any("p2p" in kind for kind in kinds)
 
 
@@ -115,7 +128,7 @@ def _padding_is_visible(view: RunView) -> Finding | None:
     return Finding(
         why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that where "
         "the last sample alone is padded, as any sample alone in its row may be; Transformer Engine before 2.18 "
-        f"({installed or 'none'} is installed) then loses keys over {view.context_parallel} ranks in silence",
+        f"({installed or 'none'} is installed) then loses keys over {view.parallel.context_parallel} ranks in silence",
         fix="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
         "context_parallel_size 1",
     )
@@ -140,8 +153,8 @@ def _padding_is_visible(view: RunView) -> Finding | None:
 )
 def _own_packing_of_bridge(view: RunView) -> Finding | None:
     return Finding(
-        why=f"packing_buffer_size is {view.packing_buffer_size}, and the task encoders of Megatron-Bridge "
-        f"{view.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
+        why=f"packing_buffer_size is {view.packing.packing_buffer_size}, and the task encoders of Megatron-Bridge "
+        f"{view.versions.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
         fix="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
         changes={"packing_buffer_size": None},
     )

@@ -11,15 +11,19 @@ _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigCon
 
 
 def _by_epochs(view: RunView) -> bool:
-    return view.num_epochs is not None
+    return view.loader.num_epochs is not None
 
 
 def _epochs_of_finite_data(view: RunView) -> bool:
-    return view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
+    return (
+        view.loader.num_epochs is not None
+        and view.dataset_kind == "gpt_sft"
+        and view.loader.dataloader_type is not None
+    )
 
 
 def _measured(view: RunView) -> bool:
-    return view.data is not None
+    return view.facts.data is not None
 
 
 @_rule(
@@ -33,7 +37,7 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     if view.dataset_kind == "gpt_sft":
         return None
     return Finding(
-        why=f"num_epochs is {view.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
+        why=f"num_epochs is {view.loader.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
         "GPTSFTDatasetConfig only",
         fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
         changes={"num_epochs": None},
@@ -49,10 +53,10 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     bridge_says=("num_epochs is currently supported only with dataloader_type",),
 )
 def _epochs_need_whole_batches(view: RunView) -> Finding | None:
-    if view.dataloader_type == "batch":
+    if view.loader.dataloader_type == "batch":
         return None
     return Finding(
-        why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
+        why=f"num_epochs is {view.loader.num_epochs} with dataloader_type {view.loader.dataloader_type!r}",
         fix="set dataset.dataloader_type to 'batch', or train.train_iters instead",
         changes={"dataloader_type": "batch"},
     )
@@ -71,11 +75,12 @@ def _epochs_need_whole_batches(view: RunView) -> Finding | None:
     ),
 )
 def _longest_sample(view: RunView) -> Finding | None:
-    data = view.data
+    data = view.facts.data
     if data is None or data.too_long == 0:
         return None
     return Finding(
-        why=f"{data.too_long} of {data.measured} measured samples are longer than a row of {view.dataset_seq_length}; "
+        why=f"{data.too_long} of {data.measured} measured samples are longer than a row of "
+        f"{view.rows.dataset_seq_length}; "
         f"the longest has {data.longest} tokens",
         fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
     )
@@ -91,11 +96,12 @@ def _longest_sample(view: RunView) -> Finding | None:
 )
 def _steps_an_epoch(view: RunView) -> Finding | None:
     rows = view.rows_per_epoch
-    if rows is None or rows >= view.global_batch_size:
+    if rows is None or rows >= view.batch.global_batch_size:
         return None
     what = "packs" if view.rows_are_packs else "samples that can be trained on"
     return Finding(
-        why=f"an epoch has about {rows} {what}, fewer than the {view.global_batch_size} of one step: each step would "
+        why=f"an epoch has about {rows} {what}, fewer than the {view.batch.global_batch_size} of one step: each "
+        "step would "
         "see samples more than once",
         fix="set a smaller global_batch_size, or a smaller seq_length",
     )

@@ -15,17 +15,17 @@ _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl",
 
 
 def _packed_known_family(view: RunView) -> bool:
-    return view.reaches_the_step_packed and view.model is not None
+    return view.reaches_the_step_packed and view.network.model is not None
 
 
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
+    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
     return line is not None and line.packed and wide  # where it takes no packs, ours/family-takes-packs speaks
 
 
 def _packed_vision_ddp(view: RunView) -> bool:
-    return view.packed and view.overlap_grad_reduce is not None and view.family.startswith(_VISION)
+    return view.packed and view.loss.overlap_grad_reduce is not None and view.family.startswith(_VISION)
 
 
 def _packed_qwen3_vl(view: RunView) -> bool:
@@ -33,8 +33,8 @@ def _packed_qwen3_vl(view: RunView) -> bool:
 
 
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
-    trained = view.family.startswith("qwen3vl") and not view.vision_frozen
-    return trained and view.tensor_parallel > 1 and view.may_show_images
+    trained = view.family.startswith("qwen3vl") and not view.network.vision_frozen
+    return trained and view.parallel.tensor_parallel > 1 and view.may_show_images
 
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
@@ -58,16 +58,16 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
 )
 def _family_takes_packs(view: RunView) -> Finding | None:
     line = line_of(view.family, view.bridge_release)
-    version = view.bridge_version or "0.6"
+    version = view.versions.bridge_version or "0.6"
     if line is not None and not line.packed:
         return Finding(why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="train it unpacked")
-    if line is not None and view.enable_in_batch_packing and not line.in_batch:
+    if line is not None and view.packing.enable_in_batch_packing and not line.in_batch:
         return Finding(
             why=f"{line.name} of Megatron-Bridge {version} {line.why}", fix="turn training.enable_in_batch_packing off"
         )
     for name, reason in NAMED_TEXT_MODELS.items():
         if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.model} takes no packed rows: {reason}", fix="train it unpacked")
+            return Finding(why=f"{view.network.model} takes no packed rows: {reason}", fix="train it unpacked")
     return None
 
 
@@ -83,10 +83,14 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     if line is None or line.context_parallel:
         return None
     return Finding(
-        why=f"{line.name} of Megatron-Bridge {view.bridge_version or '0.6'} {line.why}, although validate() accepts "
-        f"CP {max(view.context_parallel, view.eval_context_parallel or 1)}",
+        why=f"{line.name} of Megatron-Bridge {view.versions.bridge_version or '0.6'} {line.why}, although "
+        "validate() accepts "
+        f"CP {max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1)}",
         fix="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
-        changes={"context_parallel": 1, **({} if view.eval_context_parallel is None else {"eval_context_parallel": 1})},
+        changes={
+            "context_parallel": 1,
+            **({} if view.parallel.eval_context_parallel is None else {"eval_context_parallel": 1}),
+        },
     )
 
 
@@ -103,7 +107,7 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     ),
 )
 def _packs_without_media(view: RunView) -> Finding | None:
-    if not view.overlap_grad_reduce:
+    if not view.loss.overlap_grad_reduce:
         return None
     return Finding(
         why="overlap_grad_reduce is on and a pack may hold no image on one rank: its vision parameters get no "
@@ -126,7 +130,7 @@ def _packs_without_media(view: RunView) -> Finding | None:
     ),
 )
 def _deepstack_gradient(view: RunView) -> Finding | None:
-    if view.recompute_granularity != "full":
+    if view.network.recompute_granularity != "full":
         return None
     return Finding(
         why="recompute_granularity is 'full': the vision encoder of Qwen3-VL in Bridge 0.6.2 then returns its "
@@ -151,10 +155,11 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 against 2.5443. No version is known
     # that has equal gradients; the first that does ends this rule.
-    if not view.sequence_parallel:
+    if not view.parallel.sequence_parallel:
         return None
     why = (
-        f"sequence_parallel at TP {view.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its own stretch "
+        f"sequence_parallel at TP {view.parallel.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of "
+        "its own stretch "
         "of the row for the deepstack features, and Bridge never adds them up"
     )
     if view.model_forces_sequence_parallel:  # how to do without TP is a decision

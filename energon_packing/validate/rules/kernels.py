@@ -13,15 +13,15 @@ WIDEST_HEAD = 256
 
 def _packed_in_fp8(view: RunView) -> bool:
     # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8's sake.
-    return view.reaches_the_step_packed and view.fp8_recipe is not None
+    return view.reaches_the_step_packed and view.network.fp8_recipe is not None
 
 
 def _packed_known_head(view: RunView) -> bool:
-    return view.packed and view.head_dim is not None
+    return view.packed and view.network.head_dim is not None
 
 
 def _packed_known_backend(view: RunView) -> bool:
-    return view.packed and view.attention_backend not in (None, "auto")
+    return view.packed and view.network.attention_backend not in (None, "auto")
 
 
 @rule(
@@ -34,18 +34,19 @@ def _packed_known_backend(view: RunView) -> bool:
     ),
 )
 def _fp8_multiple(view: RunView) -> Finding | None:
-    needed = 32 if view.fp8_recipe == "mxfp8" else 16
-    shards = view.context_parallel * (view.tensor_parallel if view.sequence_parallel else 1)
+    needed = 32 if view.network.fp8_recipe == "mxfp8" else 16
+    shards = view.parallel.context_parallel * (view.parallel.tensor_parallel if view.parallel.sequence_parallel else 1)
     if view.rows_of_one_width:
-        width, what = view.dataset_seq_length, f"rows of {view.dataset_seq_length} tokens"
+        width, what = view.rows.dataset_seq_length, f"rows of {view.rows.dataset_seq_length} tokens"
     else:
         width, what = view.multiple, f"rows whose width is a multiple of {view.multiple}"
     if width % (needed * shards) == 0:
         return None
     good = math.lcm(needed * shards, view.multiple)
-    length = math.ceil(view.dataset_seq_length / good) * good
+    length = math.ceil(view.rows.dataset_seq_length / good) * good
     why = (
-        f"fp8 ({view.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread over "
+        f"fp8 ({view.network.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are "
+        "spread over "
         f"{shards} ranks"
     )
     changes = {"pad_to_max_length": True, **one_length(view, length)}
@@ -75,7 +76,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     ),
 )
 def _head_dimension(view: RunView) -> Finding | None:
-    width = view.head_dim or 0
+    width = view.network.head_dim or 0
     if width <= WIDEST_HEAD and width % 8 == 0:
         return None
     return Finding(
@@ -102,7 +103,7 @@ def _head_dimension(view: RunView) -> Finding | None:
     ),
 )
 def _attention_kernel(view: RunView) -> Finding | None:
-    backend = view.attention_backend
+    backend = view.network.attention_backend
     if backend == "local":
         return Finding(
             why="attention_backend is 'local', Megatron-Core's own attention, which reads no boundaries: samples of a "

@@ -32,7 +32,7 @@ def _needs_fixed_width(view: RunView) -> bool:
 
 
 def _in_batch_pipeline(view: RunView) -> bool:
-    return view.enable_in_batch_packing and view.pipeline_parallel > 1
+    return view.packing.enable_in_batch_packing and view.parallel.pipeline_parallel > 1
 
 
 @_rule(
@@ -44,14 +44,17 @@ def _in_batch_pipeline(view: RunView) -> bool:
     bridge_says=("seq_length must be divisible by the CP/SP collate padding multiple",),
 )
 def _seq_length_multiple(view: RunView) -> Finding | None:
-    multiple, length = view.multiple, view.dataset_seq_length
+    multiple, length = view.multiple, view.rows.dataset_seq_length
     if length % multiple == 0:
         return None
     above = math.ceil(length / multiple) * multiple
-    evaluation = "" if view.eval_context_parallel is None else f", evaluation CP {view.eval_context_parallel}"
+    evaluation = (
+        "" if view.parallel.eval_context_parallel is None else f", evaluation CP {view.parallel.eval_context_parallel}"
+    )
     return Finding(
-        why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.tensor_parallel}, "
-        f"CP {view.context_parallel}{evaluation}, sequence parallel {'on' if view.sequence_parallel else 'off'}",
+        why=f"seq_length {length} is not divisible by {multiple}, the multiple of TP {view.parallel.tensor_parallel}, "
+        f"CP {view.parallel.context_parallel}{evaluation}, sequence parallel "
+        f"{'on' if view.parallel.sequence_parallel else 'off'}",
         fix=f"set seq_length to {f'{above - multiple} or ' if above > multiple else ''}{above}",
         changes=one_length(view, above),
     )
@@ -65,7 +68,7 @@ def _seq_length_multiple(view: RunView) -> Finding | None:
     bridge_says=("Sequence length must be divisible by 2 * context parallel size",),
 )
 def _model_seq_length_multiple(view: RunView) -> Finding | None:
-    pieces, length = 2 * view.context_parallel, view.model_seq_length
+    pieces, length = 2 * view.parallel.context_parallel, view.rows.model_seq_length
     if length % pieces == 0:
         return None
     return Finding(
@@ -83,12 +86,12 @@ def _model_seq_length_multiple(view: RunView) -> Finding | None:
     bridge_says=("packed_sequence_size must be greater than 0",),
 )
 def _pack_size_is_positive(view: RunView) -> Finding | None:
-    if view.packed_sequence_size is None or view.packed_sequence_size > 0:
+    if view.rows.packed_sequence_size is None or view.rows.packed_sequence_size > 0:
         return None
     return Finding(
-        why=f"offline_packing_specs.packed_sequence_size is {view.packed_sequence_size}",
-        fix=f"set it to the row width, {view.dataset_seq_length}",
-        changes={"packed_sequence_size": view.dataset_seq_length},
+        why=f"offline_packing_specs.packed_sequence_size is {view.rows.packed_sequence_size}",
+        fix=f"set it to the row width, {view.rows.dataset_seq_length}",
+        changes={"packed_sequence_size": view.rows.dataset_seq_length},
     )
 
 
@@ -101,12 +104,12 @@ def _pack_size_is_positive(view: RunView) -> Finding | None:
     bridge_says=("Please ensure sequence length configuration in model config and",),
 )
 def _same_seq_length(view: RunView) -> Finding | None:
-    if view.model_seq_length == view.dataset_seq_length:
+    if view.rows.model_seq_length == view.rows.dataset_seq_length:
         return None
     return Finding(
-        why=f"the model's seq_length is {view.model_seq_length}, the data set's is {view.dataset_seq_length}",
-        fix=f"set both to {view.dataset_seq_length} (training.model_seq_length may be left out)",
-        changes={"model_seq_length": view.dataset_seq_length},
+        why=f"the model's seq_length is {view.rows.model_seq_length}, the data set's is {view.rows.dataset_seq_length}",
+        fix=f"set both to {view.rows.dataset_seq_length} (training.model_seq_length may be left out)",
+        changes={"model_seq_length": view.rows.dataset_seq_length},
     )
 
 
@@ -119,11 +122,12 @@ def _same_seq_length(view: RunView) -> Finding | None:
     severity="note",
 )
 def _widths_are_fixed(view: RunView) -> Finding | None:
-    if view.pad_to_max_length:
+    if view.rows.pad_to_max_length:
         return None
-    sizes = f"PP {view.pipeline_parallel}, EP {view.expert_parallel}"
+    sizes = f"PP {view.parallel.pipeline_parallel}, EP {view.parallel.expert_parallel}"
     return Finding(
-        why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.dataset_seq_length} tokens wide",
+        why=f"Bridge turns pad_to_max_length on at {sizes}: every row will be {view.rows.dataset_seq_length} "
+        "tokens wide",
         fix="set packing.pad_to_max_length to true to say so",
         changes={"pad_to_max_length": True},
     )
@@ -138,7 +142,8 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
 )
 def _lengths_vary(view: RunView) -> Finding | None:
     return Finding(
-        why=f"in-batch packing at PP {view.pipeline_parallel}: Bridge turns variable_seq_lengths on, and stages "
+        why=f"in-batch packing at PP {view.parallel.pipeline_parallel}: Bridge turns variable_seq_lengths on, "
+        "and stages "
         "exchange the width of every micro-batch",
         fix="nothing to do",
     )

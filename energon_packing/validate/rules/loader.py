@@ -17,10 +17,10 @@ LARGEST_LOADER = 64 << 30
 
 def loader_bytes(view: RunView) -> int | None:
     """Estimate of the memory of one rank's loader processes; None where window or workers are not known."""
-    if view.window is None or view.workers is None:
+    if view.loader.window is None or view.loader.workers is None:
         return None
-    held = view.window + 8 * (view.balance_window or 1)  # a finished plan holds some samples each
-    return max(1, view.workers) * (BYTES_A_WORKER + held * BYTES_A_SAMPLE)
+    held = view.loader.window + 8 * (view.loader.balance_window or 1)  # a finished plan holds some samples each
+    return max(1, view.loader.workers) * (BYTES_A_WORKER + held * BYTES_A_SAMPLE)
 
 
 def _known_loader(view: RunView) -> bool:
@@ -28,7 +28,7 @@ def _known_loader(view: RunView) -> bool:
 
 
 def _known_tolerance(view: RunView) -> bool:
-    return view.failure_tolerance is not None
+    return view.loader.failure_tolerance is not None
 
 
 @rule(
@@ -44,7 +44,8 @@ def _loader_memory(view: RunView) -> Finding | None:
     if need <= LARGEST_LOADER:
         return None
     return Finding(
-        why=f"{view.workers} workers with windows of {view.window} samples take about {need / 2**30:.0f} GiB on each "
+        why=f"{view.loader.workers} workers with windows of {view.loader.window} samples take about "
+        f"{need / 2**30:.0f} GiB on each "
         "rank that reads",
         fix="set packing.window to 1024 or less (more fills no better), or take fewer workers",
     )
@@ -58,10 +59,11 @@ def _loader_memory(view: RunView) -> Finding | None:
     sources=(SourceLine(file="megatron/energon/errors.py", says="Set to 0 to disable tolerance checking."),),
 )
 def _failures_are_limited(view: RunView) -> Finding | None:
-    if (view.failure_tolerance or 0) > 0:
+    if (view.loader.failure_tolerance or 0) > 0:
         return None
     return Finding(
-        why=f"failure_tolerance is {view.failure_tolerance}, by which Energon sets no limit: a data set that fails "
+        why=f"failure_tolerance is {view.loader.failure_tolerance}, by which Energon sets no limit: a data set "
+        "that fails "
         "everywhere is read for ever, and the run waits for its first batch",
         fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
     )

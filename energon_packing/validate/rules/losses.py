@@ -18,7 +18,7 @@ def _packed_not_natively(view: RunView) -> bool:
 
 
 def _weighted(view: RunView) -> bool:
-    return view.dataset_kind == "packed_energon" and view.loss_weighting not in (None, "token")
+    return view.dataset_kind == "packed_energon" and view.loss.loss_weighting not in (None, "token")
 
 
 @rule(
@@ -34,7 +34,7 @@ def _weighted(view: RunView) -> bool:
     ),
 )
 def _tokens_weigh_the_same(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
+    if view.loss.calculate_per_token_loss:
         return None
     return Finding(
         why="calculate_per_token_loss is false: each pack weighs the same, however few tokens it trains, "
@@ -58,16 +58,16 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
     # Megatron-Core shifts labels at the real boundaries (roll_tensor): right where no padding stands between samples.
-    if view.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
+    if view.loss.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
         return None
     reason = (
-        f"Megatron-Bridge {view.bridge_version or '0.6'} documents it as unsupported over packed rows"
+        f"Megatron-Bridge {view.versions.bridge_version or '0.6'} documents it as unsupported over packed rows"
         if view.multiple == 1
         else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; behind the first padded sample "
         "they lie elsewhere, and labels come from other samples"
     )
     return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}: {reason}",
+        why=f"mtp_num_layers is {view.loss.mtp_num_layers}: {reason}",
         fix="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )
@@ -81,10 +81,11 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     sources=(SourceLine(file="energon_packing/encoders/weighting.py", says="divided by the sum of the weights."),),
 )
 def _weights_need_token_loss(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
+    if view.loss.calculate_per_token_loss:
         return None
     return Finding(
-        why=f"loss_weighting is {view.loss_weighting!r}, whose weights are to be divided by their sum over the step, "
+        why=f"loss_weighting is {view.loss.loss_weighting!r}, whose weights are to be divided by their sum over "
+        "the step, "
         "but calculate_per_token_loss is false: each pack would divide by its own sum",
         fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True, "average_in_collective": False},

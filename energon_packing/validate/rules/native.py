@@ -22,7 +22,7 @@ TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 
 
 def _buffer(view: RunView) -> bool:
-    return view.dataset_kind == "energon" and view.packing_buffer_size is not None
+    return view.dataset_kind == "energon" and view.packing.packing_buffer_size is not None
 
 
 def _native(view: RunView) -> bool:
@@ -30,7 +30,7 @@ def _native(view: RunView) -> bool:
 
 
 def _native_known_encoder(view: RunView) -> bool:
-    return view.packs_natively and view.task_encoder is not None
+    return view.packs_natively and view.loader.task_encoder is not None
 
 
 @_rule(
@@ -43,7 +43,7 @@ def _native_known_encoder(view: RunView) -> bool:
     bridge_says=("packing_buffer_size must be greater than 0 when set",),
 )
 def _buffer_size(view: RunView) -> Finding | None:
-    size = view.packing_buffer_size or 0
+    size = view.packing.packing_buffer_size or 0
     if size > 0:
         return None
     return Finding(
@@ -64,10 +64,11 @@ def _buffer_size(view: RunView) -> Finding | None:
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
 )
 def _one_owner(view: RunView) -> Finding | None:
-    if not view.enable_in_batch_packing:
+    if not view.packing.enable_in_batch_packing:
         return None
     return Finding(
-        why=f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would be "
+        why=f"packing_buffer_size is {view.packing.packing_buffer_size} and enable_in_batch_packing is on: rows "
+        "would be "
         "packed twice",
         fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
         changes={"enable_in_batch_packing": False},
@@ -85,7 +86,7 @@ def _one_owner(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing is incompatible with defer_in_batch_packing_to_step=True",),
 )
 def _not_left_to_the_step(view: RunView) -> Finding | None:
-    if not view.defer_in_batch_packing_to_step:
+    if not view.packing.defer_in_batch_packing_to_step:
         return None
     return Finding(
         why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
@@ -105,14 +106,18 @@ def _not_left_to_the_step(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing requires micro_batch_size=1",),
 )
 def _one_pack(view: RunView) -> Finding | None:
-    rows = view.micro_batch_size if view.dataset_micro_batch_size is None else view.dataset_micro_batch_size
+    rows = (
+        view.batch.micro_batch_size
+        if view.batch.dataset_micro_batch_size is None
+        else view.batch.dataset_micro_batch_size
+    )
     if rows == 1:
         return None
     return Finding(
         why=f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack",
         fix="set micro_batch_size to 1, of the data set and of the trainer",
         changes={"micro_batch_size": 1, "dataset_micro_batch_size": 1}
-        | ({} if view.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
+        | ({} if view.batch.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
     )
 
 
@@ -127,10 +132,10 @@ def _one_pack(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing currently supports only QwenVLEnergonTaskEncoderConfig",),
 )
 def _task_encoder(view: RunView) -> Finding | None:
-    if view.task_encoder == TASK_ENCODER:
+    if view.loader.task_encoder == TASK_ENCODER:
         return None
     return Finding(
-        why=f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
+        why=f"the task encoder is {view.loader.task_encoder}, and only {TASK_ENCODER} packs",
         fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
     )
 
@@ -145,7 +150,7 @@ def _task_encoder(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing requires model.calculate_per_token_loss=True",),
 )
 def _per_token_loss(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
+    if view.loss.calculate_per_token_loss:
         return None
     return Finding(
         why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
@@ -164,7 +169,7 @@ def _per_token_loss(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing requires ddp.average_in_collective=False",),
 )
 def _no_average(view: RunView) -> Finding | None:
-    if not view.average_in_collective:
+    if not view.loss.average_in_collective:
         return None
     return Finding(
         why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
@@ -183,10 +188,10 @@ def _no_average(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing does not support MTP",),
 )
 def _no_mtp(view: RunView) -> Finding | None:
-    if view.mtp_num_layers == 0:
+    if view.loss.mtp_num_layers == 0:
         return None
     return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+        why=f"mtp_num_layers is {view.loss.mtp_num_layers}, and Bridge's own packing gives no labels for it",
         fix="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )
@@ -205,8 +210,8 @@ def _no_graphs(view: RunView) -> Finding | None:
     found = [
         f"{name} is {value!r}"
         for name, value in (
-            ("cuda_graph_impl", view.cuda_graph_impl),
-            ("vision_cuda_graph_impl", view.vision_cuda_graph_impl),
+            ("cuda_graph_impl", view.graphs.cuda_graph_impl),
+            ("vision_cuda_graph_impl", view.graphs.vision_cuda_graph_impl),
         )
         if value != "none"
     ]
@@ -229,7 +234,7 @@ def _no_graphs(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing does not support Qwen3-VL DistTrain",),
 )
 def _no_dist_train(view: RunView) -> Finding | None:
-    if not view.dist_train:
+    if not view.parallel.dist_train:
         return None
     return Finding(
         why="dist_train gives the vision encoder GPUs of its own, to which Bridge's own packing sends no boundaries",
@@ -248,10 +253,10 @@ def _no_dist_train(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing does not yet support pipeline parallelism",),
 )
 def _no_pipeline(view: RunView) -> Finding | None:
-    if view.pipeline_parallel == 1:
+    if view.parallel.pipeline_parallel == 1:
         return None
     return Finding(
-        why=f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
+        why=f"pipeline parallelism is {view.parallel.pipeline_parallel}, which Bridge's own packing does not support",
         fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
     )
 
@@ -267,7 +272,7 @@ def _no_pipeline(view: RunView) -> Finding | None:
     severity="note",
 )
 def _no_overlap(view: RunView) -> Finding | None:
-    if not view.overlap_moe_expert_parallel_comm:
+    if not view.experts.overlap_moe_expert_parallel_comm:
         return None
     return Finding(
         why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",

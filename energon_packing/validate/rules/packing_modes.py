@@ -15,11 +15,11 @@ _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigCon
 
 
 def _with_specs(view: RunView) -> bool:
-    return view.has_offline_packing_specs
+    return view.packing.has_offline_packing_specs
 
 
 def _graphs(view: RunView) -> bool:
-    return view.cuda_graph_impl != "none"
+    return view.graphs.cuda_graph_impl != "none"
 
 
 @_rule(
@@ -30,7 +30,7 @@ def _graphs(view: RunView) -> bool:
     bridge_says=("enable_offline_packing and enable_in_batch_packing are mutually exclusive",),
 )
 def _one_packing_mode(view: RunView) -> Finding | None:
-    if not (view.enable_offline_packing and view.enable_in_batch_packing):
+    if not (view.packing.enable_offline_packing and view.packing.enable_in_batch_packing):
         return None
     return Finding(
         why="enable_offline_packing and enable_in_batch_packing are both on: rows would be packed twice",
@@ -49,12 +49,12 @@ def _one_packing_mode(view: RunView) -> Finding | None:
     ),
 )
 def _specs_with_offline(view: RunView) -> Finding | None:
-    if view.enable_offline_packing == view.has_offline_packing_specs:
+    if view.packing.enable_offline_packing == view.packing.has_offline_packing_specs:
         return None
-    if view.enable_offline_packing:
+    if view.packing.enable_offline_packing:
         return Finding(
             why="enable_offline_packing is on, offline_packing_specs is not set",
-            fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.dataset_seq_length})",
+            fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.rows.dataset_seq_length})",
         )
     return Finding(
         why="offline_packing_specs is set, enable_offline_packing is off",
@@ -70,7 +70,7 @@ def _specs_with_offline(view: RunView) -> Finding | None:
     bridge_says=("offline_packing_specs.pad_cu_seqlens=True requires dataset pad_to_max_length=True",),
 )
 def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
-    if not view.pad_cu_seqlens or view.pad_to_max_length:
+    if not view.rows.pad_cu_seqlens or view.rows.pad_to_max_length:
         return None
     return Finding(
         why="pad_cu_seqlens is on and pad_to_max_length is off: fixed boundary arrays over rows of changing width",
@@ -87,10 +87,13 @@ def _fixed_boundaries_need_fixed_width(view: RunView) -> Finding | None:
     bridge_says=("Offline packing with CUDA graphs requires dataset pad_to_max_length=True",),
 )
 def _graphs_need_fixed_width(view: RunView) -> Finding | None:
-    if not (view.full_iteration_graph or view.cuda_graph_impl == "transformer_engine") or view.pad_to_max_length:
+    if (
+        not (view.full_iteration_graph or view.graphs.cuda_graph_impl == "transformer_engine")
+        or view.rows.pad_to_max_length
+    ):
         return None
     return Finding(
-        why=f"cuda_graph_impl={view.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
+        why=f"cuda_graph_impl={view.graphs.cuda_graph_impl!r} replays one row width, but pad_to_max_length is off",
         fix="set pad_to_max_length to true, or cuda_graph_impl to 'none'",
         changes={"pad_to_max_length": True},
     )
@@ -104,10 +107,10 @@ def _graphs_need_fixed_width(view: RunView) -> Finding | None:
     bridge_says=("Packed attention CUDA graphs require offline_packing_specs.pad_cu_seqlens=True",),
 )
 def _graphs_need_fixed_boundaries(view: RunView) -> Finding | None:
-    if not view.graphs_capture_attention or view.pad_cu_seqlens:
+    if not view.graphs_capture_attention or view.rows.pad_cu_seqlens:
         return None
     return Finding(
-        why=f"cuda_graph_impl={view.cuda_graph_impl!r} captures packed attention, whose boundaries change",
+        why=f"cuda_graph_impl={view.graphs.cuda_graph_impl!r} captures packed attention, whose boundaries change",
         fix="set offline_packing_specs.pad_cu_seqlens to true, or leave attention out of the capture",
         changes={"pad_cu_seqlens": True},
     )
@@ -139,7 +142,7 @@ def _local_graphs(view: RunView) -> Finding | None:
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
 )
 def _no_nan_check(view: RunView) -> Finding | None:
-    if not (view.full_iteration_graph and view.check_for_nan_in_loss):
+    if not (view.full_iteration_graph and view.graphs.check_for_nan_in_loss):
         return None
     return Finding(
         why="check_for_nan_in_loss reads the loss on the host, and the whole iteration is one CUDA graph",

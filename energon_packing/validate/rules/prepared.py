@@ -9,11 +9,11 @@ from energon_packing.validate.run_view import RunView
 
 
 def _prepared_with_fixed_boundaries(view: RunView) -> bool:
-    return view.pad_cu_seqlens and view.dataset_kind == "gpt_sft"
+    return view.rows.pad_cu_seqlens and view.dataset_kind == "gpt_sft"
 
 
 def _prepared_alignment(view: RunView) -> bool:
-    return view.enable_offline_packing and view.pad_seq_to_multiple is not None
+    return view.packing.enable_offline_packing and view.rows.pad_seq_to_multiple is not None
 
 
 @rule(
@@ -29,10 +29,10 @@ def _prepared_alignment(view: RunView) -> bool:
     ),
 )
 def _metadata_beside_packed_file(view: RunView) -> Finding | None:
-    if view.packed_metadata_missing is None:
+    if view.packing.packed_metadata_missing is None:
         return None
     return Finding(
-        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packed_metadata_missing} to take "
+        why=f"pad_cu_seqlens is on, and there is no metadata file {view.packing.packed_metadata_missing} to take "
         "the number of boundaries from",
         fix="set offline_packing_specs.packed_metadata_path to the JSON file written with the packs, or "
         "pad_cu_seqlens to false",
@@ -52,13 +52,13 @@ def _metadata_beside_packed_file(view: RunView) -> Finding | None:
     ),
 )
 def _alignment_used(view: RunView) -> Finding | None:
-    used = view.pad_seq_to_multiple or 1
+    used = view.rows.pad_seq_to_multiple or 1
     if used % view.multiple == 0:
         return None
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    width = view.packed_sequence_size or view.dataset_seq_length
+    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
+    width = view.rows.packed_sequence_size or view.rows.dataset_seq_length
     # Context parallelism slices every sample; sequence parallelism alone cuts the row, whose width then decides.
-    if not wide and view.pad_to_max_length and width % view.multiple == 0:
+    if not wide and view.rows.pad_to_max_length and width % view.multiple == 0:
         return None
     return Finding(
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "

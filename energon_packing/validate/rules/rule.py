@@ -125,22 +125,22 @@ def packed(view: RunView) -> bool:
 
 def packed_offline(view: RunView) -> bool:
     """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
-    return view.enable_offline_packing and not view.enable_in_batch_packing
+    return view.packing.enable_offline_packing and not view.packing.enable_in_batch_packing
 
 
 def context_parallel(view: RunView) -> bool:
     """For rules about rows that several ranks share."""
-    return view.context_parallel > 1
+    return view.parallel.context_parallel > 1
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
     """For rules about the loss where Bridge's own say nothing: at CP 1, and on data sets that escape them."""
-    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
+    return view.parallel.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 
 def one_length(view: RunView, tokens: int) -> dict[str, Any]:
     """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
-    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}
+    packs = {} if view.rows.packed_sequence_size is None else {"packed_sequence_size": tokens}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 

@@ -17,7 +17,7 @@ def _packed_known_step(view: RunView) -> bool:
 
 
 def _packed_mixture(view: RunView) -> bool:
-    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+    mixture = view.parallel.expert_parallel > 1 or (view.experts.num_moe_experts or 0) > 0
     known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
     return view.reaches_the_step_packed and mixture and known
 
@@ -47,24 +47,24 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     if view.bridge_release < (0, 7):
         return False
     if view.dataset_kind == "gpt_sft":
-        return view.enable_offline_packing or view.multiple > 1
-    return view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
+        return view.packing.enable_offline_packing or view.multiple > 1
+    return view.dataset_kind == "hf_sft" and view.packing.enable_in_batch_packing and view.multiple > 1
 
 
 def _masked_experts_under_graphs(view: RunView) -> bool:
     masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
-    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
+    return masked and (view.experts.num_moe_experts or 0) > 0 and view.graphs.cuda_graph_impl == "transformer_engine"
 
 
 def _packed_rows_over_cp(view: RunView) -> bool:
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
-    return view.enable_offline_packing and wide and follows_the_trainer
+    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.batch.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
+    return view.packing.enable_offline_packing and wide and follows_the_trainer
 
 
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     undeclared = view.dataset_kind == "provider" and not view.packed
-    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+    return undeclared and view.parallel.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
 
 
 @rule(
@@ -115,10 +115,13 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
         return None
     why = (
-        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_version or '0.6'}: "
+        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge "
+        f"{view.versions.bridge_version or '0.6'}: "
         "padding is routed to experts and counts in their load balance"
     )
-    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours/padding-mask-under-graphs
+    if (
+        view.graphs.cuda_graph_impl == "transformer_engine"
+    ):  # our step cannot help there: ours/padding-mask-under-graphs
         return Finding(
             why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
             "'transformer_engine'",
@@ -143,12 +146,12 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     ),
 )
 def _mask_under_graphs(view: RunView) -> Finding | None:
-    scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
+    scopes = ", ".join(view.graphs.cuda_graph_modules) or "whole layers"
     if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
-        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
+        if view.graphs.cuda_graph_modules and not set(view.graphs.cuda_graph_modules) & _ROUTER_SCOPES:
             return None
         end = (
-            f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
+            f"gpt_step of Megatron-Bridge {view.versions.bridge_version} stops with the first batch"
             if _step_gives_the_mask_itself(view)
             else "experts would count padding"
         )
@@ -183,7 +186,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     ),
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
+    if (view.batch.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
         return None
     return Finding(
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
@@ -208,7 +211,8 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
 )
 def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     return Finding(
-        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
+        why=f"the data set declares no packing at PP {view.parallel.pipeline_parallel}: gpt_step reads no batch "
+        "on middle "
         "stages, so packed rows would attend across samples there",
         fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
         f"step {OUR_STEP}.forward_step",
@@ -235,11 +239,14 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
     # gpt_step of 0.7 gives its plan packed_seq_params and padding_mask; vlm_step gives neither, in both versions.
-    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
+    if not view.experts.overlap_moe_expert_parallel_comm or (
+        view.bridge_release >= (0, 7) and view.goes_through_gpt_step
+    ):
         return None
     step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
     return Finding(
-        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_version or '0.6'} builds "
+        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge "
+        f"{view.versions.bridge_version or '0.6'} builds "
         "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
         fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
         changes={"overlap_moe_expert_parallel_comm": False},

@@ -7,17 +7,22 @@ from energon_packing.validate.run_view import RunView
 
 
 def _known_vocabularies(view: RunView) -> bool:
-    return bool(view.model_tokens and view.processor_tokens and view.model_tokens.size and view.processor_tokens.size)
+    return bool(
+        view.facts.model_tokens
+        and view.facts.processor_tokens
+        and view.facts.model_tokens.size
+        and view.facts.processor_tokens.size
+    )
 
 
 def _known_placeholders(view: RunView) -> bool:
-    return bool(view.model_tokens and view.processor_tokens and _shared_placeholders(view))
+    return bool(view.facts.model_tokens and view.facts.processor_tokens and _shared_placeholders(view))
 
 
 def _shared_placeholders(view: RunView) -> list[str]:
-    if view.model_tokens is None or view.processor_tokens is None:
+    if view.facts.model_tokens is None or view.facts.processor_tokens is None:
         return []
-    return [kind for kind in view.model_tokens.placeholders if kind in view.processor_tokens.placeholders]
+    return [kind for kind in view.facts.model_tokens.placeholders if kind in view.facts.processor_tokens.placeholders]
 
 
 @rule(
@@ -28,9 +33,9 @@ def _shared_placeholders(view: RunView) -> list[str]:
     sources=(SourceLine(file="megatron/core/tensor_parallel/layers.py", says="masked_input[input_mask] = 0"),),
 )
 def _vocabulary(view: RunView) -> Finding | None:
-    assert view.model_tokens is not None
-    assert view.processor_tokens is not None
-    rows, ids = view.model_tokens.size or 0, view.processor_tokens.size or 0
+    assert view.facts.model_tokens is not None
+    assert view.facts.processor_tokens is not None
+    rows, ids = view.facts.model_tokens.size or 0, view.facts.processor_tokens.size or 0
     if ids <= rows:
         return None
     return Finding(
@@ -52,10 +57,10 @@ def _vocabulary(view: RunView) -> Finding | None:
     ),
 )
 def _placeholder_ids(view: RunView) -> Finding | None:
-    assert view.model_tokens is not None
-    assert view.processor_tokens is not None
+    assert view.facts.model_tokens is not None
+    assert view.facts.processor_tokens is not None
     for kind in _shared_placeholders(view):
-        theirs, ours = view.model_tokens.placeholders[kind], view.processor_tokens.placeholders[kind]
+        theirs, ours = view.facts.model_tokens.placeholders[kind], view.facts.processor_tokens.placeholders[kind]
         if theirs != ours:
             return Finding(
                 why=f"the model puts {kind} features where it finds the token {theirs}, the tokenizer's {kind} "

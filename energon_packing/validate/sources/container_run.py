@@ -108,10 +108,10 @@ class ContainerRun:
                 "--tokens-per-sample."
             )
         parallel = ParallelConfig(
-            tensor_parallel=view.tensor_parallel,
-            context_parallel=view.context_parallel,
-            sequence_parallel=view.sequence_parallel,
-            eval_context_parallel=view.eval_context_parallel,
+            tensor_parallel=view.parallel.tensor_parallel,
+            context_parallel=view.parallel.context_parallel,
+            sequence_parallel=view.parallel.sequence_parallel,
+            eval_context_parallel=view.parallel.eval_context_parallel,
         )
         self.data = measure_quietly(dataset.run_config(parallel), parallel, samples, view)
 
@@ -122,7 +122,7 @@ class ContainerRun:
     def verdict(self) -> BridgeVerdict:
         """What the installed Bridge says of the container, and of an equivalent run where its data set is ours."""
         view = self.view()
-        own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
+        own = container_verdict(copy.deepcopy(self.container), world_size=view.parallel.world_size)
         if own.accepted and view.dataset_kind == "packed_energon":
             # Bridge spares a provider some rules; its own data set class gets them all.
             return bridge_verdict(view)

@@ -99,9 +99,8 @@ def _per_token_loss(view: RunView) -> Finding | None:
     if view.loss.calculate_per_token_loss:
         return None
     return Finding(
-        why=f"calculate_per_token_loss is false at CP {view.parallel.context_parallel}: a rank whose tokens are "
-        "all masked "
-        "divides by zero",
+        why=f"calculate_per_token_loss is false at CP {view.parallel.context_parallel}: a rank whose tokens are all "
+        "masked divides by zero",
         fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
     )
@@ -120,8 +119,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"average_in_collective is true at CP {view.parallel.context_parallel}: it averages over ranks with "
-        "different "
-        "numbers of trained tokens",
+        "different numbers of trained tokens",
         fix="set training.average_in_collective to false",
         changes={"average_in_collective": False},
     )

@@ -32,8 +32,7 @@ def _global_batch(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"global_batch_size {view.batch.global_batch_size} is not divisible by micro-batch "
-        f"{view.batch.micro_batch_size} x "
-        f"data parallel {view.data_parallel} = {rows}",
+        f"{view.batch.micro_batch_size} x data parallel {view.data_parallel} = {rows}",
         fix=f"set training.global_batch_size to {math.ceil(view.batch.global_batch_size / rows) * rows}",
         changes={"global_batch_size": math.ceil(view.batch.global_batch_size / rows) * rows},
     )
@@ -58,8 +57,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{view.parallel.world_size} GPUs are not divisible by expert TP {inside} x EP "
-        f"{view.parallel.expert_parallel} x "
-        f"PP {view.parallel.pipeline_parallel} = {group}"
+        f"{view.parallel.expert_parallel} x PP {view.parallel.pipeline_parallel} = {group}"
         + ("" if view.parallel.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
         fix=f"use a multiple of {group} GPUs"
         + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),

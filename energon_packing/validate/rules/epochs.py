@@ -80,8 +80,7 @@ def _longest_sample(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{data.too_long} of {data.measured} measured samples are longer than a row of "
-        f"{view.rows.dataset_seq_length}; "
-        f"the longest has {data.longest} tokens",
+        f"{view.rows.dataset_seq_length}; the longest has {data.longest} tokens",
         fix="raise seq_length, or say with packing.oversize what becomes of them (drop, truncate, raise)",
     )
 
@@ -100,8 +99,7 @@ def _steps_an_epoch(view: RunView) -> Finding | None:
         return None
     what = "packs" if view.rows_are_packs else "samples that can be trained on"
     return Finding(
-        why=f"an epoch has about {rows} {what}, fewer than the {view.batch.global_batch_size} of one step: each "
-        "step would "
-        "see samples more than once",
+        why=f"an epoch has about {rows} {what}, fewer than the {view.batch.global_batch_size} of one step: each step "
+        "would see samples more than once",
         fix="set a smaller global_batch_size, or a smaller seq_length",
     )

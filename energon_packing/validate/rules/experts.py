@@ -110,9 +110,8 @@ def _capacity_and_padding(view: RunView) -> Finding | None:
     if view.multiple == 1 and not view.rows_of_one_width:
         return None
     return Finding(
-        why=f"moe_expert_capacity_factor is {view.experts.expert_capacity_factor}: experts drop what is beyond "
-        "their room, and "
-        "Megatron-Core's router counts padding among the tokens that ask for it, with a padding mask too",
+        why=f"moe_expert_capacity_factor is {view.experts.expert_capacity_factor}: experts drop what is beyond their "
+        "room, and Megatron-Core's router counts padding among the tokens that ask for it, with a padding mask too",
         fix="leave moe_expert_capacity_factor out",
         changes={"expert_capacity_factor": None},
     )

@@ -83,9 +83,8 @@ def _family_has_context_parallelism(view: RunView) -> Finding | None:
     if line is None or line.context_parallel:
         return None
     return Finding(
-        why=f"{line.name} of Megatron-Bridge {view.versions.bridge_version or '0.6'} {line.why}, although "
-        "validate() accepts "
-        f"CP {max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1)}",
+        why=f"{line.name} of Megatron-Bridge {view.versions.bridge_version or '0.6'} {line.why}, although validate() "
+        f"accepts CP {max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1)}",
         fix="set parallel.context_parallel to 1, or train a family of docs/families.md that has it",
         changes={
             "context_parallel": 1,
@@ -158,9 +157,8 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
     if not view.parallel.sequence_parallel:
         return None
     why = (
-        f"sequence_parallel at TP {view.parallel.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of "
-        "its own stretch "
-        "of the row for the deepstack features, and Bridge never adds them up"
+        f"sequence_parallel at TP {view.parallel.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
+        "own stretch of the row for the deepstack features, and Bridge never adds them up"
     )
     if view.model_forces_sequence_parallel:  # how to do without TP is a decision
         return Finding(

@@ -45,9 +45,8 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     good = math.lcm(needed * shards, view.multiple)
     length = math.ceil(view.rows.dataset_seq_length / good) * good
     why = (
-        f"fp8 ({view.network.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are "
-        "spread over "
-        f"{shards} ranks"
+        f"fp8 ({view.network.fp8_recipe}) multiplies matrices of a multiple of {needed} tokens, and {what} are spread "
+        f"over {shards} ranks"
     )
     changes = {"pad_to_max_length": True, **one_length(view, length)}
     fix = f"pad_to_max_length to true and seq_length to {length}"

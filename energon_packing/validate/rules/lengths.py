@@ -142,8 +142,7 @@ def _widths_are_fixed(view: RunView) -> Finding | None:
 )
 def _lengths_vary(view: RunView) -> Finding | None:
     return Finding(
-        why=f"in-batch packing at PP {view.parallel.pipeline_parallel}: Bridge turns variable_seq_lengths on, "
-        "and stages "
-        "exchange the width of every micro-batch",
+        why=f"in-batch packing at PP {view.parallel.pipeline_parallel}: Bridge turns variable_seq_lengths on, and "
+        "stages exchange the width of every micro-batch",
         fix="nothing to do",
     )

@@ -84,9 +84,8 @@ def _weights_need_token_loss(view: RunView) -> Finding | None:
     if view.loss.calculate_per_token_loss:
         return None
     return Finding(
-        why=f"loss_weighting is {view.loss.loss_weighting!r}, whose weights are to be divided by their sum over "
-        "the step, "
-        "but calculate_per_token_loss is false: each pack would divide by its own sum",
+        why=f"loss_weighting is {view.loss.loss_weighting!r}, whose weights are to be divided by their sum over the "
+        "step, but calculate_per_token_loss is false: each pack would divide by its own sum",
         fix="set training.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True, "average_in_collective": False},
     )

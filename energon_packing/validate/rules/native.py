@@ -67,9 +67,8 @@ def _one_owner(view: RunView) -> Finding | None:
     if not view.packing.enable_in_batch_packing:
         return None
     return Finding(
-        why=f"packing_buffer_size is {view.packing.packing_buffer_size} and enable_in_batch_packing is on: rows "
-        "would be "
-        "packed twice",
+        why=f"packing_buffer_size is {view.packing.packing_buffer_size} and enable_in_batch_packing is on: rows would "
+        "be packed twice",
         fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
         changes={"enable_in_batch_packing": False},
     )

@@ -116,12 +116,9 @@ def _experts_see_padding(view: RunView) -> Finding | None:
         return None
     why = (
         f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge "
-        f"{view.versions.bridge_version or '0.6'}: "
-        "padding is routed to experts and counts in their load balance"
+        f"{view.versions.bridge_version or '0.6'}: padding is routed to experts and counts in their load balance"
     )
-    if (
-        view.graphs.cuda_graph_impl == "transformer_engine"
-    ):  # our step cannot help there: ours/padding-mask-under-graphs
+    if view.graphs.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
         return Finding(
             why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
             "'transformer_engine'",
@@ -211,9 +208,8 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
 )
 def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     return Finding(
-        why=f"the data set declares no packing at PP {view.parallel.pipeline_parallel}: gpt_step reads no batch "
-        "on middle "
-        "stages, so packed rows would attend across samples there",
+        why=f"the data set declares no packing at PP {view.parallel.pipeline_parallel}: gpt_step reads no batch on "
+        "middle stages, so packed rows would attend across samples there",
         fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
         f"step {OUR_STEP}.forward_step",
         changes={"step": OUR_STEP},
@@ -246,8 +242,8 @@ def _no_schedule_plan(view: RunView) -> Finding | None:
     step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
     return Finding(
         why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge "
-        f"{view.versions.bridge_version or '0.6'} builds "
-        "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
+        f"{view.versions.bridge_version or '0.6'} builds a schedule plan without the boundaries of packed rows, so "
+        "every token attends to the samples before its own",
         fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

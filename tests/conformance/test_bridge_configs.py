@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import operator
 import re
 import shutil
 from pathlib import Path
@@ -86,19 +87,20 @@ def test_every_yaml_file_is_valid_and_says_what_its_recipe_says(file):
     source = run_source((f"bridge_configs.{module}:{file.stem}",), world_size=int(size))
     view, theirs = source.view(), run_source((str(file),), world_size=int(size)).view()
     for field in (
-        "tensor_parallel",
-        "context_parallel",
-        "pipeline_parallel",
-        "expert_parallel",
-        "sequence_parallel",
-        "micro_batch_size",
-        "global_batch_size",
-        "dataset_seq_length",
-        "model_seq_length",
-        "calculate_per_token_loss",
-        "average_in_collective",
+        "parallel.tensor_parallel",
+        "parallel.context_parallel",
+        "parallel.pipeline_parallel",
+        "parallel.expert_parallel",
+        "parallel.sequence_parallel",
+        "batch.micro_batch_size",
+        "batch.global_batch_size",
+        "rows.dataset_seq_length",
+        "rows.model_seq_length",
+        "loss.calculate_per_token_loss",
+        "loss.average_in_collective",
     ):
-        assert getattr(theirs, field) == getattr(view, field), field
+        read = operator.attrgetter(field)
+        assert read(theirs) == read(view), field
 
 
 def test_every_recipe_has_its_yaml_file():

@@ -129,7 +129,7 @@ def compared(sound: Any, draw: random.Random) -> tuple[collections.Counter[str],
         outcomes["refused" if refused else "accepted"] += 1
         if message is None:
             continue
-        ours = re.search(r"\(rule ([\w-]+)\)", message)
+        ours = re.search(r"\(rule ([\w/-]+)\)", message)
         rule = rule_that_bridge_named(message)
         if ours:
             # What the data set alone shows to be wrong is refused before the run is looked at.

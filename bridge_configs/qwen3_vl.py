@@ -2,7 +2,7 @@
 
 Train the 8B with ``vlm_step`` and the mixtures of experts with ``energon_packing.bridge.step.forward_step``, which
 keeps padding out of the routers' load balance; ``qwen3_vl_step``, which Bridge's recipes go with, refuses packed rows.
-None has sequence parallelism, with which Qwen3-VL loses gradients of images (rule ours-43-deepstack-over-tensor-ranks).
+None has sequence parallelism, with which Qwen3-VL loses gradients of images (rule ours/deepstack-over-tensor-ranks).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """A user's mistake, told in one sentence: what is wrong, where, and how to mend it. Exit code 2."""
+    """A user's mistake, told in one sentence: what is wrong, where, and how to fix it. Exit code 2."""
 
 
 class ConfigError(UserError):
@@ -22,16 +22,18 @@ class SampleRejected(Exception):
     Args:
         reason: a short, stable word for counting, such as ``"missing_media"`` or ``"oversize"``.
         detail: one sentence for a reader, with the values.
+        length: tokens of the sample where it is refused for them, for programs; None otherwise.
     """
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, length: int | None = None) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.length = length
 
-    def __reduce__(self) -> tuple[type[SampleRejected], tuple[str, str]]:
-        # Exceptions cross process borders by pickling; the default would pass one argument to two parameters.
-        return type(self), (self.reason, self.detail)
+    def __reduce__(self) -> tuple[type[SampleRejected], tuple[str, str, int | None]]:
+        # Exceptions cross process borders by pickling; the default would pass one argument to several parameters.
+        return type(self), (self.reason, self.detail, self.length)
 
 
 class PackingError(RuntimeError):

@@ -109,7 +109,7 @@ def broken_rules(config: Any, step: str) -> list[str]:
     from energon_packing.validate.views.container import view_of
 
     found = violations(view_of(config, world_size=_world_size(), step=step.partition(":")[0]))
-    return [f"{one.rule.id}: {one.finding.why}; {one.finding.mend}" for one in found if one.finding is not None]
+    return [f"{one.rule.id}: {one.finding.why}; {one.finding.fix}" for one in found if one.finding is not None]
 
 
 def _world_size() -> int:

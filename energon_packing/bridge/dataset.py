@@ -154,7 +154,7 @@ def _enforce_rules(container: ConfigContainer) -> None:
     """
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
-            raise ConfigError(f"{judgement.finding.why}; {judgement.finding.mend} (rule {judgement.rule.id}).")
+            raise ConfigError(f"{judgement.finding.why}; {judgement.finding.fix} (rule {judgement.rule.id}).")
 
 
 def _refuse_skipped_steps(container: ConfigContainer) -> None:

@@ -133,7 +133,7 @@ def check_mode(dataset: Any) -> None:
     if mode == "in_batch" and size < 2:
         raise ConfigError(
             f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so it is 2 or "
-            "more, or the mode is 'packs' (rule bridge-12-in-batch-needs-several)."
+            "more, or the mode is 'packs' (rule bridge/in-batch-needs-several)."
         )
     if size < 1 or dataset.pad_to_multiple_of < 1:
         raise ConfigError("dataset.micro_batch_size and dataset.pad_to_multiple_of are 1 or more.")

@@ -143,7 +143,7 @@ def _bridge_step(inner: Any) -> Any:
 
 def _forwards_batches_whole(step: Any) -> bool:
     """Whether a step of the installed Bridge gives models and schedule plans boundaries and mask: gpt_step of 0.7."""
-    view = RunView(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
+    view = RunView.of(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 
@@ -181,7 +181,9 @@ def _hook_expert_layers(inner: Any) -> bool:
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:
-    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks (rule ours-44).
+    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks.
+
+    As the rule ``ours/padding-mask-under-graphs`` does.
 
     For every batch, whatever its mask holds: ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has
     a check of its own.
@@ -194,7 +196,7 @@ def _refuse_graphs(model: Any, step: Any) -> None:
         raise ConfigError(
             "cuda_graph_impl is 'transformer_engine': layers under CUDA graphs are called past their hooks, by which "
             "the padding mask reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule "
-            "ours-44-padding-mask-under-graphs)."
+            "ours/padding-mask-under-graphs)."
         )
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from energon_packing.cli.fix import Fix, write_fixed
 from energon_packing.cli.looks import end_of_looks, looks_as_json, print_looks
-from energon_packing.cli.mend import Mend, write_mended
-from energon_packing.cli.picture import picture_lines, resolved_picture
+from energon_packing.cli.summary import resolved_summary, summary_lines
 from energon_packing.validate.looks.look import Look
 from energon_packing.validate.looks.run import look_at_run
 from energon_packing.validate.rules.registry import Judgement, judge
@@ -106,7 +106,7 @@ def validate(
     """Check RUN against the rules of Megatron-Bridge, of Megatron-Core and of this package.
 
     RUN is a YAML file, a Bridge recipe (module:function), the run_config.yaml that Bridge writes, a file of Megatron-LM
-    arguments, or such arguments after --. First come static rules, each with what is wrong and how to mend it; then a
+    arguments, or such arguments after --. First come static rules, each with what is wrong and how to fix it; then a
     look at what the run reads from this machine, without downloads; then the real ConfigContainer.validate() of the
     installed Megatron-Bridge judges the run itself or an equivalent.
     """
@@ -116,18 +116,18 @@ def validate(
         return run_source(names, overrides=sets, world_size=world_size, step=step, model_configs=model_configs)
 
     source = source_of(given, overrides)
-    mend: Mend | None = None
+    fixed: Fix | None = None
     if fix:
-        mend = write_mended(source, overrides)
-        source = source_of((str(mend.written),), ()) if mend.replaces else source_of(given, (*overrides, *mend.sets))
+        fixed = write_fixed(source, overrides)
+        source = source_of((str(fixed.written),), ()) if fixed.replaces else source_of(given, (*overrides, *fixed.sets))
     if measure is not None:
         source.measure(measure)
     view = source.view()
     judgements = judge(view)
-    picture = resolved_picture(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
+    summary = resolved_summary(view, assumed=source.world_size_assumed, tokens_per_sample=tokens_per_sample)
     console = Console()
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
-        _print_rules(console, source, mend, judgements, picture)
+        _print_rules(console, source, fixed, judgements, summary)
     looks = look_at_run(source.reads()) if data else None
     if not as_json:
         print_looks(console, looks)
@@ -135,7 +135,7 @@ def validate(
     valid = not any(found.outcome == "error" for found in (*judgements, *(looks or ())))
     valid = valid and (verdict is None or verdict.accepted is not False)
     if as_json:
-        click.echo(json.dumps(_as_json(source, mend, valid, judgements, looks, verdict, picture), indent=2))
+        click.echo(json.dumps(_as_json(source, fixed, valid, judgements, looks, verdict, summary), indent=2))
     else:
         _print_end(console, valid, judgements, looks, verdict)
     ctx.exit(0 if valid else 1)
@@ -143,17 +143,17 @@ def validate(
 
 def _as_json(
     source: RunSource,
-    mend: Mend | None,
+    fixed: Fix | None,
     valid: bool,
     judgements: list[Judgement],
     looks: list[Look] | None,
     verdict: BridgeVerdict | None,
-    picture: dict[str, Any],
+    summary: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "config": source.name,
         "kind": source.kind,
-        "fix": None if mend is None else {"written": str(mend.written), "changes": mend.changes},
+        "fix": None if fixed is None else {"written": str(fixed.written), "changes": fixed.changes},
         "valid": valid,
         "rules": [
             {
@@ -161,7 +161,7 @@ def _as_json(
                 "verdict": judgement.outcome,
                 "checks": judgement.rule.checks,
                 "why": judgement.finding.why if judgement.finding else None,
-                "mend": judgement.finding.mend if judgement.finding else None,
+                "fix": judgement.finding.fix if judgement.finding else None,
                 "place": judgement.rule.place,
             }
             for judgement in judgements
@@ -175,16 +175,16 @@ def _as_json(
             "message": verdict.message or None,
             "rule": verdict.rule.id if verdict.rule else None,
         },
-        "resolved": picture,
+        "resolved": summary,
     }
 
 
 def _print_rules(
-    console: Console, source: RunSource, mend: Mend | None, judgements: list[Judgement], picture: dict[str, Any]
+    console: Console, source: RunSource, fixed: Fix | None, judgements: list[Judgement], summary: dict[str, Any]
 ) -> None:
-    if mend is not None:
-        console.print(escape(mend.difference) or "nothing to change", highlight=False)
-        console.print(f"written: {escape(str(mend.written))}\n", soft_wrap=True)
+    if fixed is not None:
+        console.print(escape(fixed.difference) or "nothing to change", highlight=False)
+        console.print(f"written: {escape(str(fixed.written))}\n", soft_wrap=True)
     console.print(f"[bold]{escape(source.name)}[/] ({source.kind})", soft_wrap=True)
     broken = [judgement for judgement in judgements if judgement.finding is not None]
     if broken:
@@ -195,7 +195,7 @@ def _print_rules(
     console.print(f"{silent} rules say nothing about such a run (--json lists them).\n")
 
     grid = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in picture_lines(picture):
+    for name, value in summary_lines(summary):
         grid.add_row(name, escape(value))
     console.print(grid)
     console.print()
@@ -219,13 +219,13 @@ def _findings(broken: list[Judgement]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("rule", "verdict"):
         table.add_column(column, no_wrap=True)
-    for column in ("why", "mend"):
+    for column in ("why", "fix"):
         table.add_column(column, ratio=1)
     for judgement in broken:
         assert judgement.finding is not None
         style = _STYLES[judgement.outcome]
         verdict = f"[{style}]{judgement.outcome}[/]"
-        table.add_row(judgement.rule.id, verdict, escape(judgement.finding.why), escape(judgement.finding.mend))
+        table.add_row(judgement.rule.id, verdict, escape(judgement.finding.why), escape(judgement.finding.fix))
     return table
 
 

@@ -25,18 +25,20 @@ class Problem:
 
     Attributes:
         reason, detail: for the ledger.
+        length: tokens of the sample where it was measured and is too long; None otherwise.
         fatal: an error that must stop the run instead (a configuration that cannot work); None for bad data.
     """
 
     reason: str
     detail: str
+    length: int | None = None
     fatal: Exception | None = None
 
     @classmethod
     def of(cls, error: Exception) -> Problem:
         """What an error in measuring says of its sample."""
         if isinstance(error, SampleRejected):
-            return cls(reason=error.reason, detail=error.detail)
+            return cls(reason=error.reason, detail=error.detail, length=error.length)
         if isinstance(error, UserError):
             return cls(reason="config", detail=str(error), fatal=error)
         return cls(reason="measure_error", detail=f"{type(error).__name__}: {error}")

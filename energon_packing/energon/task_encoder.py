@@ -233,7 +233,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             if exceeded is None:
                 return
             detail = exceeded
-        self.refuse_size(measured.key, reason, detail)
+        self.refuse_size(measured.key, reason, detail, measured.length)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:

@@ -142,8 +142,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             worker_config=worker_config,
         )
 
-    def refuse_size(self, key: str, reason: str, detail: str) -> NoReturn:
-        """What ``packing.oversize`` says of a sample that fits no pack.
+    def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
+        """What ``packing.oversize`` says of a sample that fits no pack; its length goes with the refusal.
 
         Raises:
             ConfigError: it says ``raise``.
@@ -151,7 +151,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         """
         if self.packing.oversize == "raise":
             raise ConfigError(f"Sample {key} has {detail}. Raise it, or drop such samples with packing.oversize=drop.")
-        raise SampleRejected(reason, detail)
+        raise SampleRejected(reason, detail, length)
 
     @staticmethod
     def pack_fields(samples: Sequence[RenderedSample]) -> dict[str, Any]:

@@ -9,18 +9,18 @@ from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView
-from energon_packing.validate.verdict import quiet
+from energon_packing.validate.verdict import without_output
 
 
-def measured(config: RunConfig, parallel: ParallelConfig, samples: int, view: RunView) -> DataFacts:
+def measure_quietly(config: RunConfig, parallel: ParallelConfig, samples: int, view: RunView) -> DataFacts:
     """As `measure_data`, quietly and as the run of the view reads its samples.
 
     Raises:
         UserError: as there, or what measuring needs is not installed.
     """
     try:
-        with quiet():
-            return measure_data(config, parallel, samples=samples, one_a_row=not view.enable_offline_packing)
+        with without_output():
+            return measure_data(config, parallel, samples=samples, one_a_row=not view.packing.enable_offline_packing)
     except ImportError as error:
         raise UserError(f"--measure needs Energon, torch and transformers: {error}.") from error
 
@@ -67,7 +67,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
             aligned.append(encoder.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":
             too_long += 1
-            longest = max(longest, int(sample.problem.detail.split()[0]))
+            longest = max(longest, sample.problem.length or 0)
         if measured >= samples:
             break
     if not lengths:

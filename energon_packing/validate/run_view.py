@@ -1,4 +1,4 @@
-"""`RunView`: one flat record of everything that a rule reads about a training run.
+"""`RunView`: everything that a rule reads about a training run, in groups.
 
 A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`config_view`), a
 Bridge ``ConfigContainer`` (`container_view`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
@@ -6,17 +6,31 @@ Bridge ``ConfigContainer`` (`container_view`) and Megatron-LM's arguments. Impor
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from energon_packing.errors import PackingError
 from energon_packing.thd.alignment import alignment_multiple
-from energon_packing.validate.run_facts import DataFacts, TokenFacts
+from energon_packing.validate.view_groups import (
+    Batch,
+    Experts,
+    Facts,
+    Graphs,
+    Loader,
+    Loss,
+    Network,
+    Packing,
+    Parallel,
+    Rows,
+    Versions,
+)
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
 """What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
@@ -36,122 +50,73 @@ class RunView:
     """
 
     dataset_kind: DatasetKind = "packed_energon"
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
-    expert_tensor_parallel: int | None = None
-    """Tensor parallelism inside experts; None is that of the model."""
-    sequence_parallel: bool = False
-    eval_context_parallel: int | None = None
-    world_size: int = 1
-    cp_comm_type: str | tuple[str, ...] | None = None
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
-
-    micro_batch_size: int = 1
-    global_batch_size: int = 1
-    eval_micro_batch_size: int | None = None
-    eval_global_batch_size: int | None = None
-    dataset_micro_batch_size: int | None = None
-    """The data set's own micro-batch size where it has one (Energon); None where it follows the trainer."""
-    do_validation: bool = True
-    dataset_seq_length: int = 4096
-    model_seq_length: int = 4096
-
-    enable_offline_packing: bool = False
-    """Bridge's flag for rows that arrive packed; our data set sets it for its rows."""
-    enable_in_batch_packing: bool = False
-    defer_in_batch_packing_to_step: bool = False
-    """Bridge's flag for steps that do the in-batch packing themselves."""
-    has_offline_packing_specs: bool = False
-    packed_sequence_size: int | None = None
-    pad_cu_seqlens: bool = False
-    pad_to_max_length: bool = False
-
-    calculate_per_token_loss: bool = True
-    average_in_collective: bool = False
-    overlap_grad_reduce: bool | None = None
-
-    cuda_graph_impl: str = "none"
-    cuda_graph_modules: tuple[str, ...] = ()
-    """Module names under capture; ``full_iteration`` among them, as Bridge allows, means the whole iteration."""
-    inference_graph_scopes: tuple[str, ...] = ()
-    check_for_nan_in_loss: bool = False
-    vision_cuda_graph_impl: str = "none"
-    mtp_num_layers: int = 0
-    dist_train: bool = False
-    """Whether vision encoder and language model have GPUs of their own (Qwen3-VL's DistTrain)."""
-    num_moe_experts: int | None = None
-    expert_dispatcher: str | None = None
-    """Backend of the flex dispatcher of tokens to experts (``hybridep``); None for the other dispatchers."""
-    pads_uneven_dispatch: bool = False
-    """Whether HybridEP's inputs are padded to those of the rank with most tokens."""
-    expert_capacity_factor: float | None = None
-    """Tokens that an expert takes, by its share of all; None where it takes every token that is sent to it."""
-    num_layers: int | None = None
-    model: str | None = None
-    """Model family, as `family` normalises it."""
     step: str | None = None
     """Forward step by function or module name."""
-    megatron_core_version: str | None = None
-    overlap_moe_expert_parallel_comm: bool = False
-    recompute_granularity: str | None = None
-    packed_metadata_missing: str | None = None
-    """Path of the metadata of packs prepared offline, where it is needed and not there."""
-    pad_seq_to_multiple: int | None = None
-    """What packs that Bridge prepares offline pad each sample to."""
-    packing_buffer_size: int | None = None
-    """Samples that Bridge's own online packing chooses from."""
-    task_encoder: str | None = None
-    """Class of the settings of Bridge's task encoder."""
-    num_epochs: int | None = None
-    dataloader_type: str | None = None
-    bridge_version: str | None = None
+    parallel: Parallel = field(default_factory=Parallel)
+    batch: Batch = field(default_factory=Batch)
+    rows: Rows = field(default_factory=Rows)
+    packing: Packing = field(default_factory=Packing)
+    loss: Loss = field(default_factory=Loss)
+    graphs: Graphs = field(default_factory=Graphs)
+    network: Network = field(default_factory=Network)
+    experts: Experts = field(default_factory=Experts)
+    loader: Loader = field(default_factory=Loader)
+    facts: Facts = field(default_factory=Facts)
+    versions: Versions = field(default_factory=Versions)
 
-    vision_frozen: bool = False
-    """Whether neither the vision encoder nor its projection is trained."""
-    head_dim: int | None = None
-    attention_backend: str | None = None
-    fp8_recipe: str | None = None
-    """None where the model computes without fp8."""
-    model_tokens: TokenFacts | None = None
-    processor_tokens: TokenFacts | None = None
+    @classmethod
+    def of(cls, **fields: Any) -> RunView:
+        """The view with these fields of its groups; see `changed`."""
+        return cls().changed(**fields)
 
-    loss_weighting: str | None = None
-    window: int | None = None
-    balance_window: int | None = None
-    workers: int | None = None
-    failure_tolerance: int | None = None
-    """Consecutive failures that Energon allows a function of the task encoder; 0 allows any number."""
-    data: DataFacts | None = None
-    """What was measured of the data set."""
+    def changed(self, **fields: Any) -> RunView:
+        """The view with other values of fields, each named as in its group.
+
+        Raises:
+            PackingError: no group has such a field.
+        """
+        unknown = sorted(set(fields) - set(GROUP_OF))
+        if unknown:
+            raise PackingError(f"A RunView has no field {', '.join(unknown)}.")
+        changes: dict[str, Any] = {name: value for name, value in fields.items() if GROUP_OF[name] is None}
+        for group in {GROUP_OF[name] for name in fields} - {None}:
+            values = {name: value for name, value in fields.items() if GROUP_OF[name] == group}
+            changes[str(group)] = dataclasses.replace(getattr(self, str(group)), **values)
+        return dataclasses.replace(self, **changes)
 
     @property
     def multiple(self) -> int:
         """Tokens that every segment is padded to a multiple of."""
         return alignment_multiple(
-            self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
+            self.parallel.tensor_parallel,
+            self.parallel.context_parallel,
+            self.parallel.sequence_parallel,
+            self.parallel.eval_context_parallel,
         )
 
     @property
     def packed(self) -> bool:
         """Whether rows that hold several samples reach the model."""
-        return self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively
+        return self.packing.enable_offline_packing or self.packing.enable_in_batch_packing or self.packs_natively
 
     @property
     def packs_natively(self) -> bool:
         """Whether Bridge's own online packing makes the rows; 0.6 takes ``packing_buffer_size`` and has none."""
-        return self.dataset_kind == "energon" and self.packing_buffer_size is not None and self.bridge_packs_natively
+        return (
+            self.dataset_kind == "energon"
+            and self.packing.packing_buffer_size is not None
+            and self.bridge_packs_natively
+        )
 
     @property
     def rows_are_packs(self) -> bool:
         """Whether a row of the data set is a pack, so that batch sizes count packs and not samples."""
-        return self.enable_offline_packing or self.packs_natively
+        return self.packing.enable_offline_packing or self.packs_natively
 
     @property
     def reaches_the_step_packed(self) -> bool:
         """As `packed`, less the rows that the forward step packs itself."""
-        deferred = self.enable_in_batch_packing and self.defer_in_batch_packing_to_step
+        deferred = self.packing.enable_in_batch_packing and self.packing.defer_in_batch_packing_to_step
         return self.packed and not deferred
 
     @property
@@ -161,19 +126,25 @@ class RunView:
         Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` and never the row, and reads no
         ``pad_to_max_length``. The collator of Nemotron Omni has a packer of its own, which does both.
         """
-        if not self.enable_in_batch_packing or self.enable_offline_packing or self.defer_in_batch_packing_to_step:
+        if (
+            not self.packing.enable_in_batch_packing
+            or self.packing.enable_offline_packing
+            or self.packing.defer_in_batch_packing_to_step
+        ):
             return False
         return self.dataset_kind == "packed_energon" or not self.family.startswith("nemotronomni")
 
     @property
     def width_fixed_by_bridge(self) -> bool:
         """Whether ``validate()`` turns ``pad_to_max_length`` on, for the sake of pipelines and experts."""
-        return self.dataset_kind in COLLATED and (self.pipeline_parallel > 1 or self.expert_parallel > 1)
+        return self.dataset_kind in COLLATED and (
+            self.parallel.pipeline_parallel > 1 or self.parallel.expert_parallel > 1
+        )
 
     @property
     def rows_of_one_width(self) -> bool:
         """Whether every row that reaches the forward step is ``dataset_seq_length`` tokens wide."""
-        return (self.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
+        return (self.rows.pad_to_max_length or self.width_fixed_by_bridge) and not self.as_wide_as_its_samples
 
     @property
     def step_packs(self) -> bool:
@@ -183,9 +154,9 @@ class RunView:
     @property
     def rows_per_epoch(self) -> int | None:
         """What `global_batch_size` counts, in an epoch of the measured data: packs, or else the samples themselves."""
-        if self.data is None:
+        if self.facts.data is None:
             return None
-        return self.data.packs_per_epoch if self.rows_are_packs else self.data.samples_per_epoch
+        return self.facts.data.packs_per_epoch if self.rows_are_packs else self.facts.data.samples_per_epoch
 
     @property
     def bridge_packs_natively(self) -> bool:
@@ -198,7 +169,7 @@ class RunView:
 
         A pre-release counts as the release: the development branch calls itself 0.7.0.
         """
-        numbers = re.match(r"(\d+)\.(\d+)", self.bridge_version or "")
+        numbers = re.match(r"(\d+)\.(\d+)", self.versions.bridge_version or "")
         return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
     @property
@@ -215,57 +186,67 @@ class RunView:
     @property
     def data_parallel(self) -> int:
         """Replicas in training, rounded down where the world size does not divide."""
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+        return self.parallel.world_size // (
+            self.parallel.tensor_parallel * self.parallel.pipeline_parallel * self.parallel.context_parallel
+        )
 
     @property
     def eval_data_parallel(self) -> int:
         """Replicas in evaluation, rounded down where the world size does not divide."""
-        cp = self.eval_context_parallel or self.context_parallel
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * cp)
+        cp = self.parallel.eval_context_parallel or self.parallel.context_parallel
+        return self.parallel.world_size // (self.parallel.tensor_parallel * self.parallel.pipeline_parallel * cp)
 
     @property
     def eval_micro(self) -> int:
         """Bridge's default: the training micro-batch size."""
-        return self.micro_batch_size if self.eval_micro_batch_size is None else self.eval_micro_batch_size
+        return (
+            self.batch.micro_batch_size
+            if self.batch.eval_micro_batch_size is None
+            else self.batch.eval_micro_batch_size
+        )
 
     @property
     def eval_global(self) -> int:
         """Bridge's default: the training global batch size."""
-        return self.global_batch_size if self.eval_global_batch_size is None else self.eval_global_batch_size
+        return (
+            self.batch.global_batch_size
+            if self.batch.eval_global_batch_size is None
+            else self.batch.eval_global_batch_size
+        )
 
     @property
     def full_iteration_graph(self) -> bool:
         """As `is_full_iteration_cuda_graph` of ``megatron/bridge/utils/cuda_graph.py``."""
-        if self.cuda_graph_impl == "full_iteration":
+        if self.graphs.cuda_graph_impl == "full_iteration":
             return True
-        return self.cuda_graph_impl == "local" and "full_iteration" in self.cuda_graph_modules
+        return self.graphs.cuda_graph_impl == "local" and "full_iteration" in self.graphs.cuda_graph_modules
 
     @property
     def local_layer_graph(self) -> bool:
         """As `validate_cuda_graph_configuration` there: local graphs of less than an iteration, in training."""
-        if self.cuda_graph_impl != "local" or self.full_iteration_graph:
+        if self.graphs.cuda_graph_impl != "local" or self.full_iteration_graph:
             return False
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
-        return bool(modules) or not {"layer", "block"} & set(self.inference_graph_scopes)
+        modules = [m for m in self.graphs.cuda_graph_modules if not m.startswith("full")]
+        return bool(modules) or not {"layer", "block"} & set(self.graphs.inference_graph_scopes)
 
     @property
     def graphs_capture_attention(self) -> bool:
         """As in ``ConfigContainer.validate()``: the whole iteration, whole layers, or the attention module."""
-        modules = [m for m in self.cuda_graph_modules if not m.startswith("full")]
-        scoped = self.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
+        modules = [m for m in self.graphs.cuda_graph_modules if not m.startswith("full")]
+        scoped = self.graphs.cuda_graph_impl == "transformer_engine" and (not modules or "attn" in modules)
         return self.full_iteration_graph or scoped
 
     @property
     def family(self) -> str:
         """Lower case, letters and digits only: ``Qwen2.5-VL``, ``qwen2_5_vl`` and ``qwen25_vl`` are one family."""
-        return "".join(c for c in (self.model or "").lower() if c.isalnum())
+        return "".join(c for c in (self.network.model or "").lower() if c.isalnum())
 
     @property
     def may_show_images(self) -> bool:
         """Whether images or videos may reach the model: not on data sets of text, nor with a tokenizer of text."""
         if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
             return False
-        return self.processor_tokens is None or bool(self.processor_tokens.placeholders)
+        return self.facts.processor_tokens is None or bool(self.facts.processor_tokens.placeholders)
 
     @property
     def model_forces_sequence_parallel(self) -> bool:
@@ -275,6 +256,24 @@ class RunView:
         A published name has its active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
         """
         return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
+
+
+def _group_of() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for entry in dataclasses.fields(RunView):
+        if isinstance(entry.default_factory, type):
+            names, group = [part.name for part in dataclasses.fields(entry.default_factory)], entry.name
+        else:
+            names, group = [entry.name], None
+        twice = sorted(set(names) & set(found))
+        if twice:
+            raise PackingError(f"Two groups of a RunView have a field {', '.join(twice)}.")
+        found |= dict.fromkeys(names, group)
+    return found
+
+
+GROUP_OF = _group_of()
+"""Name of a field -> its group; None for those of the view itself."""
 
 
 def smallest_world_size(

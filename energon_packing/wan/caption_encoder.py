@@ -38,7 +38,7 @@ class CaptionEncoder(Protocol):
 class T5CaptionEncoder:
     """UMT5 (or T5) of transformers, as diffusers' Wan pipelines use it, without their padding.
 
-    Captions are cleaned as there: HTML entities resolved twice, white space joined. (diffusers also mends broken
+    Captions are cleaned as there: HTML entities resolved twice, white space joined. (diffusers also fixes broken
     Unicode where ftfy is installed; here texts are taken as they are.) Weights are read on first use, inside the loader
     process, and from safetensors only.
 

@@ -21,36 +21,36 @@ parallel: {tensor_parallel: 2, context_parallel: 2}
 training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
 """
 
-# Overrides of the good file, the rule that they break, and words that its message must hold: the values and the mend.
+# Overrides of the good file, the rule that they break, and words that its message must hold: the values and the fix.
 BROKEN = {
     "6, evaluation": (
         ["training.eval_micro_batch_size=2"],
-        "bridge-06-eval-micro-batch-size",
+        "bridge/eval-micro-batch-size",
         ["micro-batches of 1", "is 2", "set training.eval_micro_batch_size to 1"],
     ),
     "7": (
         ["packing.seq_length=4094", "training.model_seq_length=4094"],
-        "bridge-07-seq-length-multiple",
+        "bridge/seq-length-multiple",
         ["4094", "divisible by 4", "4092 or 4096"],
     ),
     "8": (
         ["packing.seq_length=4098", "training.model_seq_length=4098"],
-        "bridge-08-model-seq-length",
+        "bridge/model-seq-length",
         ["4098", "2 * CP = 4", "4100"],
     ),
-    "9": (["training.calculate_per_token_loss=false"], "bridge-09-per-token-loss", ["CP 2", "to true"]),
-    "10": (["training.average_in_collective=true"], "bridge-10-no-average-in-collective", ["CP 2", "to false"]),
+    "9": (["training.calculate_per_token_loss=false"], "bridge/per-token-loss", ["CP 2", "to true"]),
+    "10": (["training.average_in_collective=true"], "bridge/no-average-in-collective", ["CP 2", "to false"]),
     "11": (
         ["training.micro_batch_size=2"],
-        "bridge-11-one-pack-a-micro-batch",
+        "bridge/one-pack-a-micro-batch",
         ["micro_batch_size is 2", "global_batch_size to 4", "seq_length to 8192"],
     ),
     "12": (
         ["training.enable_in_batch_packing=true"],
-        "bridge-12-in-batch-needs-several",
+        "bridge/in-batch-needs-several",
         ["micro_batch_size is 1", "to 2 or more"],
     ),
-    "13": (["training.model_seq_length=8192"], "bridge-13-same-seq-length", ["8192", "set both to 4096"]),
+    "13": (["training.model_seq_length=8192"], "bridge/same-seq-length", ["8192", "set both to 4096"]),
 }
 
 
@@ -91,7 +91,7 @@ def test_a_broken_configuration_exits_with_1_and_names_rule_values_and_mend(good
     assert answer["valid"] is False
     broken = {rule["rule"]: rule for rule in answer["rules"] if rule["verdict"] == "error"}
     assert expected in broken
-    message = f"{broken[expected]['why']}; {broken[expected]['mend']}"
+    message = f"{broken[expected]['why']}; {broken[expected]['fix']}"
     for word in words:
         assert word in message
 
@@ -117,8 +117,8 @@ def test_the_installed_bridge_says_the_same(good: Path, name: str) -> None:
     bridge = answer["bridge"]
     assert bridge["version"] == installed_version("megatron-bridge")
     assert bridge["verdict"] == ("accepts" if expected is None else "rejects")
-    # Rules 7 and 8 are broken by the same length; Bridge names the first.
-    assert bridge["rule"] == ("bridge-07-seq-length-multiple" if name == "8" else expected)
+    # seq-length-multiple and model-seq-length are broken by the same length; Bridge names the first.
+    assert bridge["rule"] == ("bridge/seq-length-multiple" if name == "8" else expected)
 
 
 def test_a_rejection_by_bridge_alone_is_not_valid(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,18 +137,18 @@ def test_without_bridge_the_static_rules_decide_and_a_note_says_so(good: Path, m
     assert "not installed" in run(str(good)).stdout
 
 
-def test_the_resolved_picture_is_what_the_run_will_do(good: Path) -> None:
+def test_the_summary_is_what_the_run_will_do(good: Path) -> None:
     _, answer = run_json(str(good), "--no-bridge", "--world-size", "16")
-    picture = answer["resolved"]
-    assert picture["alignment_multiple"] == 4
-    assert picture["data_parallel"] == 4
-    assert picture["micro_batches_per_step"] == 2
-    assert picture["max_tokens_per_step"] == 8 * 4096
-    assert picture["world_size_assumed"] is False
+    summary = answer["resolved"]
+    assert summary["alignment_multiple"] == 4
+    assert summary["data_parallel"] == 4
+    assert summary["micro_batches_per_step"] == 2
+    assert summary["max_tokens_per_step"] == 8 * 4096
+    assert summary["world_size_assumed"] is False
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_is_mended_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
+def test_a_broken_file_is_fixed_in_a_new_file_that_is_valid_and_the_difference_is_shown(good: Path, name: str) -> None:
     overrides, _, _ = BROKEN[name]
     before = good.read_text()
     result = run(str(good), "--no-bridge", "--fix", *sets(overrides))
@@ -182,7 +182,7 @@ def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_p
     file.write_text("# a run\n" + ARGUMENTS.replace("4096", "4094").replace(" --global", " \\\n  --global") + "\n")
     code, answer = run_json(str(file), "--world-size", "8")
     assert code == 1
-    assert "bridge-07-seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+    assert "bridge/seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
 
 
 @pytest.mark.parametrize(
@@ -219,13 +219,13 @@ def test_the_step_of_megatron_lm_arguments_is_judged() -> None:
     arguments = ("--step", "qwen3_vl_step", "--json", "--", "--seq-length", "4096", "--calculate-per-token-loss")
     result = run(*arguments)
     outcomes = {rule["rule"]: rule["verdict"] for rule in json.loads(result.stdout)["rules"]}
-    assert outcomes["ours-19-step-reads-packs"] == "error"
+    assert outcomes["ours/step-reads-packs"] == "error"
 
 
 def test_a_world_size_that_does_not_fit_is_refused(good: Path) -> None:
     code, answer = run_json(str(good), "--no-bridge", "--world-size", "6")
     assert code == 1
-    assert "bridge-15-world-size" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+    assert "bridge/world-size" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
 
 
 def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
@@ -233,9 +233,9 @@ def test_warnings_and_notes_do_not_fail_a_run(good: Path) -> None:
     code, answer = run_json(str(good), "--no-bridge", "--world-size", "8", *sets(overrides))
     outcomes = {rule["rule"]: rule["verdict"] for rule in answer["rules"]}
     assert code == 0
-    assert outcomes["ours-17-token-weight"] == "warning"
-    assert outcomes["ours-24-experts-see-padding"] == "warning"
-    assert outcomes["bridge-16-fixed-width"] == "note"
+    assert outcomes["ours/token-weight"] == "warning"
+    assert outcomes["ours/experts-see-padding"] == "warning"
+    assert outcomes["bridge/fixed-width"] == "note"
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,6 @@ def test_the_rules_are_shown_before_bridge_is_asked(good: Path, monkeypatch: pyt
     monkeypatch.setattr("energon_packing.validate.sources.run_source.YamlRun.verdict", breaks_off)
     result = run(str(good), *sets(["training.calculate_per_token_loss=false"]))
     assert result.exit_code != 0
-    assert "bridge-09-per-token-loss" in result.stdout
+    assert "bridge/per-token-loss" in result.stdout
     assert "global batch" in result.stdout
     assert "validate()" not in result.stdout

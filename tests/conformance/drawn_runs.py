@@ -6,7 +6,6 @@ Python would import.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -44,7 +43,7 @@ def sound(rng: random.Random) -> RunView:
     )
     rows = micro * math.lcm(world // (tp * pp * cp), world // (tp * pp * (eval_cp or cp)))
     own_eval = rng.random() < 0.3
-    return RunView(
+    return RunView.of(
         dataset_kind=kind,  # type: ignore[arg-type]
         tensor_parallel=tp,
         context_parallel=cp,
@@ -93,7 +92,7 @@ def natively(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 1,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 2 * view.world_size,
+        "global_batch_size": 2 * view.parallel.world_size,
         **dict.fromkeys(("enable_offline_packing", "has_offline_packing_specs", "enable_in_batch_packing"), False),
         "packed_sequence_size": None,
         "pad_cu_seqlens": False,
@@ -115,8 +114,8 @@ def dispatched(view: RunView) -> dict[str, Any]:
         "dataset_micro_batch_size": 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
-        "global_batch_size": 8 * view.world_size,
-        "world_size": 2 * view.world_size,
+        "global_batch_size": 8 * view.parallel.world_size,
+        "world_size": 2 * view.parallel.world_size,
         "expert_parallel": 2,
         "expert_tensor_parallel": None,
         "expert_dispatcher": "hybridep",
@@ -129,17 +128,17 @@ Fault = Callable[[RunView, random.Random], dict[str, Any]]
 
 def specs(view: RunView) -> dict[str, Any]:
     return {"enable_offline_packing": True, "has_offline_packing_specs": True} | (
-        {"packed_sequence_size": view.dataset_seq_length}
+        {"packed_sequence_size": view.rows.dataset_seq_length}
     )
 
 
 def lengths(view: RunView, tokens: int) -> dict[str, Any]:
-    packs = {"packed_sequence_size": tokens} if view.has_offline_packing_specs else {}
+    packs = {"packed_sequence_size": tokens} if view.packing.has_offline_packing_specs else {}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
 def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other = view.micro_batch_size + 1
+    other = view.batch.micro_batch_size + 1
     evaluated: dict[str, Any] = rng.choice(
         [
             {},  # the rule about the evaluation speaks too
@@ -151,10 +150,10 @@ def data_set_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
 
 
 def evaluation_rows(view: RunView, rng: random.Random) -> dict[str, Any]:
-    other, whole = view.micro_batch_size + 1, (view.micro_batch_size + 1) * view.eval_data_parallel
+    other, whole = view.batch.micro_batch_size + 1, (view.batch.micro_batch_size + 1) * view.eval_data_parallel
     return {
         "dataset_kind": rng.choice(["energon", "packed_energon"]),
-        "dataset_micro_batch_size": view.micro_batch_size,
+        "dataset_micro_batch_size": view.batch.micro_batch_size,
         "do_validation": True,
         "eval_micro_batch_size": other,
         "eval_global_batch_size": whole,
@@ -172,13 +171,13 @@ FAULTS: dict[str, Fault] = {
     "specs left": lambda v, r: {**specs(v), "enable_offline_packing": False},
     "fixed boundaries": lambda v, r: {
         "has_offline_packing_specs": True,
-        "packed_sequence_size": v.dataset_seq_length,
+        "packed_sequence_size": v.rows.dataset_seq_length,
         "pad_cu_seqlens": True,
         "pad_to_max_length": False,
     },
     "graph width": lambda v, r: {
         "cuda_graph_impl": "transformer_engine",
-        "cuda_graph_modules": without_attention(v.expert_parallel),
+        "cuda_graph_modules": without_attention(v.parallel.expert_parallel),
         "pad_cu_seqlens": False,
         "pad_to_max_length": False,
     },
@@ -198,15 +197,17 @@ FAULTS: dict[str, Fault] = {
     "rows of the evaluation": evaluation_rows,
     "unaligned width": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
+        "dataset_micro_batch_size": v.batch.micro_batch_size,
         # By whole slices of CP where the alignment is wider than they are.
         **lengths(
-            v, v.dataset_seq_length + (1 if v.context_parallel == 1 else r.choice([1, 2, 2]) * v.context_parallel)
+            v,
+            v.rows.dataset_seq_length
+            + (1 if v.parallel.context_parallel == 1 else r.choice([1, 2, 2]) * v.parallel.context_parallel),
         ),
     },
-    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.dataset_seq_length + 1)},
-    "world": lambda v, r: {"world_size": v.world_size + 1},
-    "half a world": lambda v, r: {"world_size": max(1, v.world_size // 2)},
+    "odd slices": lambda v, r: {"dataset_kind": "gpt_sft", **lengths(v, v.rows.dataset_seq_length + 1)},
+    "world": lambda v, r: {"world_size": v.parallel.world_size + 1},
+    "half a world": lambda v, r: {"world_size": max(1, v.parallel.world_size // 2)},
     "evaluation world": lambda v, r: {"eval_context_parallel": r.choice([3, 8])},
     "evaluation batch": lambda v, r: {"eval_global_batch_size": v.eval_global * 2 + 1},
     "mean loss": lambda v, r: {"calculate_per_token_loss": False},
@@ -221,9 +222,9 @@ FAULTS: dict[str, Fault] = {
     "no pack size": lambda v, r: {**specs(v), "packed_sequence_size": r.choice([0, -5])},
     "several packs": lambda v, r: {
         **specs(v),
-        "micro_batch_size": two_or_more(v.micro_batch_size),
-        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.micro_batch_size),
-        "global_batch_size": v.global_batch_size * 2,
+        "micro_batch_size": two_or_more(v.batch.micro_batch_size),
+        "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else two_or_more(v.batch.micro_batch_size),
+        "global_batch_size": v.batch.global_batch_size * 2,
         "eval_micro_batch_size": None,
         "eval_global_batch_size": None,
     },
@@ -233,8 +234,8 @@ FAULTS: dict[str, Fault] = {
         "dataset_micro_batch_size": None if v.dataset_kind == "gpt_sft" else 1,
         "eval_micro_batch_size": None,
     },
-    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.model_seq_length * 2},
-    "batch": lambda v, r: {"global_batch_size": v.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
+    "two lengths": lambda v, r: {r.choice(["model_seq_length", "dataset_seq_length"]): v.rows.model_seq_length * 2},
+    "batch": lambda v, r: {"global_batch_size": v.batch.global_batch_size + 1, "eval_global_batch_size": v.eval_global},
     "expert groups": lambda v, r: {
         "expert_parallel": 8,
         "expert_tensor_parallel": r.choice([1, 2]),
@@ -253,10 +254,10 @@ FAULTS: dict[str, Fault] = {
     },
     "graphed experts": lambda v, r: (
         {}
-        if not v.enable_offline_packing
+        if not v.packing.enable_offline_packing
         else {
             "dataset_kind": "packed_energon",
-            "dataset_micro_batch_size": v.micro_batch_size,
+            "dataset_micro_batch_size": v.batch.micro_batch_size,
             "num_moe_experts": 4,
             "cuda_graph_impl": "transformer_engine",
             "cuda_graph_modules": ("attn",),
@@ -270,9 +271,9 @@ FAULTS: dict[str, Fault] = {
         "overlap_grad_reduce": False,
         "recompute_granularity": None,
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
+        "dataset_micro_batch_size": v.batch.micro_batch_size,
         "sequence_parallel": True,
-        **lengths(v, v.dataset_seq_length * v.tensor_parallel),
+        **lengths(v, v.rows.dataset_seq_length * v.parallel.tensor_parallel),
     },
     "evaluated packs": lambda v, r: {
         "dataset_kind": "gpt_sft",
@@ -288,7 +289,7 @@ FAULTS: dict[str, Fault] = {
         "packed_metadata_missing": "packs.json",
     },
     "alignment": lambda v, r: {**specs(v), "pad_seq_to_multiple": 5},
-    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.pad_to_max_length},
+    "fp8": lambda v, r: {"fp8_recipe": r.choice(["delayed", "mxfp8"]), "pad_to_max_length": v.rows.pad_to_max_length},
     "wide heads": lambda v, r: {"head_dim": r.choice([100, 288])},
     "attention": lambda v, r: {"attention_backend": "local"},
     "vocabulary": lambda v, r: {
@@ -301,12 +302,12 @@ FAULTS: dict[str, Fault] = {
     },
     "native packing": lambda v, r: {
         "dataset_kind": "energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
+        "dataset_micro_batch_size": v.batch.micro_batch_size,
         "packing_buffer_size": 16,
     },
     "weights": lambda v, r: {
         "dataset_kind": "packed_energon",
-        "dataset_micro_batch_size": v.micro_batch_size,
+        "dataset_micro_batch_size": v.batch.micro_batch_size,
         "loss_weighting": "square",
         "calculate_per_token_loss": False,
     },
@@ -320,7 +321,7 @@ FAULTS: dict[str, Fault] = {
         **natively(v),
         "micro_batch_size": 2,
         "dataset_micro_batch_size": 2,
-        "global_batch_size": 4 * v.world_size,
+        "global_batch_size": 4 * v.parallel.world_size,
     },
     "native, other encoder": lambda v, r: {
         **natively(v),
@@ -338,8 +339,8 @@ FAULTS: dict[str, Fault] = {
     "native, pipeline": lambda v, r: {
         **natively(v),
         "pipeline_parallel": 2,
-        "world_size": 2 * v.world_size,
-        "global_batch_size": 4 * v.world_size,
+        "world_size": 2 * v.parallel.world_size,
+        "global_batch_size": 4 * v.parallel.world_size,
     },
     "native, its own step": lambda v, r: {**natively(v), "step": "qwen3_vl_step"},
     "native, overlapped": lambda v, r: {**natively(v), "overlap_moe_expert_parallel_comm": True},
@@ -380,7 +381,7 @@ def drawn(runs: int, seed: int) -> Iterator[RunView]:
 def faulty(view: RunView, faults: list[str], rng: random.Random) -> RunView:
     """The run with the faults done to it, in their order."""
     for fault in faults:
-        view = dataclasses.replace(view, **FAULTS[fault](view, rng))
+        view = view.changed(**FAULTS[fault](view, rng))
     return view
 
 

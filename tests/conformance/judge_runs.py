@@ -22,7 +22,7 @@ from energon_packing.validate.run_view import RunView, installed_version
 from energon_packing.validate.verdict import bridge_verdict
 
 SEED = 20261122
-EARLY = "bridge-11-pack-size"
+EARLY = "bridge/pack-size"
 """The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""
 
 
@@ -53,7 +53,7 @@ def tallied(views: Iterable[RunView]) -> Tally:
     """Judges every run by Bridge and by the rules."""
     found, refusals = Tally(version=installed_version("megatron-bridge") or ""), collections.Counter[str]()
     verdict.prepare_bridge()
-    with verdict.quiet():
+    with verdict.without_output():
         for view in views:
             ours = [judgement.rule for judgement in violations(view)]
             restated = [rule.id for rule in ours if rule.bridge_says]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import operator
 import re
 import shutil
 from pathlib import Path
@@ -86,19 +87,20 @@ def test_every_yaml_file_is_valid_and_says_what_its_recipe_says(file):
     source = run_source((f"bridge_configs.{module}:{file.stem}",), world_size=int(size))
     view, theirs = source.view(), run_source((str(file),), world_size=int(size)).view()
     for field in (
-        "tensor_parallel",
-        "context_parallel",
-        "pipeline_parallel",
-        "expert_parallel",
-        "sequence_parallel",
-        "micro_batch_size",
-        "global_batch_size",
-        "dataset_seq_length",
-        "model_seq_length",
-        "calculate_per_token_loss",
-        "average_in_collective",
+        "parallel.tensor_parallel",
+        "parallel.context_parallel",
+        "parallel.pipeline_parallel",
+        "parallel.expert_parallel",
+        "parallel.sequence_parallel",
+        "batch.micro_batch_size",
+        "batch.global_batch_size",
+        "rows.dataset_seq_length",
+        "rows.model_seq_length",
+        "loss.calculate_per_token_loss",
+        "loss.average_in_collective",
     ):
-        assert getattr(theirs, field) == getattr(view, field), field
+        read = operator.attrgetter(field)
+        assert read(theirs) == read(view), field
 
 
 def test_every_recipe_has_its_yaml_file():
@@ -138,10 +140,15 @@ def test_a_shipped_configuration_has_the_published_number_of_parameters(name, pa
 
 
 BROKEN = [
-    ("bridge_configs.qwen25_vl:qwen25_vl_7b_sft", "16", ["model.context_parallel_size=2"], "ours-23-family"),
-    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge-11-"),
-    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge-13-"),
-    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core-15-expert-world-size"),
+    (
+        "bridge_configs.qwen25_vl:qwen25_vl_7b_sft",
+        "16",
+        ["model.context_parallel_size=2"],
+        "ours/family-context-parallel",
+    ),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["train.micro_batch_size=2"], "bridge/one-pack-a-micro-batch"),
+    ("bridge_configs.qwen3_vl:qwen3_vl_8b_sft", "8", ["model.seq_length=4096"], "bridge/same-seq-length"),
+    ("megatron.bridge.recipes.qwen_vl:qwen3_vl_235b_a22b_sft_config", "32", [], "core/expert-world-size"),
 ]
 
 
@@ -153,7 +160,7 @@ def test_a_broken_recipe_is_refused_for_its_rule(recipe, size, overrides, rule):
     assert any(found.startswith(rule) for found, verdict in speaking(answer).items() if verdict == "error")
 
 
-def test_a_recipe_is_mended_by_overrides_that_bridge_takes(tmp_path):
+def test_a_recipe_is_fixed_by_overrides_that_bridge_takes(tmp_path):
     recipe = "bridge_configs.qwen3_vl:qwen3_vl_8b_sft"
     sets = ["--set", "train.micro_batch_size=2", "--set", "ddp.overlap_grad_reduce=true"]
     code, answer = validate(recipe, "--world-size", "8", "--step", "vlm_step", *sets, "--fix")
@@ -191,10 +198,10 @@ def test_a_serialised_bridge_configuration_is_judged(serialised):
     assert answer["kind"] == "serialised Bridge configuration"
     assert (code, speaking(answer), answer["bridge"]["verdict"]) == (0, {}, "accepts")
     code, answer = validate(str(serialised), "--world-size", "8", "--step", "qwen3_vl_step")
-    assert (code, speaking(answer)) == (1, {"ours-19-step-reads-packs": "error"})
+    assert (code, speaking(answer)) == (1, {"ours/step-reads-packs": "error"})
 
 
-def test_a_broken_serialised_configuration_is_mended_in_a_new_file_that_is_valid(serialised):
+def test_a_broken_serialised_configuration_is_fixed_in_a_new_file_that_is_valid(serialised):
     text = serialised.read_text().replace("average_in_collective: false", "average_in_collective: true", 1)
     broken = serialised.with_name("broken.yaml")
     broken.write_text(text.replace("context_parallel_size: 1\n", "context_parallel_size: 2\n", 1))

@@ -67,7 +67,7 @@ def test_rows_are_aligned_to_what_the_provider_has_after_its_own_finalize(family
     final = cfg.model.sequence_parallel
     assert final == (family == "qwen3_vl" and experts > 0)
     assert cfg.dataset.parallel_config(groups()).multiple == alignment_multiple(TP, 1, final)
-    assert before.sequence_parallel == view_of(cfg, world_size=TP).sequence_parallel == final
+    assert before.parallel.sequence_parallel == view_of(cfg, world_size=TP).parallel.sequence_parallel == final
 
 
 @pytest.mark.usefixtures("world")
@@ -122,7 +122,7 @@ def test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_whe
     cfg = run_of("qwen3_vl", experts=experts)
     cfg.model.freeze_vision_model = False
     cfg.model.sequence_parallel = experts == 0
-    with pytest.raises(ConfigError, match="ours-43-"):
+    with pytest.raises(ConfigError, match="ours/deepstack-over-tensor-ranks"):
         cfg.validate()
 
 
@@ -133,5 +133,5 @@ def test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_whe
 def test_our_yaml_is_judged_with_what_its_model_turns_on(model, forced):
     config = RunConfig(parallel=ParallelConfig(tensor_parallel=TP), training=TrainingConfig(model=model))
     view = view_of_config(config)
-    assert view.sequence_parallel == forced
-    assert [found.rule.id for found in violations(view)] == ["ours-43-deepstack-over-tensor-ranks"] * forced
+    assert view.parallel.sequence_parallel == forced
+    assert [found.rule.id for found in violations(view)] == ["ours/deepstack-over-tensor-ranks"] * forced

@@ -26,7 +26,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.bridge_cpu import tiny_models, training_run
 from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
 from energon_packing.validate.sources.container_run import ContainerRun
-from energon_packing.validate.verdict import believed_world_size, quiet
+from energon_packing.validate.verdict import believed_world_size, without_output
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
@@ -97,7 +97,7 @@ def what_validate_says(cfg: Any, world_size: int) -> str | None:
     """The message of Bridge's own ``pretrain()`` preamble; None where the run may start."""
     from megatron.bridge.training.config import runtime_config_update
 
-    with believed_world_size(world_size), quiet():
+    with believed_world_size(world_size), without_output():
         try:
             runtime_config_update(cfg)
         except Exception as error:
@@ -107,7 +107,7 @@ def what_validate_says(cfg: Any, world_size: int) -> str | None:
 
 @pytest.mark.timeout(3600)
 def test_finalize_refuses_what_the_command_refuses_and_nothing_else(sound):
-    with quiet():
+    with without_output():
         outcomes, named = compared(sound, random.Random(11))
     print(f"\n{RUNS} runs: {dict(outcomes)}; {dict(named)}")
     assert min(outcomes.values()) > RUNS // 5
@@ -129,7 +129,7 @@ def compared(sound: Any, draw: random.Random) -> tuple[collections.Counter[str],
         outcomes["refused" if refused else "accepted"] += 1
         if message is None:
             continue
-        ours = re.search(r"\(rule ([\w-]+)\)", message)
+        ours = re.search(r"\(rule ([\w/-]+)\)", message)
         rule = rule_that_bridge_named(message)
         if ours:
             # What the data set alone shows to be wrong is refused before the run is looked at.
@@ -143,17 +143,24 @@ def compared(sound: Any, draw: random.Random) -> tuple[collections.Counter[str],
 def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
     """The rules that only the command knew before."""
     faults = {
-        "ours-18-": {"model.mtp_num_layers": 1, "model.tensor_model_parallel_size": 2, "model.sequence_parallel": True},
-        "ours-28-": {"model.overlap_moe_expert_parallel_comm": True},
-        "ours-32-head-": {"model.kv_channels": 100},
-        "ours-33-vocabulary": {"model.vocab_size": 100},
-        "ours-33-placeholder": {"model.image_token_id": 7},
-        "ours-35-": {"dataset.encoder.loss_weighting": "square", "model.calculate_per_token_loss": False},
-        "core-15-global": {"train.global_batch_size": 3, "validation.eval_global_batch_size": 4},
-        "core-17-": {"ddp.average_in_collective": True},
+        "ours/no-multi-token-prediction": {
+            "model.mtp_num_layers": 1,
+            "model.tensor_model_parallel_size": 2,
+            "model.sequence_parallel": True,
+        },
+        "ours/no-schedule-plan": {"model.overlap_moe_expert_parallel_comm": True},
+        "ours/head-dimension": {"model.kv_channels": 100},
+        "ours/vocabulary": {"model.vocab_size": 100},
+        "ours/placeholder-ids": {"model.image_token_id": 7},
+        "ours/weights-need-token-loss": {
+            "dataset.encoder.loss_weighting": "square",
+            "model.calculate_per_token_loss": False,
+        },
+        "core/global-batch-size": {"train.global_batch_size": 3, "validation.eval_global_batch_size": 4},
+        "core/no-average-with-token-loss": {"ddp.average_in_collective": True},
     }
     if installed_release() >= (0, 7):  # whose gpt_step gives its schedule plan the boundaries
-        del faults["ours-28-"]
+        del faults["ours/no-schedule-plan"]
     for rule, changed in faults.items():
         cfg = copy.deepcopy(sound)
         for place, value in changed.items():

@@ -352,10 +352,10 @@ def test_validate_judges_a_recipe_in_the_mode(monkeypatch):
     code, broken, answer = judged(monkeypatch, *sets, "--step", "vlm_step")
     assert (code, broken, answer["bridge"]["verdict"]) == (0, [], "accepts")
     assert answer["resolved"]["packing"] == "in_batch"
-    assert judged(monkeypatch, *sets, "--step", "qwen3_vl_step", "--no-bridge")[1] == ["ours-19-step-reads-packs"]
+    assert judged(monkeypatch, *sets, "--step", "qwen3_vl_step", "--no-bridge")[1] == ["ours/step-reads-packs"]
     deferred = (*sets, "--set", "dataset.defer_in_batch_packing_to_step=true", "--no-bridge")
     assert judged(monkeypatch, *deferred, "--step", "qwen3_vl_step")[1] == []
-    assert judged(monkeypatch, *deferred, "--step", "vlm_step")[1] == ["ours-40-step-packs-in-batch"]
+    assert judged(monkeypatch, *deferred, "--step", "vlm_step")[1] == ["ours/step-packs-in-batch"]
 
 
 def test_fix_takes_fp8_to_packs_whose_width_it_can_take(monkeypatch, tmp_path):
@@ -364,7 +364,7 @@ def test_fix_takes_fp8_to_packs_whose_width_it_can_take(monkeypatch, tmp_path):
     sizes = [f"{place}.micro_batch_size=2" for place in ("dataset", "train")]
     changes = ("dataset.mode=in_batch", "dataset.pad_to_max_length=true", "mixed_precision=bf16_with_mxfp8_mixed")
     sets = [word for change in (*changes, *sizes) for word in ("--set", change)]
-    assert judged(monkeypatch, *sets, "--step", "vlm_step", "--no-bridge")[1] == ["ours-31-fp8-multiple"]
+    assert judged(monkeypatch, *sets, "--step", "vlm_step", "--no-bridge")[1] == ["ours/fp8-multiple"]
     code, broken, answer = judged(monkeypatch, *sets, "--step", "vlm_step", "--fix")
     assert (code, broken, answer["bridge"]["verdict"]) == (0, [], "accepts")
     assert (answer["resolved"]["packing"], answer["resolved"]["packed_by"]) == ("online", "energon_packing")
@@ -381,5 +381,5 @@ def test_fix_takes_a_micro_batch_of_one_back_to_packs(monkeypatch, tmp_path):
 def test_another_micro_batch_of_the_trainer_is_refused(size, run):
     config = run("text", mode="in_batch")
     config.train.micro_batch_size = config.train.global_batch_size = size
-    with pytest.raises(ConfigError, match="rule bridge-06-micro-batch-size"):
+    with pytest.raises(ConfigError, match="rule bridge/micro-batch-size"):
         config.validate()

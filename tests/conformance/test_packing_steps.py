@@ -52,14 +52,14 @@ def boundaries_of_audio_lm_step(batch: dict[str, Any], config: Any) -> list[int]
 
 
 def rule_on_step(*, deferred: bool, step: str, in_batch: bool) -> str:
-    view = RunView(
+    view = RunView.of(
         enable_offline_packing=not in_batch,
         has_offline_packing_specs=not in_batch,
         enable_in_batch_packing=in_batch,
         defer_in_batch_packing_to_step=deferred,
         step=step,
     )
-    return next(found.outcome for found in judge(view) if found.rule.id == "ours-19-step-reads-packs")
+    return next(found.outcome for found in judge(view) if found.rule.id == "ours/step-reads-packs")
 
 
 @pytest.mark.parametrize("mode", ["packs", "in_batch"])

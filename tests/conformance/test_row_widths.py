@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from typing import Any
@@ -78,7 +77,7 @@ def test_our_rows_are_as_wide_as_bridges_and_as_the_rules_say(fixed: bool, mode:
     width = rows_of(made)["input_ids"].shape[1]
     assert width == width_by_bridge(packed=packed, pad_to_max_length=fixed)
     assert width == (sum(LENGTHS) if packed else SEQ_LENGTH if fixed else 384)
-    view = RunView(
+    view = RunView.of(
         enable_in_batch_packing=made.enable_in_batch_packing,
         defer_in_batch_packing_to_step=deferred,
         pad_to_max_length=fixed,
@@ -131,10 +130,12 @@ def test_nemotron_omnis_own_packer_gives_its_rows_the_width_that_the_rules_say(f
         pad_to_multiple_of=1,
         pad_token_id=0,
     )
-    view = RunView(dataset_kind="hf_sft", model="NemotronOmni", enable_in_batch_packing=True, pad_to_max_length=fixed)
+    view = RunView.of(
+        dataset_kind="hf_sft", model="NemotronOmni", enable_in_batch_packing=True, pad_to_max_length=fixed
+    )
     assert view.rows_of_one_width == (batch["input_ids"].shape[1] == SEQ_LENGTH) == fixed
     assert not view.as_wide_as_its_samples
-    assert dataclasses.replace(view, dataset_kind="packed_energon").as_wide_as_its_samples  # our rows for it
+    assert view.changed(dataset_kind="packed_energon").as_wide_as_its_samples  # our rows for it
 
 
 @pytest.mark.parametrize(("pipeline", "experts"), [(1, 1), (2, 1), (1, 2)])
@@ -144,7 +145,7 @@ def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so
 ) -> None:
     from energon_packing.validate.verdict import believed_world_size, equivalent_container
 
-    view = RunView(
+    view = RunView.of(
         dataset_kind=kind,
         pipeline_parallel=pipeline,
         expert_parallel=experts,
@@ -154,9 +155,9 @@ def test_bridge_fixes_the_width_for_pipelines_and_experts_where_the_rule_says_so
         dataset_micro_batch_size=None if kind == "gpt_sft" else 1,
     )
     container = equivalent_container(view)
-    with believed_world_size(view.world_size):
+    with believed_world_size(view.parallel.world_size):
         container.validate()
-    assert view_of(container, world_size=view.world_size).pad_to_max_length == view.width_fixed_by_bridge
+    assert view_of(container, world_size=view.parallel.world_size).rows.pad_to_max_length == view.width_fixed_by_bridge
 
 
 def test_the_data_sets_with_a_width_that_bridge_fixes_are_those_that_have_the_setting() -> None:

@@ -12,8 +12,8 @@ from energon_packing.validate.rules.registry import RULES
 from energon_packing.validate.rules.rule import Rule
 from energon_packing.validate.run_view import RunView, installed_version
 
-NOT_RAISED = [rule for rule in RULES if not rule.id.startswith("bridge-")]
-HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
+NOT_RAISED = [rule for rule in RULES if rule.origin != "bridge"]
+HERE = RunView.of(bridge_version=installed_version("megatron-bridge")).bridge_release
 
 
 def folder_of(package: str) -> Path | None:
@@ -51,7 +51,7 @@ def test_a_rule_of_ours_names_lines_that_the_installed_programs_have(rule: Rule)
 
 @pytest.mark.parametrize("source", sources())
 def test_lines_of_bridge_are_there_in_the_versions_that_they_speak_of(source: BridgeSource) -> None:
-    release = RunView(bridge_version=source.version).bridge_release
+    release = RunView.of(bridge_version=source.version).bridge_release
     lines = [line for rule in RULES for line in rule.sources if line.file.startswith("megatron/bridge/")]
     assert len(lines) >= 15
     for line in lines:
@@ -61,7 +61,7 @@ def test_lines_of_bridge_are_there_in_the_versions_that_they_speak_of(source: Br
 
 @pytest.mark.parametrize("source", sources())
 def test_what_validate_says_is_in_the_source_of_the_versions_that_have_the_rule(source: BridgeSource) -> None:
-    release = RunView(bridge_version=source.version).bridge_release
+    release = RunView.of(bridge_version=source.version).bridge_release
     files = ("training/config.py", "data/builders/energon.py", "utils/cuda_graph.py", "data/packing/config.py")
     text = "".join(" ".join(source.text(file).replace('"\n', "").split()) for file in files)
     for rule in RULES:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.validate import verdict
-from energon_packing.validate.rules.registry import violations
+from energon_packing.validate.rules.registry import RULES, rule_that_bridge_named, violations
 from energon_packing.validate.run_view import RunView, installed_version, smallest_world_size
 from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, equivalent_container
 from energon_packing.validate.views.container import view_of
@@ -67,27 +67,27 @@ def consistent(**changes: Any) -> RunView:
         "dataset_seq_length": 96,
         "model_seq_length": changes.get("dataset_seq_length", 96),
     }
-    view = RunView(**(base | changes))
+    view = RunView.of(**(base | changes))
     return (
-        dataclasses.replace(view, packed_sequence_size=view.dataset_seq_length) if view.enable_offline_packing else view
+        view.changed(packed_sequence_size=view.rows.dataset_seq_length) if view.packing.enable_offline_packing else view
     )
 
 
-# Each of rules 6 to 13 as the only violation, once or more; the pair names kind and rule.
+# Each rule about batches and lengths as the only violation, once or more; the pair names kind and rule.
 ONLY_VIOLATION = [
-    ("bridge-06-micro-batch-size", {"dataset_micro_batch_size": 2, "eval_micro_batch_size": 2}),
-    ("bridge-06-eval-micro-batch-size", {"eval_micro_batch_size": 2}),
-    ("bridge-07-seq-length-multiple", {"tensor_parallel": 4, "sequence_parallel": True, "dataset_seq_length": 98}),
-    ("bridge-07-seq-length-multiple", {"eval_context_parallel": 4, "dataset_seq_length": 100}),
-    ("bridge-08-model-seq-length", {"dataset_kind": "gpt_sft", "context_parallel": 2, "dataset_seq_length": 98}),
-    ("bridge-09-per-token-loss", {"context_parallel": 2, "calculate_per_token_loss": False}),
-    ("bridge-09-per-token-loss", {"dataset_kind": "gpt_sft", "context_parallel": 2, "calculate_per_token_loss": False}),
-    ("bridge-10-no-average-in-collective", {"context_parallel": 2, "average_in_collective": True}),
-    ("bridge-11-one-pack-a-micro-batch", {"micro_batch_size": 2, **PACKED}),
-    ("bridge-11-one-pack-a-micro-batch", {"dataset_kind": "gpt_sft", "micro_batch_size": 2, **PACKED}),
-    ("bridge-12-in-batch-needs-several", {"enable_in_batch_packing": True}),
-    ("bridge-13-same-seq-length", {"model_seq_length": 128}),
-    ("bridge-13-same-seq-length", {"dataset_kind": "gpt_sft", "model_seq_length": 128}),
+    ("bridge/micro-batch-size", {"dataset_micro_batch_size": 2, "eval_micro_batch_size": 2}),
+    ("bridge/eval-micro-batch-size", {"eval_micro_batch_size": 2}),
+    ("bridge/seq-length-multiple", {"tensor_parallel": 4, "sequence_parallel": True, "dataset_seq_length": 98}),
+    ("bridge/seq-length-multiple", {"eval_context_parallel": 4, "dataset_seq_length": 100}),
+    ("bridge/model-seq-length", {"dataset_kind": "gpt_sft", "context_parallel": 2, "dataset_seq_length": 98}),
+    ("bridge/per-token-loss", {"context_parallel": 2, "calculate_per_token_loss": False}),
+    ("bridge/per-token-loss", {"dataset_kind": "gpt_sft", "context_parallel": 2, "calculate_per_token_loss": False}),
+    ("bridge/no-average-in-collective", {"context_parallel": 2, "average_in_collective": True}),
+    ("bridge/one-pack-a-micro-batch", {"micro_batch_size": 2, **PACKED}),
+    ("bridge/one-pack-a-micro-batch", {"dataset_kind": "gpt_sft", "micro_batch_size": 2, **PACKED}),
+    ("bridge/in-batch-needs-several", {"enable_in_batch_packing": True}),
+    ("bridge/same-seq-length", {"model_seq_length": 128}),
+    ("bridge/same-seq-length", {"dataset_kind": "gpt_sft", "model_seq_length": 128}),
 ]
 
 
@@ -124,7 +124,7 @@ def random_view(rng: random.Random) -> RunView:
     length = rarely(192, 190, 196, 200, 216)
     offline = mode == "offline"
     specs = rarely(offline, not offline)
-    return RunView(
+    return RunView.of(
         dataset_kind=kind,
         **layout,
         sequence_parallel=rng.random() < 0.5,
@@ -167,7 +167,7 @@ def test_the_alignment_multiple_is_bridges_for_any_layout_and_length(
 ) -> None:
     view = consistent(dataset_kind=kind, dataset_seq_length=length, global_batch_size=840, **layout)
     rule = assert_same_verdict(view)
-    assert (rule == "bridge-07-seq-length-multiple") == (length % view.multiple != 0)
+    assert (rule == "bridge/seq-length-multiple") == (length % view.multiple != 0)
 
 
 @pytest.mark.parametrize("impl", ["transformer_engine", "full_iteration"])
@@ -182,10 +182,10 @@ def test_graph_rules_are_bridges(impl: str, width: bool, boundaries: bool) -> No
 
 def test_lists_of_communication_types_and_sizes_of_packs_are_judged_alike() -> None:
     layers = consistent(context_parallel=2, num_layers=3, cp_comm_type=("p2p", "p2p"))
-    assert assert_same_verdict(layers) == "bridge-14-comm-type-of-each-layer"
-    assert assert_same_verdict(dataclasses.replace(layers, cp_comm_type=("p2p", "p2p", "a2a"))) is None
-    size = dataclasses.replace(consistent(**PACKED), packed_sequence_size=0)
-    assert assert_same_verdict(size) == "bridge-11-pack-size"
+    assert assert_same_verdict(layers) == "bridge/comm-type-of-each-layer"
+    assert assert_same_verdict(layers.changed(cp_comm_type=("p2p", "p2p", "a2a"))) is None
+    size = consistent(**PACKED).changed(packed_sequence_size=0)
+    assert assert_same_verdict(size) == "bridge/pack-size"
 
 
 def test_the_view_of_a_container_gives_the_verdict_of_the_view_that_it_was_made_from() -> None:
@@ -193,7 +193,7 @@ def test_the_view_of_a_container_gives_the_verdict_of_the_view_that_it_was_made_
     for _ in range(300):
         view = random_view(rng)
         kind = "gpt_sft" if view.dataset_kind == "gpt_sft" else "energon"
-        seen = view_of(equivalent_container(view), world_size=view.world_size)
+        seen = view_of(equivalent_container(view), world_size=view.parallel.world_size)
         assert seen.dataset_kind == kind
         assert first_of_ours(seen) == first_of_ours(view)
 
@@ -203,10 +203,31 @@ def test_a_foreign_provider_escapes_the_rules_that_ours_must_obey() -> None:
     view = consistent(dataset_kind="packed_energon", context_parallel=2, calculate_per_token_loss=False, **PACKED)
     container = equivalent_container(view)
     container.dataset = _provider(container.dataset)
-    with verdict.believed_world_size(view.world_size):
+    with verdict.believed_world_size(view.parallel.world_size):
         container.validate()
-    assert first_of_ours(view) == "bridge-09-per-token-loss"
-    assert first_of_ours(view_of(container, world_size=view.world_size)) is None
+    assert first_of_ours(view) == "bridge/per-token-loss"
+    assert first_of_ours(view_of(container, world_size=view.parallel.world_size)) is None
+
+
+@pytest.mark.parametrize(("rule", "changes"), ONLY_VIOLATION)
+def test_bridge_spares_a_foreign_provider_the_rules_that_say_so_and_no_others(
+    rule: str, changes: dict[str, Any]
+) -> None:
+    view = consistent(**changes)
+    container = equivalent_container(view)
+    provider = _provider(container.dataset)
+    for name in ("enable_offline_packing", "offline_packing_specs", "enable_in_batch_packing"):
+        setattr(provider, name, getattr(container.dataset, name))
+    container.dataset = provider
+    message = None
+    with verdict.believed_world_size(view.parallel.world_size):
+        try:
+            container.validate()
+        except (ValueError, AssertionError) as error:
+            message = str(error)
+    (expected,) = [known for known in RULES if known.id == rule]
+    assert (message is None) == expected.provider_escapes, message
+    assert message is None or rule_that_bridge_named(message) == expected
 
 
 def _provider(dataset: Any) -> Any:

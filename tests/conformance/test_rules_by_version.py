@@ -21,14 +21,14 @@ def test_a_schedule_plan_is_refused_exactly_where_the_step_gives_it_no_boundarie
     source: BridgeSource, step: str
 ) -> None:
     (plan,) = source.keywords_of_calls(f"training/{step}.py", "build_schedule_plan")
-    view = RunView(bridge_version=source.version, step=step, overlap_moe_expert_parallel_comm=True, **PACKED)
-    assert outcome("ours-28-no-schedule-plan", view) == ("ok" if "packed_seq_params" in plan else "error")
+    view = RunView.of(bridge_version=source.version, step=step, overlap_moe_expert_parallel_comm=True, **PACKED)
+    assert outcome("ours/no-schedule-plan", view) == ("ok" if "packed_seq_params" in plan else "error")
 
 
 @pytest.mark.parametrize("source", sources())
 def test_bridges_own_packing_is_known_exactly_where_its_validate_judges_it(source: BridgeSource) -> None:
     there = "packing_buffer_size" in source.text("training/config.py")
-    assert RunView(bridge_version=source.version).bridge_packs_natively == there
+    assert RunView.of(bridge_version=source.version).bridge_packs_natively == there
 
 
 @pytest.mark.parametrize("source", sources())
@@ -37,5 +37,5 @@ def test_the_provider_that_turns_sequence_parallelism_on_is_the_one_that_the_vie
     dense, experts = text.split("class Qwen3VLMoEModelProvider")
     assert "self.sequence_parallel = True" in experts
     assert "self.sequence_parallel = True" not in dense
-    assert RunView(model="Qwen3VLMoE").model_forces_sequence_parallel
-    assert not RunView(model="Qwen3VL").model_forces_sequence_parallel
+    assert RunView.of(model="Qwen3VLMoE").model_forces_sequence_parallel
+    assert not RunView.of(model="Qwen3VL").model_forces_sequence_parallel

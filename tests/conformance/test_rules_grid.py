@@ -25,16 +25,16 @@ pytestmark = pytest.mark.timeout(1800)
 RUNS = 18_000
 ALONE = 40
 """Runs in which a rule must be the only one violated."""
-HERE = RunView(bridge_version=installed_version("megatron-bridge")).bridge_release
+HERE = RunView.of(bridge_version=installed_version("megatron-bridge")).bridge_release
 ERRORS = [rule.id for rule in RULES if rule.severity == "error" and rule.speaks_of(HERE)]
 BRIDGES = [rule.id for rule in RULES if rule.bridge_says and rule.speaks_of(HERE)]
-MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge-45", "bridge-46"))]
-"""Rules 45 and 46 speak of one kind of data set each, so most pairs with them cannot be."""
+MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "bridge/native-"))]
+"""Rules about epochs and Bridge's own packing speak of one kind of data set each: most pairs with them cannot be."""
 NEVER_ALONE = {
-    "bridge-46-native-one-packing-mode": "one sample a micro-batch breaks rule 12 too",
-    "bridge-46-native-no-average-in-collective": "rules 10 and core-17 speak too",
+    "bridge/native-one-packing-mode": "one sample a micro-batch breaks bridge/in-batch-needs-several too",
+    "bridge/native-no-average-in-collective": "it breaks two more rules about the average",
 }
-EARLY = "bridge-11-pack-size"
+EARLY = "bridge/pack-size"
 """The rule whose place in Bridge's order depends on the data set: ``GPTSFTDatasetConfig`` tests it by itself."""
 
 
@@ -53,7 +53,7 @@ class Counts:
 @pytest.fixture(scope="module")
 def counts() -> Counts:
     verdict.prepare_bridge()
-    with verdict.quiet():  # once, not four times for every run
+    with verdict.without_output():  # once, not four times for every run
         return judged()
 
 
@@ -98,20 +98,20 @@ def test_every_rule_of_severity_error_is_the_only_one_violated_many_times(counts
 
 # Why two of Bridge's rules cannot be violated by one run.
 EXCLUDE_EACH_OTHER = {
-    frozenset(("bridge-01-one-packing-mode", "bridge-11-pack-size")): "11 and 12 wait until one mode is on",
-    frozenset(("bridge-01-one-packing-mode", "bridge-11-one-pack-a-micro-batch")): "as above",
-    frozenset(("bridge-01-one-packing-mode", "bridge-12-in-batch-needs-several")): "as above",
-    frozenset(("bridge-11-pack-size", "bridge-12-in-batch-needs-several")): "offline packing; in-batch packing",
-    frozenset(("bridge-11-one-pack-a-micro-batch", "bridge-12-in-batch-needs-several")): "as above",
+    frozenset(("bridge/one-packing-mode", "bridge/pack-size")): "pack rules wait until one mode is on",
+    frozenset(("bridge/one-packing-mode", "bridge/one-pack-a-micro-batch")): "as above",
+    frozenset(("bridge/one-packing-mode", "bridge/in-batch-needs-several")): "as above",
+    frozenset(("bridge/pack-size", "bridge/in-batch-needs-several")): "offline packing; in-batch packing",
+    frozenset(("bridge/one-pack-a-micro-batch", "bridge/in-batch-needs-several")): "as above",
     frozenset(
-        ("bridge-03-fixed-boundaries-need-fixed-width", "bridge-05-graphs-need-fixed-boundaries")
+        ("bridge/fixed-boundaries-need-fixed-width", "bridge/graphs-need-fixed-boundaries")
     ): "pad_cu_seqlens on; off",
     frozenset(
-        ("bridge-04-graphs-need-fixed-width", "bridge-05-local-graphs-of-iterations")
+        ("bridge/graphs-need-fixed-width", "bridge/local-graphs-of-iterations")
     ): "graphs of an iteration or of Transformer Engine; others",
-    frozenset(("bridge-05-graphs-need-fixed-boundaries", "bridge-05-local-graphs-of-iterations")): "as above",
-    frozenset(("bridge-05-local-graphs-of-iterations", "bridge-05-no-nan-check-in-graph")): "as above",
-    frozenset(("bridge-14-hierarchical-sizes-present", "bridge-14-hierarchical-sizes-product")): "sizes missing; given",
+    frozenset(("bridge/graphs-need-fixed-boundaries", "bridge/local-graphs-of-iterations")): "as above",
+    frozenset(("bridge/local-graphs-of-iterations", "bridge/no-nan-check-in-graph")): "as above",
+    frozenset(("bridge/hierarchical-sizes-present", "bridge/hierarchical-sizes-product")): "sizes missing; given",
 }
 
 

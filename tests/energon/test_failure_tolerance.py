@@ -104,4 +104,4 @@ def container(dataset):
 def test_validate_names_the_rule_for_any_data_set_that_says_so(dataset, broken):
     view = view_of(container(SimpleNamespace(**dataset)), world_size=1)
     found = [judgement.rule.id for judgement in violations(view)]
-    assert found == (["ours-39-failures-are-limited"] if broken else [])
+    assert found == (["ours/failures-are-limited"] if broken else [])

@@ -74,7 +74,11 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test=LAYOUT + IMAGES,
         oracle="gradient norms of TP 2 with and without sequence parallelism",
         edits=(
-            ("validate/rules/families.py", "    if not view.sequence_parallel:\n", "    if view.sequence_parallel:\n"),
+            (
+                "validate/rules/families.py",
+                "    if not view.parallel.sequence_parallel:\n",
+                "    if view.parallel.sequence_parallel:\n",
+            ),
         ),
         needs_bridge=True,
     ),
@@ -87,7 +91,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
             (
                 "bridge/dataset.py",
                 "        if judgement.finding is not None:\n",
-                '        if judgement.rule.id.startswith("bridge-") and judgement.finding is not None:\n',
+                '        if judgement.rule.origin == "bridge" and judgement.finding is not None:\n',
             ),
         ),
         needs_bridge=True,
@@ -100,8 +104,8 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/run_view.py",
-                "self.enable_offline_packing or self.enable_in_batch_packing or self.packs_natively",
-                "self.enable_offline_packing or self.enable_in_batch_packing",
+                "self.packing.enable_in_batch_packing or self.packs_natively\n",
+                "self.packing.enable_in_batch_packing\n",
             ),
         ),
     ),
@@ -126,7 +130,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "validate/rules/steps.py",
-                "return view.enable_offline_packing or view.multiple > 1",
+                "return view.packing.enable_offline_packing or view.multiple > 1",
                 "return False",
             ),
         ),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from energon_packing.cli.picture import packing_of, resolved_picture
+from energon_packing.cli.summary import packing_of, resolved_summary
 from energon_packing.validate.rules.registry import RULES, judge, violations
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, installed_version
 
-NATIVE = RunView(
+NATIVE = RunView.of(
     dataset_kind="energon",
     packing_buffer_size=64,
     task_encoder="QwenVLEnergonTaskEncoderConfig",
@@ -21,9 +20,9 @@ NATIVE = RunView(
     step="vlm_step",
     overlap_grad_reduce=False,
 )
-PACKS = RunView(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
-EXPERTS = dataclasses.replace(PACKS, num_moe_experts=8, expert_parallel=2, world_size=2, global_batch_size=2)
-OVER_HYBRIDEP = dataclasses.replace(EXPERTS, expert_dispatcher="hybridep", pad_to_max_length=True)
+PACKS = RunView.of(enable_offline_packing=True, has_offline_packing_specs=True, packed_sequence_size=4096)
+EXPERTS = PACKS.changed(num_moe_experts=8, expert_parallel=2, world_size=2, global_batch_size=2)
+OVER_HYBRIDEP = EXPERTS.changed(expert_dispatcher="hybridep", pad_to_max_length=True)
 
 
 def outcome(rule: str, view: RunView) -> str:
@@ -38,11 +37,11 @@ def test_rows_of_bridges_own_packing_are_packed_rows_from_0_7_on() -> None:
     assert NATIVE.packed
     assert NATIVE.reaches_the_step_packed
     assert NATIVE.rows_are_packs
-    before = dataclasses.replace(NATIVE, bridge_version="0.6.2")
+    before = NATIVE.changed(bridge_version="0.6.2")
     assert not before.packed
-    assert errors(before) == ["ours-34-bridges-own-packing"]
-    assert not dataclasses.replace(NATIVE, dataset_kind="packed_energon").packs_natively
-    assert not dataclasses.replace(NATIVE, packing_buffer_size=None).packed
+    assert errors(before) == ["ours/bridges-own-packing"]
+    assert not NATIVE.changed(dataset_kind="packed_energon").packs_natively
+    assert not NATIVE.changed(packing_buffer_size=None).packed
 
 
 def test_a_plain_run_on_bridges_own_packing_breaks_nothing() -> None:
@@ -52,74 +51,74 @@ def test_a_plain_run_on_bridges_own_packing_breaks_nothing() -> None:
 
 def test_batches_of_bridges_own_packing_count_packs() -> None:
     facts = DataFacts(samples=100, measured=100, dropped=0, too_long=0, longest=900, mean=500.0, fill=0.9, packs=10)
-    view = dataclasses.replace(NATIVE, data=facts)
+    view = NATIVE.changed(data=facts)
     assert view.rows_per_epoch == 10
-    assert dataclasses.replace(view, bridge_version="0.6.2").rows_per_epoch == 100
-    assert resolved_picture(view, assumed=False)["packs_per_epoch"] == 10
+    assert view.changed(bridge_version="0.6.2").rows_per_epoch == 100
+    assert resolved_summary(view, assumed=False)["packs_per_epoch"] == 10
 
 
 @pytest.mark.parametrize(
     ("rule", "broken"),
     [
-        ("bridge-46-native-buffer-size", {"packing_buffer_size": 0}),
-        ("bridge-46-native-not-left-to-the-step", {"defer_in_batch_packing_to_step": True}),
-        ("bridge-46-native-one-pack-a-micro-batch", {"micro_batch_size": 2, "global_batch_size": 2}),
-        ("bridge-46-native-task-encoder", {"task_encoder": "HFEnergonTaskEncoderConfig"}),
-        ("bridge-46-native-task-encoder", {"task_encoder": "NemotronOmniEnergonTaskEncoderConfig"}),
-        ("bridge-46-native-per-token-loss", {"calculate_per_token_loss": False}),
-        ("bridge-46-native-no-multi-token-prediction", {"mtp_num_layers": 1}),
-        ("bridge-46-native-no-graphs", {"cuda_graph_impl": "full_iteration"}),
-        ("bridge-46-native-no-graphs", {"vision_cuda_graph_impl": "transformer_engine"}),
-        ("bridge-46-native-no-dist-train", {"dist_train": True}),
-        ("bridge-46-native-no-pipeline", {"pipeline_parallel": 2, "world_size": 2}),
-        ("ours-19-step-reads-packs", {"step": "qwen3_vl_step"}),
-        ("ours-19-family-takes-packs", {"model": "Gemma3VL"}),
-        ("ours-32-head-dimension", {"head_dim": 288}),
-        ("bridge-45-epochs-need-finite-data", {"num_epochs": 1}),
+        ("bridge/native-buffer-size", {"packing_buffer_size": 0}),
+        ("bridge/native-not-left-to-the-step", {"defer_in_batch_packing_to_step": True}),
+        ("bridge/native-one-pack-a-micro-batch", {"micro_batch_size": 2, "global_batch_size": 2}),
+        ("bridge/native-task-encoder", {"task_encoder": "HFEnergonTaskEncoderConfig"}),
+        ("bridge/native-task-encoder", {"task_encoder": "NemotronOmniEnergonTaskEncoderConfig"}),
+        ("bridge/native-per-token-loss", {"calculate_per_token_loss": False}),
+        ("bridge/native-no-multi-token-prediction", {"mtp_num_layers": 1}),
+        ("bridge/native-no-graphs", {"cuda_graph_impl": "full_iteration"}),
+        ("bridge/native-no-graphs", {"vision_cuda_graph_impl": "transformer_engine"}),
+        ("bridge/native-no-dist-train", {"dist_train": True}),
+        ("bridge/native-no-pipeline", {"pipeline_parallel": 2, "world_size": 2}),
+        ("ours/step-reads-packs", {"step": "qwen3_vl_step"}),
+        ("ours/family-takes-packs", {"model": "Gemma3VL"}),
+        ("ours/head-dimension", {"head_dim": 288}),
+        ("bridge/epochs-need-finite-data", {"num_epochs": 1}),
     ],
 )
 def test_what_bridges_own_packing_cannot_do_is_refused_by_one_rule(rule: str, broken: dict[str, Any]) -> None:
-    view = dataclasses.replace(NATIVE, **broken)
+    view = NATIVE.changed(**broken)
     assert errors(view) == [rule]
     (finding,) = (judgement.finding for judgement in violations(view))
     assert finding is not None
     if finding.changes:
-        assert errors(dataclasses.replace(view, **finding.changes)) == []
+        assert errors(view.changed(**finding.changes)) == []
 
 
 def test_two_packers_of_one_run_are_refused() -> None:
-    both = dataclasses.replace(NATIVE, enable_in_batch_packing=True)
-    assert errors(both)[0] == "bridge-46-native-one-packing-mode"
-    averaged = dataclasses.replace(NATIVE, average_in_collective=True)
-    assert errors(averaged) == ["bridge-46-native-no-average-in-collective", "core-17-no-average-with-token-loss"]
+    both = NATIVE.changed(enable_in_batch_packing=True)
+    assert errors(both)[0] == "bridge/native-one-packing-mode"
+    averaged = NATIVE.changed(average_in_collective=True)
+    assert errors(averaged) == ["bridge/native-no-average-in-collective", "core/no-average-with-token-loss"]
 
 
 def test_what_bridge_turns_off_itself_is_a_note_there_and_an_error_for_other_packers() -> None:
-    overlapped = dataclasses.replace(NATIVE, overlap_moe_expert_parallel_comm=True)
+    overlapped = NATIVE.changed(overlap_moe_expert_parallel_comm=True)
     assert errors(overlapped) == []
-    assert outcome("bridge-46-native-no-overlap", overlapped) == "note"
-    ours = dataclasses.replace(overlapped, dataset_kind="packed_energon", enable_offline_packing=True)
-    assert outcome("ours-28-no-schedule-plan", ours) == "error"
-    assert outcome("bridge-46-native-no-overlap", ours) == "not applicable"
+    assert outcome("bridge/native-no-overlap", overlapped) == "note"
+    ours = overlapped.changed(dataset_kind="packed_energon", enable_offline_packing=True)
+    assert outcome("ours/no-schedule-plan", ours) == "error"
+    assert outcome("bridge/native-no-overlap", ours) == "not applicable"
 
 
 def test_rules_of_0_7_say_nothing_of_0_6_and_the_other_way_round() -> None:
     versioned = [rule for rule in RULES if rule.since > (0, 6) or rule.before]
     assert len(versioned) >= 11
     for rule in versioned:
-        old, new = (dataclasses.replace(NATIVE, bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))
+        old, new = (NATIVE.changed(bridge_version=version) for version in ("0.6.2", "0.7.0rc1"))
         assert rule.concerns(old) == (rule.before is not None)
         assert not (rule.before is not None and rule.concerns(new))
 
 
 def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> None:
-    finite = RunView(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
+    finite = RunView.of(dataset_kind="gpt_sft", num_epochs=2, dataloader_type="batch")
     assert errors(finite) == []
-    assert errors(dataclasses.replace(finite, dataloader_type="cyclic")) == ["bridge-45-epochs-need-whole-batches"]
+    assert errors(finite.changed(dataloader_type="cyclic")) == ["bridge/epochs-need-whole-batches"]
     for kind in ("packed_energon", "energon", "hf_sft", "gpt_pretraining", "provider"):
-        view = dataclasses.replace(finite, dataset_kind=kind)  # type: ignore[arg-type]
-        assert errors(view) == ["bridge-45-epochs-need-finite-data"]
-        assert errors(dataclasses.replace(view, num_epochs=None)) == []
+        view = finite.changed(dataset_kind=kind)  # type: ignore[arg-type]
+        assert errors(view) == ["bridge/epochs-need-finite-data"]
+        assert errors(view.changed(num_epochs=None)) == []
 
 
 @pytest.mark.parametrize("step", ["gpt_step", "vlm_step"])
@@ -127,8 +126,7 @@ def test_epochs_are_counted_for_whole_batches_of_data_whose_size_is_known() -> N
 def test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask(step: str, scopes: tuple[str, ...]) -> None:
     model = "gpt" if step == "gpt_step" else "Qwen3VLMoE"
     captured = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": scopes, "pad_cu_seqlens": True}
-    view = dataclasses.replace(
-        EXPERTS,
+    view = EXPERTS.changed(
         **captured,
         dataset_kind="gpt_sft" if step == "gpt_step" else "energon",
         overlap_grad_reduce=False,
@@ -140,26 +138,25 @@ def test_graphs_with_a_router_are_refused_where_0_7_gives_it_a_padding_mask(step
         pad_to_max_length=True,
     )
     attention_only = scopes == ("attn",)
-    assert outcome("ours-44-padding-mask-under-graphs", view) == ("ok" if attention_only else "error")
-    before = dataclasses.replace(view, bridge_version="0.6.2")  # where both steps drop the mask: a warning
-    assert outcome("ours-44-padding-mask-under-graphs", before) == "not applicable"
-    assert outcome("ours-24-experts-see-padding", before) == "warning"
+    assert outcome("ours/padding-mask-under-graphs", view) == ("ok" if attention_only else "error")
+    before = view.changed(bridge_version="0.6.2")  # where both steps drop the mask: a warning
+    assert outcome("ours/padding-mask-under-graphs", before) == "not applicable"
+    assert outcome("ours/experts-see-padding", before) == "warning"
 
 
 def test_qwen3_vl_of_0_7_finds_the_padding_itself_where_its_boundaries_show_it() -> None:
-    view = dataclasses.replace(
-        EXPERTS, model="Qwen3VLMoE", step="vlm_step", bridge_version="0.7.0", context_parallel=2, world_size=4
+    view = EXPERTS.changed(
+        model="Qwen3VLMoE", step="vlm_step", bridge_version="0.7.0", context_parallel=2, world_size=4
     )
-    assert outcome("ours-24-experts-see-padding", view) == "ok"
-    assert outcome("ours-24-experts-see-padding", dataclasses.replace(view, bridge_version="0.6.2")) == "warning"
-    assert outcome("ours-24-experts-see-padding", dataclasses.replace(view, model="GLM45V")) == "warning"
-    tail = dataclasses.replace(view, context_parallel=1, world_size=2)  # one width at multiple 1: no padded boundaries
-    assert outcome("ours-24-experts-see-padding", tail) == "warning"
+    assert outcome("ours/experts-see-padding", view) == "ok"
+    assert outcome("ours/experts-see-padding", view.changed(bridge_version="0.6.2")) == "warning"
+    assert outcome("ours/experts-see-padding", view.changed(model="GLM45V")) == "warning"
+    tail = view.changed(context_parallel=1, world_size=2)  # one width at multiple 1: no padded boundaries
+    assert outcome("ours/experts-see-padding", tail) == "warning"
 
 
 def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
-    in_batch = dataclasses.replace(
-        OVER_HYBRIDEP,
+    in_batch = OVER_HYBRIDEP.changed(
         enable_offline_packing=False,
         has_offline_packing_specs=False,
         packed_sequence_size=None,
@@ -169,11 +166,11 @@ def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
         cuda_graph_impl="transformer_engine",
         cuda_graph_modules=("attn",),
     )
-    assert errors(in_batch) == ["ours-47-equal-dispatch"]
-    assert errors(dataclasses.replace(in_batch, cuda_graph_impl="none")) == []
-    assert errors(dataclasses.replace(in_batch, pads_uneven_dispatch=True)) == []
-    assert errors(dataclasses.replace(in_batch, expert_dispatcher=None)) == []
-    assert outcome("ours-47-equal-dispatch", OVER_HYBRIDEP) == "ok"
+    assert errors(in_batch) == ["ours/equal-dispatch"]
+    assert errors(in_batch.changed(cuda_graph_impl="none")) == []
+    assert errors(in_batch.changed(pads_uneven_dispatch=True)) == []
+    assert errors(in_batch.changed(expert_dispatcher=None)) == []
+    assert outcome("ours/equal-dispatch", OVER_HYBRIDEP) == "ok"
 
 
 @pytest.mark.parametrize(
@@ -190,24 +187,22 @@ def test_hybridep_gets_equally_many_tokens_of_each_rank() -> None:
 )
 def test_hybridep_gets_whole_chunks_of_128_tokens(length: int, layout: dict[str, Any], expected: str) -> None:
     size = {"dataset_seq_length": length, "model_seq_length": length, "packed_sequence_size": length}
-    view = dataclasses.replace(OVER_HYBRIDEP, **size, **layout, expert_tensor_parallel=1)
-    assert outcome("ours-48-hybridep-chunks", view) == expected
-    finding = next(j.finding for j in judge(view) if j.rule.id == "ours-48-hybridep-chunks")
+    view = OVER_HYBRIDEP.changed(**size, **layout, expert_tensor_parallel=1)
+    assert outcome("ours/hybridep-chunks", view) == expected
+    finding = next(j.finding for j in judge(view) if j.rule.id == "ours/hybridep-chunks")
     if finding is not None:
-        assert outcome("ours-48-hybridep-chunks", dataclasses.replace(view, **finding.changes)) == "ok"
+        assert outcome("ours/hybridep-chunks", view.changed(**finding.changes)) == "ok"
 
 
 def test_experts_with_a_capacity_are_warned_of_padding_that_takes_their_room() -> None:
-    limited = dataclasses.replace(
-        EXPERTS, expert_parallel=1, expert_capacity_factor=1.25, context_parallel=2, world_size=2
-    )
-    assert outcome("ours-49-capacity-and-padding", limited) == "warning"
+    limited = EXPERTS.changed(expert_parallel=1, expert_capacity_factor=1.25, context_parallel=2, world_size=2)
+    assert outcome("ours/capacity-and-padding", limited) == "warning"
     for change in ({"expert_capacity_factor": None}, {"expert_capacity_factor": -1.0}):
-        assert outcome("ours-49-capacity-and-padding", dataclasses.replace(limited, **change)) == "not applicable"
-    unpadded = dataclasses.replace(limited, context_parallel=1)
-    widened = dataclasses.replace(unpadded, expert_parallel=2)
-    assert outcome("ours-49-capacity-and-padding", widened) == "warning"
-    assert outcome("ours-49-capacity-and-padding", unpadded) == "ok"
+        assert outcome("ours/capacity-and-padding", limited.changed(**change)) == "not applicable"
+    unpadded = limited.changed(context_parallel=1)
+    widened = unpadded.changed(expert_parallel=2)
+    assert outcome("ours/capacity-and-padding", widened) == "warning"
+    assert outcome("ours/capacity-and-padding", unpadded) == "ok"
 
 
 def test_a_checkout_on_the_path_is_the_version_that_runs(tmp_path, monkeypatch) -> None:

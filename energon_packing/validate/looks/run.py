@@ -6,7 +6,7 @@ from energon_packing.validate.looks.data import look_at_data
 from energon_packing.validate.looks.ledger import look_at_ledger
 from energon_packing.validate.looks.look import LOOKS, Look
 from energon_packing.validate.sources.run_reads import RunReads
-from energon_packing.validate.verdict import quiet
+from energon_packing.validate.verdict import without_output
 
 
 def look_at_run(reads: RunReads) -> list[Look]:
@@ -28,7 +28,7 @@ def look_at_run(reads: RunReads) -> list[Look]:
     ledger = look_at_ledger(config.packing.ledger, places["packing.ledger"])
     from energon_packing.validate.looks.processor import look_at_processor
 
-    with quiet():
+    with without_output():
         found = look_at_processor(config.encoder, places["encoder.processor"], places["encoder.chat_template"])
         at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
         if not data.readable:

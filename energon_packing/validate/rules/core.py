@@ -5,23 +5,20 @@ from __future__ import annotations
 import math
 import re
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, always, bridge_is_silent_on_loss, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, always, bridge_is_silent_on_loss, rule
 from energon_packing.validate.run_view import RunView
-
-CORE_RULES: list[Rule] = []
-_rule = collector(CORE_RULES)
 
 
 def _experts_are_spread(view: RunView) -> bool:
-    return view.expert_parallel > 1
+    return view.parallel.expert_parallel > 1
 
 
 def _packed_with_cp_and_core(view: RunView) -> bool:
-    return view.packed and view.context_parallel > 1 and view.megatron_core_version is not None
+    return view.packed and view.parallel.context_parallel > 1 and view.versions.megatron_core_version is not None
 
 
-@_rule(
-    id="core-15-global-batch-size",
+@rule(
+    id="core/global-batch-size",
     checks="the global batch divides over the replicas",
     place="megatron.core.num_microbatches_calculator",
     applies=always,
@@ -30,19 +27,19 @@ def _packed_with_cp_and_core(view: RunView) -> bool:
     ),
 )
 def _global_batch(view: RunView) -> Finding | None:
-    rows = view.micro_batch_size * view.data_parallel
-    if rows == 0 or view.global_batch_size % rows == 0:
+    rows = view.batch.micro_batch_size * view.data_parallel
+    if rows == 0 or view.batch.global_batch_size % rows == 0:
         return None
     return Finding(
-        why=f"global_batch_size {view.global_batch_size} is not divisible by micro-batch {view.micro_batch_size} x "
-        f"data parallel {view.data_parallel} = {rows}",
-        mend=f"set training.global_batch_size to {math.ceil(view.global_batch_size / rows) * rows}",
-        changes={"global_batch_size": math.ceil(view.global_batch_size / rows) * rows},
+        why=f"global_batch_size {view.batch.global_batch_size} is not divisible by micro-batch "
+        f"{view.batch.micro_batch_size} x data parallel {view.data_parallel} = {rows}",
+        fix=f"set training.global_batch_size to {math.ceil(view.batch.global_batch_size / rows) * rows}",
+        changes={"global_batch_size": math.ceil(view.batch.global_batch_size / rows) * rows},
     )
 
 
-@_rule(
-    id="core-15-expert-world-size",
+@rule(
+    id="core/expert-world-size",
     checks="the world size is a multiple of expert TP x EP x PP",
     place="megatron.core.parallel_state.initialize_model_parallel",
     applies=_experts_are_spread,
@@ -54,21 +51,21 @@ def _global_batch(view: RunView) -> Finding | None:
     ),
 )
 def _expert_world_size(view: RunView) -> Finding | None:
-    inside = view.expert_tensor_parallel or view.tensor_parallel
-    group = inside * view.expert_parallel * view.pipeline_parallel
-    if view.world_size % group == 0:
+    inside = view.parallel.expert_tensor_parallel or view.parallel.tensor_parallel
+    group = inside * view.parallel.expert_parallel * view.parallel.pipeline_parallel
+    if view.parallel.world_size % group == 0:
         return None
     return Finding(
-        why=f"{view.world_size} GPUs are not divisible by expert TP {inside} x EP {view.expert_parallel} x "
-        f"PP {view.pipeline_parallel} = {group}"
-        + ("" if view.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
-        mend=f"use a multiple of {group} GPUs"
+        why=f"{view.parallel.world_size} GPUs are not divisible by expert TP {inside} x EP "
+        f"{view.parallel.expert_parallel} x PP {view.parallel.pipeline_parallel} = {group}"
+        + ("" if view.parallel.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
+        fix=f"use a multiple of {group} GPUs"
         + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
     )
 
 
-@_rule(
-    id="core-17-no-average-with-token-loss",
+@rule(
+    id="core/no-average-with-token-loss",
     checks="per-token loss is not averaged in the collective",
     place="megatron.core.distributed.DistributedDataParallel",
     applies=bridge_is_silent_on_loss,
@@ -80,18 +77,18 @@ def _expert_world_size(view: RunView) -> Finding | None:
     ),
 )
 def _no_average_with_token_loss(view: RunView) -> Finding | None:
-    if not (view.calculate_per_token_loss and view.average_in_collective):
+    if not (view.loss.calculate_per_token_loss and view.loss.average_in_collective):
         return None
     return Finding(
         why="calculate_per_token_loss and average_in_collective are both on, and Megatron-Core's gradient reduction "
         "refuses that",
-        mend="set training.average_in_collective to false",
+        fix="set training.average_in_collective to false",
         changes={"average_in_collective": False},
     )
 
 
-@_rule(
-    id="core-21-context-parallel-packs",
+@rule(
+    id="core/context-parallel-packs",
     checks="Megatron-Core slices packed rows over CP",
     place="megatron.bridge.training.utils.packed_seq_utils.get_thd_cp_partition_indices",
     applies=_packed_with_cp_and_core,
@@ -103,7 +100,7 @@ def _no_average_with_token_loss(view: RunView) -> Finding | None:
     ),
 )
 def _core_slices_packs(view: RunView) -> Finding | None:
-    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.megatron_core_version or "")
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?\.?(a|b|rc|dev)?", view.versions.megatron_core_version or "")
     if found is None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
@@ -111,6 +108,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     if release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None):
         return None
     return Finding(
-        why=f"Megatron-Core {view.megatron_core_version} cannot slice packed rows over CP {view.context_parallel}",
-        mend="install megatron-core 0.18 or later",
+        why=f"Megatron-Core {view.versions.megatron_core_version} cannot slice packed rows over CP "
+        f"{view.parallel.context_parallel}",
+        fix="install megatron-core 0.18 or later",
     )

@@ -1,34 +1,28 @@
-"""Rules of ``ConfigContainer.validate()`` about epochs, and about the online packing of Megatron-Bridge's own.
+"""Rules about the online packing of Megatron-Bridge's own.
 
 The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; in 0.6 the setting is there and nothing packs,
-see ``ours-34-bridges-own-packing``. Imports neither torch nor Bridge.
+see ``ours/bridges-own-packing``. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, collector
+import functools
+
+from energon_packing.validate.rules.rule import Finding, rule
 from energon_packing.validate.run_view import RunView
 
-NATIVE_RULES: list[Rule] = []
-_validate = "megatron.bridge.training.config.ConfigContainer.validate"
 _dataset = "megatron.bridge.data.builders.energon.EnergonDatasetConfig.validate"
-_rule = collector(NATIVE_RULES, _validate)
+
+_rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
 _OURS = "take energon_packing.bridge.recipe.use_packed_data"
+
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
 """The one task encoder of Bridge 0.7 that has the hooks of online packing."""
 
 
-def _by_epochs(view: RunView) -> bool:
-    return view.num_epochs is not None
-
-
-def _epochs_of_finite_data(view: RunView) -> bool:
-    return view.num_epochs is not None and view.dataset_kind == "gpt_sft" and view.dataloader_type is not None
-
-
 def _buffer(view: RunView) -> bool:
-    return view.dataset_kind == "energon" and view.packing_buffer_size is not None
+    return view.dataset_kind == "energon" and view.packing.packing_buffer_size is not None
 
 
 def _native(view: RunView) -> bool:
@@ -36,62 +30,33 @@ def _native(view: RunView) -> bool:
 
 
 def _native_known_encoder(view: RunView) -> bool:
-    return view.packs_natively and view.task_encoder is not None
+    return view.packs_natively and view.loader.task_encoder is not None
 
 
 @_rule(
-    id="bridge-45-epochs-need-finite-data",
-    checks="a run by epochs has a data set whose size Bridge knows",
-    applies=_by_epochs,
-    bridge_says=("num_epochs is only supported for finite GPTSFTDatasetConfig datasets",),
-)
-def _epochs_need_finite_data(view: RunView) -> Finding | None:
-    if view.dataset_kind == "gpt_sft":
-        return None
-    return Finding(
-        why=f"num_epochs is {view.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
-        "GPTSFTDatasetConfig only",
-        mend="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
-        changes={"num_epochs": None},
-    )
-
-
-@_rule(
-    id="bridge-45-epochs-need-whole-batches",
-    checks="a run by epochs reads whole batches",
-    applies=_epochs_of_finite_data,
-    bridge_says=("num_epochs is currently supported only with dataloader_type",),
-)
-def _epochs_need_whole_batches(view: RunView) -> Finding | None:
-    if view.dataloader_type == "batch":
-        return None
-    return Finding(
-        why=f"num_epochs is {view.num_epochs} with dataloader_type {view.dataloader_type!r}",
-        mend="set dataset.dataloader_type to 'batch', or train.train_iters instead",
-        changes={"dataloader_type": "batch"},
-    )
-
-
-@_rule(
-    id="bridge-46-native-buffer-size",
+    id="bridge/native-buffer-size",
+    order=80,
+    provider_escapes=True,
     checks="Bridge's own packing chooses from a buffer of samples",
     place=_dataset,
     applies=_buffer,
     bridge_says=("packing_buffer_size must be greater than 0 when set",),
 )
 def _buffer_size(view: RunView) -> Finding | None:
-    size = view.packing_buffer_size or 0
+    size = view.packing.packing_buffer_size or 0
     if size > 0:
         return None
     return Finding(
         why=f"packing_buffer_size is {size}",
-        mend="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
+        fix="leave packing_buffer_size out, or set it to the samples that packs are chosen from",
         changes={"packing_buffer_size": None},
     )
 
 
 @_rule(
-    id="bridge-46-native-one-packing-mode",
+    id="bridge/native-one-packing-mode",
+    order=90,
+    provider_escapes=True,
     checks="Bridge's own packing and in-batch packing are not both on",
     place=_dataset,
     applies=_native,
@@ -99,18 +64,20 @@ def _buffer_size(view: RunView) -> Finding | None:
     bridge_says=("packing_buffer_size and enable_in_batch_packing=True are mutually exclusive",),
 )
 def _one_owner(view: RunView) -> Finding | None:
-    if not view.enable_in_batch_packing:
+    if not view.packing.enable_in_batch_packing:
         return None
     return Finding(
-        why=f"packing_buffer_size is {view.packing_buffer_size} and enable_in_batch_packing is on: rows would be "
-        "packed twice",
-        mend="turn enable_in_batch_packing off, or leave packing_buffer_size out",
+        why=f"packing_buffer_size is {view.packing.packing_buffer_size} and enable_in_batch_packing is on: rows would "
+        "be packed twice",
+        fix="turn enable_in_batch_packing off, or leave packing_buffer_size out",
         changes={"enable_in_batch_packing": False},
     )
 
 
 @_rule(
-    id="bridge-46-native-not-left-to-the-step",
+    id="bridge/native-not-left-to-the-step",
+    order=100,
+    provider_escapes=True,
     checks="rows that Bridge packs itself are not left to the forward step",
     place=_dataset,
     applies=_native,
@@ -118,17 +85,19 @@ def _one_owner(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing is incompatible with defer_in_batch_packing_to_step=True",),
 )
 def _not_left_to_the_step(view: RunView) -> Finding | None:
-    if not view.defer_in_batch_packing_to_step:
+    if not view.packing.defer_in_batch_packing_to_step:
         return None
     return Finding(
         why="defer_in_batch_packing_to_step is on, and packing_buffer_size packs before the step",
-        mend="set defer_in_batch_packing_to_step to false",
+        fix="set defer_in_batch_packing_to_step to false",
         changes={"defer_in_batch_packing_to_step": False},
     )
 
 
 @_rule(
-    id="bridge-46-native-one-pack-a-micro-batch",
+    id="bridge/native-one-pack-a-micro-batch",
+    order=110,
+    provider_escapes=True,
     checks="Bridge's own packing makes one pack per micro-batch",
     place=_dataset,
     applies=_native,
@@ -136,19 +105,25 @@ def _not_left_to_the_step(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing requires micro_batch_size=1",),
 )
 def _one_pack(view: RunView) -> Finding | None:
-    rows = view.micro_batch_size if view.dataset_micro_batch_size is None else view.dataset_micro_batch_size
+    rows = (
+        view.batch.micro_batch_size
+        if view.batch.dataset_micro_batch_size is None
+        else view.batch.dataset_micro_batch_size
+    )
     if rows == 1:
         return None
     return Finding(
         why=f"the data set's micro_batch_size is {rows}, and a micro-batch of Bridge's own packing is one pack",
-        mend="set micro_batch_size to 1, of the data set and of the trainer",
+        fix="set micro_batch_size to 1, of the data set and of the trainer",
         changes={"micro_batch_size": 1, "dataset_micro_batch_size": 1}
-        | ({} if view.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
+        | ({} if view.batch.eval_micro_batch_size is None else {"eval_micro_batch_size": 1}),
     )
 
 
 @_rule(
-    id="bridge-46-native-task-encoder",
+    id="bridge/native-task-encoder",
+    order=120,
+    provider_escapes=True,
     checks="the task encoder has the hooks of Bridge's own packing",
     place=_dataset,
     applies=_native_known_encoder,
@@ -156,67 +131,75 @@ def _one_pack(view: RunView) -> Finding | None:
     bridge_says=("Energon native sequence packing currently supports only QwenVLEnergonTaskEncoderConfig",),
 )
 def _task_encoder(view: RunView) -> Finding | None:
-    if view.task_encoder == TASK_ENCODER:
+    if view.loader.task_encoder == TASK_ENCODER:
         return None
     return Finding(
-        why=f"the task encoder is {view.task_encoder}, and only {TASK_ENCODER} packs",
-        mend=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
+        why=f"the task encoder is {view.loader.task_encoder}, and only {TASK_ENCODER} packs",
+        fix=f"set task_encoder to a {TASK_ENCODER}, or {_OURS}",
     )
 
 
 @_rule(
-    id="bridge-46-native-per-token-loss",
+    id="bridge/native-per-token-loss",
+    order=140,
+    provider_escapes=True,
     checks="Bridge's own packing computes the loss per token",
     applies=_native,
     since=(0, 7),
     bridge_says=("Energon native sequence packing requires model.calculate_per_token_loss=True",),
 )
 def _per_token_loss(view: RunView) -> Finding | None:
-    if view.calculate_per_token_loss:
+    if view.loss.calculate_per_token_loss:
         return None
     return Finding(
         why="calculate_per_token_loss is false: packs with few trained tokens would weigh as much as full ones",
-        mend="set model.calculate_per_token_loss to true",
+        fix="set model.calculate_per_token_loss to true",
         changes={"calculate_per_token_loss": True},
     )
 
 
 @_rule(
-    id="bridge-46-native-no-average-in-collective",
+    id="bridge/native-no-average-in-collective",
+    order=150,
+    provider_escapes=True,
     checks="Bridge's own packing does not average in the collective",
     applies=_native,
     since=(0, 7),
     bridge_says=("Energon native sequence packing requires ddp.average_in_collective=False",),
 )
 def _no_average(view: RunView) -> Finding | None:
-    if not view.average_in_collective:
+    if not view.loss.average_in_collective:
         return None
     return Finding(
         why="average_in_collective is true: it averages over ranks with different numbers of trained tokens",
-        mend="set ddp.average_in_collective to false",
+        fix="set ddp.average_in_collective to false",
         changes={"average_in_collective": False},
     )
 
 
 @_rule(
-    id="bridge-46-native-no-multi-token-prediction",
+    id="bridge/native-no-multi-token-prediction",
+    order=160,
+    provider_escapes=True,
     checks="no multi-token prediction over rows that Bridge packs itself",
     applies=_native,
     since=(0, 7),
     bridge_says=("Energon native sequence packing does not support MTP",),
 )
 def _no_mtp(view: RunView) -> Finding | None:
-    if view.mtp_num_layers == 0:
+    if view.loss.mtp_num_layers == 0:
         return None
     return Finding(
-        why=f"mtp_num_layers is {view.mtp_num_layers}, and Bridge's own packing gives no labels for it",
-        mend="set mtp_num_layers to 0",
+        why=f"mtp_num_layers is {view.loss.mtp_num_layers}, and Bridge's own packing gives no labels for it",
+        fix="set mtp_num_layers to 0",
         changes={"mtp_num_layers": 0},
     )
 
 
 @_rule(
-    id="bridge-46-native-no-graphs",
+    id="bridge/native-no-graphs",
+    order=170,
+    provider_escapes=True,
     checks="neither model nor vision encoder runs rows of Bridge's own packing under CUDA graphs",
     applies=_native,
     since=(0, 7),
@@ -226,8 +209,8 @@ def _no_graphs(view: RunView) -> Finding | None:
     found = [
         f"{name} is {value!r}"
         for name, value in (
-            ("cuda_graph_impl", view.cuda_graph_impl),
-            ("vision_cuda_graph_impl", view.vision_cuda_graph_impl),
+            ("cuda_graph_impl", view.graphs.cuda_graph_impl),
+            ("vision_cuda_graph_impl", view.graphs.vision_cuda_graph_impl),
         )
         if value != "none"
     ]
@@ -235,46 +218,52 @@ def _no_graphs(view: RunView) -> Finding | None:
         return None
     return Finding(
         why=f"{' and '.join(found)}, and Bridge's own packing refuses CUDA graphs",
-        mend="set both to 'none'",
+        fix="set both to 'none'",
         changes={"cuda_graph_impl": "none", "vision_cuda_graph_impl": "none"},
     )
 
 
 @_rule(
-    id="bridge-46-native-no-dist-train",
+    id="bridge/native-no-dist-train",
+    order=180,
+    provider_escapes=True,
     checks="vision encoder and language model share their GPUs under Bridge's own packing",
     applies=_native,
     since=(0, 7),
     bridge_says=("Energon native sequence packing does not support Qwen3-VL DistTrain",),
 )
 def _no_dist_train(view: RunView) -> Finding | None:
-    if not view.dist_train:
+    if not view.parallel.dist_train:
         return None
     return Finding(
         why="dist_train gives the vision encoder GPUs of its own, to which Bridge's own packing sends no boundaries",
-        mend="set model.dist_train.use_dist_train to false",
+        fix="set model.dist_train.use_dist_train to false",
         changes={"dist_train": False},
     )
 
 
 @_rule(
-    id="bridge-46-native-no-pipeline",
+    id="bridge/native-no-pipeline",
+    order=190,
+    provider_escapes=True,
     checks="rows of Bridge's own packing go through one pipeline stage",
     applies=_native,
     since=(0, 7),
     bridge_says=("Energon native sequence packing does not yet support pipeline parallelism",),
 )
 def _no_pipeline(view: RunView) -> Finding | None:
-    if view.pipeline_parallel == 1:
+    if view.parallel.pipeline_parallel == 1:
         return None
     return Finding(
-        why=f"pipeline parallelism is {view.pipeline_parallel}, which Bridge's own packing does not support",
-        mend=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
+        why=f"pipeline parallelism is {view.parallel.pipeline_parallel}, which Bridge's own packing does not support",
+        fix=f"set pipeline parallelism to 1, or {_OURS}, which packs with pipelines too",
     )
 
 
 @_rule(
-    id="bridge-46-native-no-overlap",
+    id="bridge/native-no-overlap",
+    order=390,
+    provider_escapes=True,
     checks="expert communication under Bridge's own packing is not overlapped",
     place="megatron.bridge.training.config.ConfigContainer._disable_native_energon_packing_moe_overlap",
     applies=_native,
@@ -282,10 +271,10 @@ def _no_pipeline(view: RunView) -> Finding | None:
     severity="note",
 )
 def _no_overlap(view: RunView) -> Finding | None:
-    if not view.overlap_moe_expert_parallel_comm:
+    if not view.experts.overlap_moe_expert_parallel_comm:
         return None
     return Finding(
         why="Bridge turns overlap_moe_expert_parallel_comm off: its schedule plan takes neither images nor boundaries",
-        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
+        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false to say so",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

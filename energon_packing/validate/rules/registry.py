@@ -6,87 +6,78 @@ A conformance test compares the verdicts with the installed Bridge, rule by rule
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import collections
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal
 
 from energon_packing.errors import PackingError
-from energon_packing.validate.rules.batches import BATCH_RULES
-from energon_packing.validate.rules.core import CORE_RULES
-from energon_packing.validate.rules.data import DATA_RULES
-from energon_packing.validate.rules.experts import EXPERT_RULES
-from energon_packing.validate.rules.families import OWN_RULES
-from energon_packing.validate.rules.in_batch import IN_BATCH_RULES
-from energon_packing.validate.rules.layout import LAYOUT_RULES
-from energon_packing.validate.rules.lengths import LENGTH_RULES
-from energon_packing.validate.rules.models import MODEL_RULES
-from energon_packing.validate.rules.native import NATIVE_RULES
-from energon_packing.validate.rules.packing_modes import PACKING_MODE_RULES
+from energon_packing.validate.rules import (
+    batches,
+    bridges_packing,
+    core,
+    epochs,
+    experts,
+    families,
+    kernels,
+    layout,
+    lengths,
+    loader,
+    losses,
+    native,
+    packing_modes,
+    prepared,
+    steps,
+    tokens,
+)
 from energon_packing.validate.rules.rule import Finding, Rule
-from energon_packing.validate.rules.steps import STEP_RULES
 from energon_packing.validate.run_view import RunView
 
-BRIDGES_ORDER = (
-    "bridge-45-epochs-need-finite-data",
-    "bridge-45-epochs-need-whole-batches",
-    "bridge-01-one-packing-mode",
-    "bridge-02-specs-with-offline-packing",
-    "bridge-03-fixed-boundaries-need-fixed-width",
-    "bridge-04-graphs-need-fixed-width",
-    "bridge-05-graphs-need-fixed-boundaries",
-    "bridge-46-native-buffer-size",
-    "bridge-46-native-one-packing-mode",
-    "bridge-46-native-not-left-to-the-step",
-    "bridge-46-native-one-pack-a-micro-batch",
-    "bridge-46-native-task-encoder",
-    "bridge-06-micro-batch-size",
-    "bridge-46-native-per-token-loss",
-    "bridge-46-native-no-average-in-collective",
-    "bridge-46-native-no-multi-token-prediction",
-    "bridge-46-native-no-graphs",
-    "bridge-46-native-no-dist-train",
-    "bridge-46-native-no-pipeline",
-    "bridge-07-seq-length-multiple",
-    "bridge-05-local-graphs-of-iterations",
-    "bridge-14-comm-type-of-each-layer",
-    "bridge-15-world-size",
-    "bridge-06-eval-micro-batch-size",
-    "bridge-15-eval-world-size",
-    "bridge-15-eval-global-batch-size",
-    "bridge-05-no-nan-check-in-graph",
-    "bridge-08-model-seq-length",
-    "bridge-09-per-token-loss",
-    "bridge-10-no-average-in-collective",
-    "bridge-14-hierarchical-sizes-present",
-    "bridge-14-hierarchical-sizes-product",
-    "bridge-11-pack-size",
-    "bridge-11-one-pack-a-micro-batch",
-    "bridge-12-in-batch-needs-several",
-    "bridge-13-same-seq-length",
-    "bridge-16-fixed-width",
-    "bridge-16-variable-lengths",
-    "bridge-46-native-no-overlap",
+TOPICS = (
+    core,
+    steps,
+    experts,
+    losses,
+    families,
+    prepared,
+    kernels,
+    tokens,
+    native,
+    epochs,
+    loader,
+    bridges_packing,
+    packing_modes,
+    batches,
+    lengths,
+    layout,
 )
-"""Bridge's rules in the order in which ``ConfigContainer.validate()`` tests them; the notes come last."""
+"""The modules that define rules."""
 
 
-def _in_bridges_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    by_id = {rule.id: rule for rule in rules}
-    if sorted(by_id) != sorted(BRIDGES_ORDER):
-        raise PackingError(f"rules without a place in Bridge's order: {sorted(set(by_id) ^ set(BRIDGES_ORDER))}")
-    return tuple(by_id[rule] for rule in BRIDGES_ORDER)
+def rules_of(topics: Sequence[ModuleType]) -> list[Rule]:
+    """The rules that modules define, in the order of the modules and of the definitions in them."""
+    return [value for topic in topics for value in vars(topic).values() if isinstance(value, Rule)]
 
 
-RULES: tuple[Rule, ...] = (
-    *_in_bridges_order((*NATIVE_RULES, *PACKING_MODE_RULES, *BATCH_RULES, *LENGTH_RULES, *LAYOUT_RULES)),
-    *CORE_RULES,
-    *STEP_RULES,
-    *EXPERT_RULES,
-    *OWN_RULES,
-    *MODEL_RULES,
-    *DATA_RULES,
-    *IN_BATCH_RULES,
-)
+def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """Bridge's rules in the order in which it tests them, then the others as they come.
+
+    Raises:
+        PackingError: two rules have one id or one place in Bridge's order.
+    """
+    found = list(rules)
+    ids = collections.Counter(rule.id for rule in found)
+    orders = collections.Counter(rule.order for rule in found if rule.order is not None)
+    twice = [id for id, count in ids.items() if count > 1]
+    twice += [rule.id for rule in found if rule.order is not None and orders[rule.order] > 1]
+    if twice:
+        raise PackingError(f"Rules with one id or one order: {', '.join(sorted(set(twice)))}.")
+    bridges = [(rule.order, rule) for rule in found if rule.order is not None]
+    return (*(rule for _, rule in sorted(bridges, key=lambda pair: pair[0])), *(r for r in found if r.order is None))
+
+
+RULES: tuple[Rule, ...] = in_order(rules_of(TOPICS))
 """Bridge's rules in the order in which it tests them, then Megatron-Core's and ours."""
 
 Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
@@ -106,7 +97,7 @@ def judge(view: RunView) -> list[Judgement]:
 
     Returns:
         One judgement a rule, in the order of `RULES`. The first error among those with ``bridge_says`` is the one that
-        Bridge's ``validate()`` raises; only ``bridge-11-pack-size`` comes earlier for Bridge's own text data sets.
+        Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
     """
     judgements = []
     for rule in RULES:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from energon_packing.errors import PackingError
 from energon_packing.validate.run_view import RunView
 
 Severity = Literal["error", "warning", "note"]
+
+Origin = Literal["bridge", "core", "ours"]
+"""Who holds a run to a rule: Bridge's ``validate()``, Megatron-Core when GPUs are taken, or nobody but us."""
+
+_ID = re.compile(r"(bridge|core|ours)/[a-z0-9-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +23,12 @@ class Finding:
     """Why a rule does not hold, with the values, and what to change.
 
     Attributes:
-        changes: fields of the `RunView` and the values with which the rule holds, where the mend is a matter of setting
+        changes: fields of the `RunView` and the values with which the rule holds, where the fix is a matter of setting
             values; empty where it needs a decision.
     """
 
     why: str
-    mend: str
+    fix: str
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,9 +58,12 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: stable name for people and machines. The number is that of the list in ``docs/validate.md``.
+        id: stable name for people and machines, ``origin/name``; it never changes, nor is it given to another rule.
         checks: what is true when the rule holds.
         place: where the rule comes from.
+        order: where Bridge's ``validate()`` tests it among its own rules, in steps of ten so that a new one fits
+            between two; None for the others. What Bridge changes without a word comes last.
+        provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
         applies: whether the rule says anything about such a run.
         check: None where the rule holds.
         severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
@@ -70,10 +80,27 @@ class Rule:
     applies: Callable[[RunView], bool]
     check: Callable[[RunView], Finding | None]
     severity: Severity = "error"
+    order: int | None = None
+    provider_escapes: bool = False
     bridge_says: tuple[str, ...] = ()
     since: tuple[int, int] = (0, 6)
     before: tuple[int, int] | None = None
     sources: tuple[SourceLine, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _ID.fullmatch(self.id):
+            raise PackingError(f"{self.id!r} is no id of a rule; expected bridge/name, core/name or ours/name.")
+        if (self.order is None) == (self.origin == "bridge"):
+            raise PackingError(f"{self.id}: Bridge's rules have an order, the others have none.")
+        if self.provider_escapes and self.origin != "bridge":
+            raise PackingError(f"{self.id}: only a rule of Bridge's spares data set providers.")
+        if self.origin != "bridge" and not self.sources:
+            raise PackingError(f"{self.id} names no line of source that justifies it.")
+
+    @property
+    def origin(self) -> Origin:
+        """First part of the id."""
+        return cast("Origin", self.id.partition("/")[0])
 
     def speaks_of(self, release: tuple[int, int]) -> bool:
         """Whether the rule is true of a version of Megatron-Bridge."""
@@ -81,6 +108,8 @@ class Rule:
 
     def concerns(self, view: RunView) -> bool:
         """Whether the rule says anything about such a run, of the Bridge that is installed."""
+        if self.provider_escapes and view.dataset_kind == "provider":
+            return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
 
 
@@ -95,65 +124,35 @@ def packed(view: RunView) -> bool:
 
 
 def packed_offline(view: RunView) -> bool:
-    """For rules about rows that arrive packed; with both modes on, rule 1 speaks: either of them may stay."""
-    return view.enable_offline_packing and not view.enable_in_batch_packing
+    """For rules about rows that arrive packed; with both modes on, ``bridge/one-packing-mode`` speaks."""
+    return view.packing.enable_offline_packing and not view.packing.enable_in_batch_packing
 
 
 def context_parallel(view: RunView) -> bool:
     """For rules about rows that several ranks share."""
-    return view.context_parallel > 1
+    return view.parallel.context_parallel > 1
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
-    """For rules about the loss where rules 9 and 10 say nothing: at CP 1, and on data sets that escape them."""
-    return view.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
+    """For rules about the loss where Bridge's own say nothing: at CP 1, and on data sets that escape them."""
+    return view.parallel.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 
 def one_length(view: RunView, tokens: int) -> dict[str, Any]:
     """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
-    packs = {} if view.packed_sequence_size is None else {"packed_sequence_size": tokens}
+    packs = {} if view.rows.packed_sequence_size is None else {"packed_sequence_size": tokens}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
-def collector(rules: list[Rule], default_place: str = "") -> Callable[..., Callable[..., Rule]]:
-    """A decorator that makes a rule of a check function and appends it to `rules`.
+def rule(**settings: Any) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
+    """A decorator that makes a rule of its check function.
 
     Args:
-        rules: receives the rules in the order of their definition.
-        default_place: the place of rules that name none.
+        settings: the fields of `Rule`, all but ``check``.
     """
 
-    def rule(
-        *,
-        id: str,
-        checks: str,
-        applies: Callable[[RunView], bool],
-        place: str = default_place,
-        severity: Severity = "error",
-        bridge_says: tuple[str, ...] = (),
-        since: tuple[int, int] = (0, 6),
-        before: tuple[int, int] | None = None,
-        sources: tuple[SourceLine, ...] = (),
-    ) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
-        """Takes what `Rule` holds besides its check, and returns the decorator of the check."""
+    def made(check: Callable[[RunView], Finding | None]) -> Rule:
+        """The rule in place of its check."""
+        return Rule(check=check, **settings)
 
-        def make(check: Callable[[RunView], Finding | None]) -> Rule:
-            """Makes the rule of its check, and appends it."""
-            made = Rule(
-                id=id,
-                checks=checks,
-                place=place,
-                applies=applies,
-                check=check,
-                severity=severity,
-                bridge_says=bridge_says,
-                since=since,
-                before=before,
-                sources=sources,
-            )
-            rules.append(made)
-            return made
-
-        return make
-
-    return rule
+    return made

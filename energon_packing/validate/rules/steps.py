@@ -5,11 +5,8 @@ Nobody else says so: the run starts, and computes something else than it says. I
 
 from __future__ import annotations
 
-from energon_packing.validate.rules.rule import Finding, Rule, SourceLine, collector
+from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
-
-STEP_RULES: list[Rule] = []
-_rule = collector(STEP_RULES)
 
 OUR_STEP = "energon_packing.bridge.step"
 """The module of our forward step, as a run's ``step`` names it."""
@@ -20,13 +17,13 @@ def _packed_known_step(view: RunView) -> bool:
 
 
 def _packed_mixture(view: RunView) -> bool:
-    mixture = view.expert_parallel > 1 or (view.num_moe_experts or 0) > 0
+    mixture = view.parallel.expert_parallel > 1 or (view.experts.num_moe_experts or 0) > 0
     known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
     return view.reaches_the_step_packed and mixture and known
 
 
 def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: rule 46
+    return view.packed and not view.packs_natively  # there Bridge turns the overlap off: bridge/native-no-overlap
 
 
 _ROUTER_SCOPES = {"moe", "moe_router", "moe_preprocess"}
@@ -50,28 +47,28 @@ def _rows_bring_a_mask(view: RunView) -> bool:
     if view.bridge_release < (0, 7):
         return False
     if view.dataset_kind == "gpt_sft":
-        return view.enable_offline_packing or view.multiple > 1
-    return view.dataset_kind == "hf_sft" and view.enable_in_batch_packing and view.multiple > 1
+        return view.packing.enable_offline_packing or view.multiple > 1
+    return view.dataset_kind == "hf_sft" and view.packing.enable_in_batch_packing and view.multiple > 1
 
 
 def _masked_experts_under_graphs(view: RunView) -> bool:
     masked = view.reaches_the_step_packed and _rows_bring_a_mask(view)
-    return masked and (view.num_moe_experts or 0) > 0 and view.cuda_graph_impl == "transformer_engine"
+    return masked and (view.experts.num_moe_experts or 0) > 0 and view.graphs.cuda_graph_impl == "transformer_engine"
 
 
 def _packed_rows_over_cp(view: RunView) -> bool:
-    wide = max(view.context_parallel, view.eval_context_parallel or 1) > 1
-    follows_the_trainer = view.dataset_micro_batch_size is None  # otherwise rule 6 speaks
-    return view.enable_offline_packing and wide and follows_the_trainer
+    wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
+    follows_the_trainer = view.batch.dataset_micro_batch_size is None  # otherwise bridge/micro-batch-size speaks
+    return view.packing.enable_offline_packing and wide and follows_the_trainer
 
 
 def _undeclared_provider_in_a_long_pipeline(view: RunView) -> bool:
     undeclared = view.dataset_kind == "provider" and not view.packed
-    return undeclared and view.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
+    return undeclared and view.parallel.pipeline_parallel > 2 and not (view.step or "").endswith(("vlm_step", OUR_STEP))
 
 
-@_rule(
-    id="ours-19-step-reads-packs",
+@rule(
+    id="ours/step-reads-packs",
     checks="the forward step reads packed rows",
     place="megatron.bridge.models.qwen_vl.qwen3_vl_step and megatron.bridge.training.audio_lm_step",
     applies=_packed_known_step,
@@ -92,11 +89,11 @@ def _step_reads_packs(view: RunView) -> Finding | None:
         why = "qwen3_vl_step, the default of the Qwen3-VL recipes, packs rows itself and refuses packed ones"
     else:
         why = f"{view.step} packs rows itself and overlooks the boundaries of packed ones: samples would see each other"
-    return Finding(why=why, mend="set training.step to vlm_step", changes={"step": "vlm_step"})
+    return Finding(why=why, fix="set training.step to vlm_step", changes={"step": "vlm_step"})
 
 
-@_rule(
-    id="ours-24-experts-see-padding",
+@rule(
+    id="ours/experts-see-padding",
     checks="experts do not count padding",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_mixture,
@@ -118,21 +115,21 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
         return None
     why = (
-        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge {view.bridge_version or '0.6'}: "
-        "padding is routed to experts and counts in their load balance"
+        f"{view.step or 'the forward step'} drops padding_mask in Megatron-Bridge "
+        f"{view.versions.bridge_version or '0.6'}: padding is routed to experts and counts in their load balance"
     )
-    if view.cuda_graph_impl == "transformer_engine":  # our step cannot help there: ours-44
+    if view.graphs.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
         return Finding(
             why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
             "'transformer_engine'",
-            mend=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
+            fix=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
             changes={"cuda_graph_impl": "none", "step": OUR_STEP},
         )
-    return Finding(why=why, mend=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+    return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
 
 
-@_rule(
-    id="ours-44-padding-mask-under-graphs",
+@rule(
+    id="ours/padding-mask-under-graphs",
     checks="experts get the padding mask under CUDA graphs",
     place="megatron.core.transformer.module.GraphableMegatronModule.__call__",
     applies=_masked_experts_under_graphs,
@@ -146,33 +143,35 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     ),
 )
 def _mask_under_graphs(view: RunView) -> Finding | None:
-    scopes = ", ".join(view.cuda_graph_modules) or "whole layers"
+    scopes = ", ".join(view.graphs.cuda_graph_modules) or "whole layers"
     if _step_gives_the_mask_itself(view) or _model_makes_the_mask(view):
-        if view.cuda_graph_modules and not set(view.cuda_graph_modules) & _ROUTER_SCOPES:
+        if view.graphs.cuda_graph_modules and not set(view.graphs.cuda_graph_modules) & _ROUTER_SCOPES:
             return None
         end = (
-            f"gpt_step of Megatron-Bridge {view.bridge_version} stops with the first batch"
+            f"gpt_step of Megatron-Bridge {view.versions.bridge_version} stops with the first batch"
             if _step_gives_the_mask_itself(view)
             else "experts would count padding"
         )
         return Finding(
             why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, routers among them, which take no "
             f"padding mask there: {end}",
-            mend="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
+            fix="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
             changes={"cuda_graph_impl": "none"},
         )
-    if OUR_STEP not in (view.step or ""):  # Bridge's own steps drop the mask with and without graphs: ours-24
+    if OUR_STEP not in (
+        view.step or ""
+    ):  # Bridge's own steps drop the mask with and without graphs: ours/experts-see-padding
         return None
     return Finding(
         why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
         "which our forward step passes the padding mask, so experts would count padding",
-        mend="set cuda_graph_impl to 'none'",
+        fix="set cuda_graph_impl to 'none'",
         changes={"cuda_graph_impl": "none"},
     )
 
 
-@_rule(
-    id="ours-20-one-packed-row-over-context-parallelism",
+@rule(
+    id="ours/one-packed-row-over-context-parallelism",
     checks="context parallelism slices one packed row at a time",
     place="megatron.bridge.training.gpt_step._cu_seqlens_for_cp_partition",
     applies=_packed_rows_over_cp,
@@ -184,18 +183,18 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     ),
 )
 def _one_packed_row_over_cp(view: RunView) -> Finding | None:
-    if (view.eval_micro_batch_size or 1) <= 1:  # the training micro-batch is rule 11
+    if (view.batch.eval_micro_batch_size or 1) <= 1:  # of training: bridge/one-pack-a-micro-batch
         return None
     return Finding(
         why=f"eval_micro_batch_size is {view.eval_micro}, and packed rows are sliced over CP one row at a time: the "
         "first evaluation stops the run",
-        mend="set training.eval_micro_batch_size to 1",
+        fix="set training.eval_micro_batch_size to 1",
         changes={"eval_micro_batch_size": 1},
     )
 
 
-@_rule(
-    id="ours-26-middle-stages-see-boundaries",
+@rule(
+    id="ours/middle-stages-see-boundaries",
     checks="middle pipeline stages get the boundaries of packed rows",
     place="megatron.bridge.training.gpt_step._middle_pp_stage_needs_batch",
     applies=_undeclared_provider_in_a_long_pipeline,
@@ -209,16 +208,16 @@ def _one_packed_row_over_cp(view: RunView) -> Finding | None:
 )
 def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     return Finding(
-        why=f"the data set declares no packing at PP {view.pipeline_parallel}: gpt_step reads no batch on middle "
-        "stages, so packed rows would attend across samples there",
-        mend="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
+        why=f"the data set declares no packing at PP {view.parallel.pipeline_parallel}: gpt_step reads no batch on "
+        "middle stages, so packed rows would attend across samples there",
+        fix="declare enable_offline_packing with offline_packing_specs on the data set, or train with the forward "
         f"step {OUR_STEP}.forward_step",
         changes={"step": OUR_STEP},
     )
 
 
-@_rule(
-    id="ours-28-no-schedule-plan",
+@rule(
+    id="ours/no-schedule-plan",
     checks="boundaries survive overlapped expert communication",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_packed_not_natively,
@@ -236,12 +235,15 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
     # gpt_step of 0.7 gives its plan packed_seq_params and padding_mask; vlm_step gives neither, in both versions.
-    if not view.overlap_moe_expert_parallel_comm or (view.bridge_release >= (0, 7) and view.goes_through_gpt_step):
+    if not view.experts.overlap_moe_expert_parallel_comm or (
+        view.bridge_release >= (0, 7) and view.goes_through_gpt_step
+    ):
         return None
     step = "gpt_step" if view.goes_through_gpt_step else "vlm_step"
     return Finding(
-        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge {view.bridge_version or '0.6'} builds "
-        "a schedule plan without the boundaries of packed rows, so every token attends to the samples before its own",
-        mend="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+        why=f"overlap_moe_expert_parallel_comm is on: {step} of Megatron-Bridge "
+        f"{view.versions.bridge_version or '0.6'} builds a schedule plan without the boundaries of packed rows, so "
+        "every token attends to the samples before its own",
+        fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
         changes={"overlap_moe_expert_parallel_comm": False},
     )

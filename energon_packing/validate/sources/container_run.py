@@ -14,11 +14,17 @@ from typing import Any
 
 from energon_packing.config import ParallelConfig
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.validate.measurement import measured
+from energon_packing.validate.measurement import measure_quietly
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView, smallest_world_size
 from energon_packing.validate.sources.run_reads import RunReads, reads_of_container
-from energon_packing.validate.verdict import BridgeVerdict, bridge_verdict, container_verdict, prepare_bridge, quiet
+from energon_packing.validate.verdict import (
+    BridgeVerdict,
+    bridge_verdict,
+    container_verdict,
+    prepare_bridge,
+    without_output,
+)
 from energon_packing.validate.views.container import view_of
 
 # Field of the view -> place in a Bridge ``ConfigContainer``.
@@ -73,7 +79,7 @@ class ContainerRun:
             from megatron.bridge.training.utils.omegaconf_utils import OverridesError, process_config_with_overrides
 
             try:
-                with quiet():
+                with without_output():
                     process_config_with_overrides(self.container, cli_overrides=list(self.overrides))
             except OverridesError as error:
                 raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
@@ -102,12 +108,12 @@ class ContainerRun:
                 "--tokens-per-sample."
             )
         parallel = ParallelConfig(
-            tensor_parallel=view.tensor_parallel,
-            context_parallel=view.context_parallel,
-            sequence_parallel=view.sequence_parallel,
-            eval_context_parallel=view.eval_context_parallel,
+            tensor_parallel=view.parallel.tensor_parallel,
+            context_parallel=view.parallel.context_parallel,
+            sequence_parallel=view.parallel.sequence_parallel,
+            eval_context_parallel=view.parallel.eval_context_parallel,
         )
-        self.data = measured(dataset.run_config(parallel), parallel, samples, view)
+        self.data = measure_quietly(dataset.run_config(parallel), parallel, samples, view)
 
     def reads(self) -> RunReads:
         """What our data set in the container names."""
@@ -116,7 +122,7 @@ class ContainerRun:
     def verdict(self) -> BridgeVerdict:
         """What the installed Bridge says of the container, and of an equivalent run where its data set is ours."""
         view = self.view()
-        own = container_verdict(copy.deepcopy(self.container), world_size=view.world_size)
+        own = container_verdict(copy.deepcopy(self.container), world_size=view.parallel.world_size)
         if own.accepted and view.dataset_kind == "packed_energon":
             # Bridge spares a provider some rules; its own data set class gets them all.
             return bridge_verdict(view)
@@ -138,7 +144,7 @@ class ContainerRun:
 
 def _bridge() -> None:
     try:
-        with quiet():
+        with without_output():
             prepare_bridge()
             for name in ("dataset", "wan_dataset"):  # Bridge's YAML may name their classes
                 importlib.import_module(f"energon_packing.bridge.{name}")
@@ -167,7 +173,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
         sys.path.insert(0, here)
     try:
         try:
-            with quiet():
+            with without_output():
                 module = importlib.import_module(module_name)
         except ImportError as error:
             raise ConfigError(f"The module of the recipe {name} cannot be imported: {error}.") from error
@@ -177,7 +183,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
             listed = f"; it has {', '.join(known[:8])}" if known else ""
             raise ConfigError(f"The module {module_name} has no function {function_name}{listed}.")
         try:
-            with quiet(), gpu_of_recipes(), models_from(model_configs):
+            with without_output(), gpu_of_recipes(), models_from(model_configs):
                 container = function()
         except UserError:
             raise
@@ -201,7 +207,7 @@ def container_of_file(path: Path) -> Any:
     from megatron.bridge.training.config import ConfigContainer
 
     try:
-        with quiet():
+        with without_output():
             container = ConfigContainer.from_yaml(str(path))
     except Exception as error:  # unknown classes, wrong values, YAML: all are about the file
         reason = " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,9 +1,8 @@
 """What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
 
 Each source gives the same four things: a `RunView` for the static rules, what the run reads from disk, a verdict of the
-installed Bridge where there is one to give, and the place of a view's field in the source, so that a mend can be
-written. Bridge is imported only by
-the two sources that are Bridge's.
+installed Bridge where there is one to give, and the place of a view's field in the source, so that a fix can be
+written. Bridge is imported only by the two sources that are Bridge's.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from energon_packing.config import load_config
 from energon_packing.errors import ConfigError
-from energon_packing.validate.measurement import measured
+from energon_packing.validate.measurement import measure_quietly
 from energon_packing.validate.run_facts import DataFacts
 from energon_packing.validate.run_view import RunView
 from energon_packing.validate.sources.container_run import ContainerRun, container_of_file, container_of_recipe
@@ -120,7 +119,7 @@ class YamlRun:
     def measure(self, samples: int) -> None:
         """Measures so many samples of the file's data set; see `RunSource.measure`."""
         config = load_config(self.name, self.overrides)
-        self.data = measured(config, config.parallel, samples, self.view())
+        self.data = measure_quietly(config, config.parallel, samples, self.view())
 
     def reads(self) -> RunReads:
         """What the file names."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from energon_packing.config import RunConfig
@@ -23,7 +22,7 @@ def view_of_config(
     """
     parallel, packing, training = config.parallel, config.packing, config.training
     packed = not training.enable_in_batch_packing
-    view = RunView(
+    view = RunView.of(
         dataset_kind="packed_energon",
         tensor_parallel=parallel.tensor_parallel,
         context_parallel=parallel.context_parallel,
@@ -67,6 +66,6 @@ def view_of_config(
         data=data,
         **({} if model_config is None else model_facts(model_config)),
     )
-    if view.model_forces_sequence_parallel and view.tensor_parallel > 1:
-        return dataclasses.replace(view, sequence_parallel=True)
+    if view.model_forces_sequence_parallel and view.parallel.tensor_parallel > 1:
+        return view.changed(sequence_parallel=True)
     return view

@@ -33,7 +33,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
         step: name of the forward step, which a container does not hold.
         data: what was measured of the data set.
     """
-    return RunView(
+    return RunView.of(
         world_size=world_size,
         step=step,
         data=data,

@@ -126,7 +126,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
     defaults = {"calculate_per_token_loss": False, "overlap_grad_reduce": False, "micro_batch_size": 1}
     fields: dict[str, Any] = defaults | found
     fields.setdefault("global_batch_size", fields["micro_batch_size"])
-    return RunView(
+    return RunView.of(
         **fields,
         dataset_kind="packed_energon",
         world_size=world_size or smallest_world_size(*layout),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from energon_packing.validate.sources.run_source import ArgumentsRun, RunSource,
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mend:
+class Fix:
     """What was written.
 
     Attributes:
@@ -39,7 +38,7 @@ class Mend:
         return tuple(f"{place}={_as_yaml(value)}" for place, value in self.changes.items())
 
 
-def write_mended(source: RunSource, overrides: tuple[str, ...]) -> Mend:
+def write_fixed(source: RunSource, overrides: tuple[str, ...]) -> Fix:
     """Writes the corrected file beside the given one: ``run.yaml`` -> ``run.fixed.yaml``. The given file stays.
 
     Args:
@@ -76,7 +75,7 @@ def write_mended(source: RunSource, overrides: tuple[str, ...]) -> Mend:
     lines = difflib.unified_diff(
         _dump(before).splitlines(), _dump(after).splitlines(), source.name, str(written), lineterm="", n=1
     )
-    return Mend(written=written, changes=changes, difference="\n".join(lines), replaces=whole)
+    return Fix(written=written, changes=changes, difference="\n".join(lines), replaces=whole)
 
 
 def changes_for(source: RunSource) -> dict[str, Any]:
@@ -84,7 +83,7 @@ def changes_for(source: RunSource) -> dict[str, Any]:
     view = source.view()
     made: dict[str, Any] = {}
     for severity in ("error", "warning"):
-        for _ in range(40):  # each round mends a rule; a mend may break another, which then is mended too
+        for _ in range(40):  # each round fixes a rule; a fix may break another, which is fixed next
             offered = next(
                 (
                     found.finding.changes
@@ -97,7 +96,7 @@ def changes_for(source: RunSource) -> dict[str, Any]:
             )
             if offered is None:
                 break
-            view = dataclasses.replace(view, **offered)
+            view = view.changed(**offered)
             made |= offered
     return source.places(made)
 

@@ -11,6 +11,8 @@ GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 CROPS = "tests/energon/test_gemma3_crops_resume.py::"
 WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 
+FAMILY_TRAPS = {51: "a setting that changes packs is not in the fingerprint of the state"}
+
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=2,

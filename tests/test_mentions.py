@@ -32,8 +32,6 @@ ELSEWHERE = {
     "validate_cuda_graph_configuration": "Megatron-Bridge",
 }
 """Names in backticks that no code of ours has, and whose they are."""
-PENDING = frozenset({"packing_mode_rules", "batch_rules", "length_rules", "config_view", "container_view"})
-"""Phantoms in ``validate/``, whose files are being rewritten; the entry goes with the mention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +130,7 @@ def resolves(dotted: str) -> bool:
 def missing(text: Text) -> Iterator[str]:
     """Mentions of one text that lead nowhere."""
     names, strings = said_in_code()
-    known = names | PENDING | set(ELSEWHERE)
+    known = names | set(ELSEWHERE)
     refers = text.path.suffix == ".py"  # where one backtick on each side makes a reference to a name of ours
     for quoted, single, where in text.quoted():
         word = quoted.partition("(")[0]

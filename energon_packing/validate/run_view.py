@@ -1,7 +1,7 @@
 """`RunView`: everything that a rule reads about a training run, in groups.
 
-A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`config_view`), a
-Bridge ``ConfigContainer`` (`container_view`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
+A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`views.config`), a
+Bridge ``ConfigContainer`` (`views.container`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations

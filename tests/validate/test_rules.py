@@ -243,6 +243,12 @@ OWN = [
         {"processor_tokens": TokenFacts(size=10)},  # a tokenizer of text: no image reaches the model
         "error",
     ),
+    (
+        "ours/query-scale-by-position",
+        {"model": "Ministral3VL", "dataset_seq_length": 32768, "model_seq_length": 32768},
+        {"context_parallel": 2},
+        "warning",
+    ),
     ("bridge/fixed-width", {"pipeline_parallel": 2}, {"pad_to_max_length": True}, "note"),
     (
         "ours/alignment-used",

@@ -12,6 +12,8 @@ from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 _VISION = ("qwen2vl", "qwen25vl", "qwen3vl", "qwen35vl", "gemma3vl", "internvl", "llava", "glm45v")
+UNSCALED_POSITIONS = 16384
+"""``original_max_position_embeddings`` of the published Ministral 3 models."""
 
 
 def _packed_known_family(view: RunView) -> bool:
@@ -35,6 +37,10 @@ def _packed_qwen3_vl(view: RunView) -> bool:
 def _qwen3_vl_over_tensor_ranks(view: RunView) -> bool:
     trained = view.family.startswith("qwen3vl") and not view.network.vision_frozen
     return trained and view.parallel.tensor_parallel > 1 and view.may_show_images
+
+
+def _packed_ministral(view: RunView) -> bool:
+    return view.packed and view.family.startswith("ministral3")
 
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
@@ -170,4 +176,28 @@ def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
         why=why,
         fix="set sequence_parallel to false, or freeze the vision model and its projection",
         changes={"sequence_parallel": False},
+    )
+
+
+@rule(
+    id="ours/query-scale-by-position",
+    checks="Ministral 3 scales its queries by their position in the sample",
+    place="docs/families.md",
+    severity="warning",
+    applies=_packed_ministral,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/ministral3/ministral3_provider.py",
+            says="positions_ids = torch.arange(query.shape[0], device=query.device)",
+        ),
+    ),
+)
+def _query_scale_by_position(view: RunView) -> Finding | None:
+    on_a_rank = view.rows.dataset_seq_length // view.parallel.context_parallel
+    if on_a_rank <= UNSCALED_POSITIONS:
+        return None
+    return Finding(
+        why=f"rows have {on_a_rank} tokens on a rank, and Bridge scales queries from position {UNSCALED_POSITIONS} of "
+        "the rank's row on, as if its samples were one: they are not computed as alone",
+        fix=f"keep seq_length at {UNSCALED_POSITIONS} tokens per context-parallel rank or less",
     )

@@ -6,7 +6,7 @@ What Bridge reads by name from a data set, and when, is told at each field here 
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,8 +27,6 @@ from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.validate.views.container import finalised
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -130,9 +128,11 @@ class PackProvider(DatasetProvider):
         self.run_config(ParallelConfig())
         container = container_under_validation()
         if container is None or container.dataset is not self:
-            _log.warning(
+            # No logger: Bridge's setup filters the warnings of all of them (`logger.filter_warnings`).
+            warnings.warn(
                 "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
-                "were not enforced. Call cfg.validate()."
+                "were not enforced. Call cfg.validate().",
+                stacklevel=2,
             )
             return
         self.check_run(container)
@@ -148,9 +148,10 @@ class PackProvider(DatasetProvider):
 
         run = self._run
         if run is None:
-            _log.warning(
+            warnings.warn(
                 "The data set knows no run: rows are aligned as if there were sequence parallelism, and for no other "
-                "context parallelism in evaluation. Call cfg.validate(), or cfg.dataset.follow(cfg)."
+                "context parallelism in evaluation. Call cfg.validate(), or cfg.dataset.follow(cfg).",
+                stacklevel=2,
             )
         return ParallelConfig(
             tensor_parallel=size("tp"),

@@ -80,20 +80,15 @@ def test_a_model_that_is_changed_after_validate_is_read_when_the_iterators_are_b
 
 
 @pytest.mark.usefixtures("world")
-def test_a_callback_before_data_are_opened_can_name_the_run(monkeypatch):
+def test_a_callback_before_data_are_opened_can_name_the_run():
     """What ``on_data_init_start`` is given: the state, whose configuration is final."""
     from energon_packing.bridge import PackedEnergonDatasetConfig
 
-    # Bridge sets levels of the root logger in other tests of this process: ask our own.
-    told: list[str] = []
-    monkeypatch.setattr(
-        "energon_packing.bridge.provider._log.warning", lambda message, *arguments: told.append(message % arguments)
-    )
     cfg = run_of("qwen3_vl", experts=4)
     cfg.validate()
     cfg.dataset = PackedEnergonDatasetConfig(path="data", processor="p", seq_length=256)
-    assert cfg.dataset.parallel_config(groups()).multiple == TP  # the safe side
-    assert any("knows no run" in message for message in told)
+    with pytest.warns(UserWarning, match="knows no run"):
+        assert cfg.dataset.parallel_config(groups()).multiple == TP  # the safe side
     cfg.dataset.follow(cfg)
     assert cfg.dataset.parallel_config(groups()).multiple == TP
     cfg.model = run_of("text").model

@@ -57,14 +57,15 @@ def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode
 
 def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
     """Trains, or returns what is wrong with the configuration."""
-    from energon_packing.bridge_cpu import stand_ins
     from energon_packing.errors import UserError
+
+    if cpu and (step != STEP or mode != "auto"):  # before Bridge is imported, which takes ten seconds
+        raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
+    from energon_packing.bridge_cpu import stand_ins
 
     if not cpu and not check and stand_ins.needed():
         raise UserError("This machine has no GPU with Transformer Engine; --cpu runs a tiny model on the CPU.")
     if cpu:
-        if step != STEP or mode != "auto":
-            raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
         stand_ins.install()
     config = configuration(run, overrides)
     violated = broken_rules(config, step)

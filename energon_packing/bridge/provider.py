@@ -128,7 +128,7 @@ class PackProvider(DatasetProvider):
         self.run_config(ParallelConfig())
         container = container_under_validation()
         if container is None or container.dataset is not self:
-            # No logger: Bridge's setup filters the warnings of all of them (`logger.filter_warnings`).
+            # No logger: Bridge's setup filters the warnings of all of them (``logger.filter_warnings``).
             warnings.warn(
                 "dataset.finalize() was not called by ConfigContainer.validate(): the rules about model and trainer "
                 "were not enforced. Call cfg.validate().",

@@ -1,7 +1,7 @@
-"""Cookers: from the raw members of a converted data set to a conversation with a late handle on its media.
+"""Cookers: turn the raw members of a converted data set into a conversation whose media are loaded later.
 
-Nothing here raises for bad data: a sample that cannot be cooked becomes its problem, which the packing window writes
-into the ledger. An exception inside Energon's map would be printed, counted against a tolerance, and forgotten.
+Nothing here raises for bad data. A sample that cannot be cooked carries a `Problem` instead, which the packing window
+writes to the ledger. Energon would only print an exception raised in its map and count it against a tolerance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     Args:
         sample: raw members; only ``json`` is read.
         primary: store of the data set itself, which holds the media of a monolithic data set.
-        media: store of the auxiliary data set ``media`` of a polylithic one.
+        media: store of the auxiliary data set ``media`` of a polylithic data set.
     """
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
@@ -43,11 +43,11 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
 
 
 def complete(conversation: Conversation, store: FileStore) -> Conversation:
-    """Fills in sizes that the record does not hold from the media metadata of the data set.
+    """Fills in sizes that the record lacks from the media metadata of the data set.
 
     Raises:
-        SampleRejected: ``media_outside_root`` for a name that leaves the store, ``unmeasured_media`` where the data set
-            has no media metadata, ``missing_media`` where it has none for this name.
+        SampleRejected: ``media_outside_root`` for a name that leaves the store, ``unmeasured_media`` if the data set
+            has no media metadata, ``missing_media`` if it has none for this name.
     """
     for media in conversation.media:
         for name in (media.name, *media.frame_names):
@@ -60,7 +60,7 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
 
 
 def measured(media: Media, store: FileStore) -> Media:
-    """A medium with the sizes that ``energon prepare --media-metadata-by-extension`` stored."""
+    """Returns an image or video with the sizes that ``energon prepare --media-metadata-by-extension`` stored."""
     if media.width is not None:
         return media
     try:

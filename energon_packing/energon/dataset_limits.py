@@ -1,4 +1,4 @@
-"""Limits of one data set of a blend: what stands in its ``subflavors`` replaces ``encoder.limits`` for its samples.
+"""Limits of one data set of a blend: limits in its ``subflavors`` replace ``encoder.limits`` for its samples.
 
 In the metadataset::
 
@@ -26,10 +26,10 @@ SUBFLAVOR = "limits"
 
 
 class DatasetLimits:
-    """Encoders under the limits of the data sets of a blend, each made once.
+    """Encoders with the limits of each data set of a blend; each encoder is built once.
 
     Args:
-        packing: whose limits of a pack no data set may be above; None where there are no packs.
+        packing: limits of a pack, which no data set may exceed; None if nothing is packed.
     """
 
     def __init__(self, packing: PackingConfig | None) -> None:
@@ -37,18 +37,18 @@ class DatasetLimits:
         self._encoders: dict[tuple[int, str], SampleEncoder] = {}
 
     def encoder(self, encoder: SampleEncoder, sample: Any, *, number: int = 0) -> SampleEncoder:
-        """`encoder`, or one like it under the limits of the sample's data set.
+        """Returns `encoder`, or a copy of it with the limits of the sample's data set.
 
         Args:
-            encoder: what measures where the data set says nothing.
+            encoder: measures samples whose data set sets no limits.
             sample: with Energon's subflavors and sources.
-            number: of the encoder among those of the task encoder.
+            number: index of the encoder among those of the task encoder.
 
         Warns:
-            UserWarning: once a data set, where one of its limits is above that of a pack; in the first worker only.
+            UserWarning: once per data set, if one of its limits is above that of a pack; in the first worker only.
 
         Raises:
-            ConfigError: the subflavor is no mapping, has an unknown key or an impossible value, or the encoder is not a
+            ConfigError: the subflavor is not a mapping, has an unknown key or an invalid value, or the encoder is not a
                 `ConversationEncoder`.
         """
         given = _given(sample)
@@ -76,10 +76,10 @@ class DatasetLimits:
 
 
 def refuse_dataset_limits(sample: Any) -> None:
-    """For samples that no limits of this kind hold for.
+    """Refuses limits of a data set for samples that do not support them.
 
     Raises:
-        ConfigError: the sample's data set has limits of its own.
+        ConfigError: the sample's data set has its own limits.
     """
     if _given(sample) is not None:
         raise ConfigError(f"{_where(sample)}: clips take no limits of a data set; set them in the encoder section.")

@@ -1,9 +1,10 @@
 """Accounting around Energon's own `PackingDataset`, for users who set ``packing_buffer_size``.
 
-Energon calls the two packing hooks and the encoder inside error handlers that print, count consecutive failures and
-forget: a bad sample, a broken selection or a configuration that cannot work would all vanish the same way. Here the
-hooks are called through `HookAccounts`, which writes what is lost into the ledger and keeps what must stop the run;
-two thin wrappers, one before Energon's buffer and one after it, are outside of those handlers and raise it.
+Energon calls the two packing hooks and the encoder inside error handlers that print the error, count consecutive
+failures and continue. A bad sample, a broken selection and an invalid configuration would all be lost the same way.
+Here the hooks are called through `HookAccounts`, which writes lost samples to the ledger and keeps errors that must
+stop the run. Two thin wrappers, one before Energon's buffer and one after it, are outside those handlers and raise
+these errors.
 
 ::
 
@@ -33,15 +34,15 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected, Us
 from energon_packing.ledger import DropBudgetExceeded, Ledger
 
 SHOWN_KEYS = 8
-"""Keys that an error names before it only counts."""
+"""Number of keys that an error names; the rest are only counted."""
 
 
 class HookAccounts:
-    """The ledger of one worker, and the error that must stop it once Energon's handlers are left.
+    """The ledger of one worker, and the error that must stop it once control leaves Energon's handlers.
 
     Args:
         select, render, assemble: the hooks of a task encoder.
-        ledger: builds the ledger, on first use inside the worker.
+        ledger: builds the ledger on first use, inside the worker.
     """
 
     def __init__(
@@ -69,23 +70,23 @@ class HookAccounts:
         return None if self._ledger is None else self._ledger.counts()
 
     def check(self) -> None:
-        """Raises what a hook met and could not raise through Energon's handlers."""
+        """Raises the error that a hook could not raise through Energon's handlers."""
         if self._stop is not None:
             stop, self._stop = self._stop, None
             raise stop
 
     def select(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
-        """The selection hook, checked: packs of one buffer, every sample in exactly one of them."""
+        """Calls the selection hook and checks its packs: every sample of the buffer must be in exactly one of them."""
         try:
             groups = [list(group) for group in self._select(samples)]
             _check_selection(samples, groups)
-        except Exception as error:  # a broken selection would cost a whole buffer without a word
+        except Exception as error:  # a broken selection would silently lose a whole buffer
             self._stop = _as_stop(error, "select_samples_to_pack")
             return []
         return groups
 
     def render(self, sample: MeasuredSample) -> RenderedSample:
-        """The encoder hook: a sample that cannot be rendered costs itself alone.
+        """Calls the encoder hook; if a sample cannot be rendered, only that sample is lost.
 
         Raises:
             SkipSample: the sample is in the ledger, or the run is about to stop.
@@ -101,7 +102,7 @@ class HookAccounts:
         raise SkipSample
 
     def assemble(self, samples: list[RenderedSample]) -> Pack:
-        """The assembly hook.
+        """Calls the assembly hook.
 
         Raises:
             SkipSample: none of the pack's samples could be rendered, or the run is about to stop.
@@ -122,7 +123,7 @@ class HookAccounts:
 
 
 class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
-    """Passes measured samples on and enters the others into the ledger; stateless."""
+    """Passes measured samples on and writes all others to the ledger; stateless."""
 
     def __init__(
         self, dataset: SavableDataset[MeasuredSample], *, accounts: HookAccounts, worker_config: WorkerConfig
@@ -134,7 +135,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         """Nothing to reset."""
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """The source's; refused samples are counted, too."""
+        """Returns the source's length, which includes refused samples."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -155,7 +156,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
 
 
 class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
-    """Numbers the packs and enters them into the ledger. Its name is written into states and restore keys."""
+    """Numbers the packs and writes them to the ledger. The class name is part of saved states and restore keys."""
 
     _savable_fields = ("_pack_index",)
 
@@ -173,12 +174,12 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Counts packs from 0 again."""
-        self._restored: FlexState | None = None  # the state that the next iteration begins with
+        """Restarts the pack count at 0."""
+        self._restored: FlexState | None = None  # the state that the next iteration starts from
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Energon's bound: a number of samples, since that of packs is unknown."""
+        """Returns Energon's upper bound, the number of samples; the number of packs is unknown."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
@@ -195,7 +196,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         self.accounts.check()
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
-        """Makes a pack again from its restore key."""
+        """Rebuilds a pack from its restore key."""
         name, index, *inner = restore_key
         if name != type(self).__name__:
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
@@ -204,16 +205,16 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         return add_sample_restore_key(pack, index, src=self)
 
     def save_state(self) -> FlexState:
-        """The state with the fingerprint that `restore_state` compares, and what the drop budget has counted."""
+        """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
         restored = self._restored
         counts = self.accounts.counts() if restored is None else restored.get("counts")
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
-        """Takes over a saved state.
+        """Restores a saved state.
 
         Raises:
-            ConfigError: the state was made under other settings.
+            ConfigError: the state was saved with different settings.
         """
         check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
         super().restore_state(state)
@@ -240,13 +241,13 @@ def disjoint_buffers(
     fingerprint: dict[str, Any],
     worker_config: WorkerConfig,
 ) -> AccountedPacks:
-    """Energon's packing of disjoint buffers with nothing lost in silence.
+    """Builds Energon's packing of disjoint buffers, with every lost sample accounted for.
 
     Args:
-        dataset: yields measured samples, bad ones as their problem.
+        dataset: yields measured samples; a bad sample carries its problem.
         buffer_size: Energon's ``packing_buffer_size``.
         accounts: the hooks.
-        fingerprint: names and values that a saved state must agree with.
+        fingerprint: names and values that a saved state must match.
 
     Raises:
         ConfigError: a buffer size below 1.
@@ -273,7 +274,7 @@ def disjoint_buffers(
 
 
 def _check_selection(samples: Sequence[MeasuredSample], groups: Sequence[Sequence[MeasuredSample]]) -> None:
-    """Energon drops what a selection leaves out, and emits twice what it names twice; here either is an error."""
+    """Refuses a selection that omits or repeats a sample: Energon would drop the one and emit the other twice."""
     given = {id(sample): sample.__key__ for sample in samples}
     chosen = Counter(id(sample) for group in groups for sample in group)
     problems = []

@@ -1,12 +1,12 @@
-"""A tiny image of weight zero, so that every pack has one.
+"""A tiny image with weight zero, which ensures that every pack contains an image.
 
-A vision tower that is sharded, or whose gradients are reduced bucket by bucket, runs collectives of its own. A rank
-whose micro-batch holds only text does not enter it, and the others wait for ever. Agreeing with all ranks on each
-micro-batch would cost a collective a step; a dummy image in packs without media costs nothing to agree on.
+A vision tower that is sharded, or whose gradients are reduced in buckets, runs its own collectives. A rank whose
+micro-batch holds only text does not enter the tower, and the other ranks wait forever. Agreeing on every micro-batch
+would cost one collective per step. A dummy image in packs without media needs no agreement.
 
-The dummy is a segment of its own, a short conversation with the smallest image that the family takes: attention keeps
-it from the samples, all of its labels are masked and its weights 0, so that loss and gradients are those of the
-samples alone. It is padding as far as ``padding_mask`` (and so expert routing) is concerned, and never a sample.
+The dummy is its own segment: a short conversation with the smallest image that the family accepts. Attention separates
+it from the samples. All its labels are masked and its weights are 0, so the loss and gradients come from the samples
+alone. ``padding_mask``, and therefore expert routing, treats it as padding. It never counts as a sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 SIDES = (14, 28, 32, 56, 64, 112, 224, 336, 448)
-"""Sides of the squares that are tried, in pixels; families have smallest sizes, and some resize everything to one."""
+"""Sides of the squares to try, in pixels: families have minimum sizes, and some resize every image to one size."""
 
 
 class DummyImage:
@@ -38,7 +38,7 @@ class DummyImage:
 
     Attributes:
         measured: its length, images and patches.
-        row: what `energon_packing.thd.assemble` takes.
+        row: the row, as `energon_packing.thd.assemble` takes it.
 
     Raises:
         ConfigError: the family takes no images, or refuses every small one.
@@ -67,10 +67,10 @@ class DummyImage:
 
 
 def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
-    """The batch with its last `fillers` rows no longer samples: segments of nothing but padding.
+    """Returns the batch with its last `fillers` rows turned from samples into segments of padding.
 
     Args:
-        batch: assembled from all rows, samples first; the fillers' labels and weights are masked already.
+        batch: assembled from all rows, samples first; the fillers' labels and weights are already masked.
     """
     if fillers == 0:
         return batch
@@ -88,15 +88,15 @@ def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
 
 
 def aligned_filler(row: Mapping[str, Any], multiple: int, pad_token_id: int) -> dict[str, Any]:
-    """The filler with padding tokens of its own at its end, so that there is none between it and the row's end.
+    """Returns the filler, padded to an aligned length so that no further padding follows it.
 
-    All of a filler is padding for the loss and the routers; for attention all of it is one segment as long as its
-    place, which no kernel can take for anything else.
+    For the loss and the routers the whole filler is padding. For attention it is one segment that fills its aligned
+    length, so every kernel sees the same boundaries.
 
     Args:
-        row: of `energon_packing.thd.assemble`, without targets.
+        row: as `energon_packing.thd.assemble` takes it, without targets.
         multiple: the length becomes a multiple of this.
-        pad_token_id: token of the padding.
+        pad_token_id: token id of the padding.
     """
     length = len(row["input_ids"])
     more = -length % multiple
@@ -112,7 +112,7 @@ def aligned_filler(row: Mapping[str, Any], multiple: int, pad_token_id: int) -> 
 
 
 def needs_dummy(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether none of the rows brings a medium."""
+    """Whether none of the rows contains an image or video."""
     return not any(row.get("visual_inputs") for row in rows)
 
 

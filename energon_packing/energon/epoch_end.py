@@ -1,14 +1,14 @@
 """Equal numbers of packs on all ranks at the end of a finite epoch.
 
-Ranks hold different samples and run out of packs at different steps. Whoever runs out first cannot simply wait for the
-others to say how many they have: they are inside a training step that waits for him. So the ranks agree *before* a
-step that every one of them will take, and each says how many more packs it surely has:
+Ranks hold different samples and run out of packs at different steps. The first rank to run out cannot ask the others
+how many packs they have left: they are inside a training step that waits for that rank. So the ranks agree *before* a
+step that all of them will take. Each reports how many more packs it is certain to have:
 
 * ``drop`` takes the minimum: all ranks emit that many, and stop together when it is 0;
 * ``pad`` takes the maximum: all ranks emit that many, a rank that has run out emits padding, and all stop at 0.
 
-A rank knows some packs ahead (those planned, and those that fill its window), so ranks agree once for as many packs as
-fit into a window, one integer each time, and pack by pack only when the data are nearly used up.
+A rank knows some of its packs in advance (those planned, and those that its window will fill). So the ranks agree about
+once per window of packs, on one integer each time, and on every single pack only when the data are almost used up.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from energon_packing.errors import ConfigError
 
 
 class Agree(Protocol):
-    """The smallest or largest of one non-negative integer of each rank; every rank calls it equally often."""
+    """Returns the minimum or maximum over all ranks of a non-negative integer; all ranks call it equally often."""
 
     def __call__(self, value: int, operation: Literal["min", "max"]) -> int: ...
 
 
 @dataclass(kw_only=True, slots=True)
 class EpochReport:
-    """What one epoch of one rank became.
+    """Counts of one epoch of one rank.
 
     Attributes:
-        packs: packs with samples that were emitted.
-        padding_packs: packs of nothing but padding that were emitted.
+        packs: emitted packs that contain samples.
+        padding_packs: emitted packs that contain only padding.
         dropped_packs: finished packs that were not emitted because another rank had none left.
-        dropped_keys: their samples.
-        agreements: integers exchanged with the other ranks.
+        dropped_keys: keys of the samples in them.
+        agreements: number of integers exchanged with the other ranks.
     """
 
     packs: int = 0
@@ -50,14 +50,14 @@ class EpochReport:
 def even_packs(
     packs: Iterator[Pack], mode: EpochEnd, agree: Agree, padding: Callable[[], Pack], report: EpochReport
 ) -> Iterator[Pack]:
-    """One epoch of one rank, with as many packs as every other rank emits.
+    """Yields one epoch of one rank, with as many packs as every other rank emits.
 
     Args:
-        packs: of this rank; their ``worker`` and ``ahead`` say how many more are sure to come.
+        packs: of this rank; their ``worker`` and ``ahead`` tell how many more are certain to come.
         mode: ``drop`` or ``pad``.
         agree: reaches all data-parallel ranks.
-        padding: makes a pack of no sample.
-        report: is filled in as the epoch goes.
+        padding: makes a pack without samples.
+        report: updated during the epoch.
     """
     ahead: dict[int, int] = {}
     pack = next(packs, None)
@@ -67,7 +67,7 @@ def even_packs(
         sure = 0 if pack is None else 1 + sum(ahead.values())
         report.agreements += 1
         for _ in range(steps := agree(sure, "min" if mode == "drop" else "max")):
-            # A promised pack may be lost after all, when none of its samples can be decoded: padding keeps the promise.
+            # A promised pack is lost if none of its samples can be decoded; padding takes its place.
             if pack is None:
                 report.padding_packs += 1
                 yield padding()
@@ -85,7 +85,7 @@ def even_packs(
 
 
 def agreement(group: Any = None) -> Agree:
-    """All-reduce over a process group of ``torch.distributed``; the default group for None.
+    """Returns an all-reduce over a process group of ``torch.distributed``; None means the default group.
 
     Raises:
         ConfigError: ``torch.distributed`` is not initialised.

@@ -1,8 +1,8 @@
-"""A limit on failures that is none: what ``failure_tolerance=0`` means in Energon, and its refusal.
+"""Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures.
 
 Energon counts consecutive exceptions of each function of a task encoder and stops at ``failure_tolerance`` of them. The
-check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0, and None, which becomes 0, switch it
-off. Who writes 0 for "no failure is tolerated" gets a loader that reads a broken data set for ever.
+check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0 switches it off, and so does None,
+which becomes 0. A user who writes 0 to tolerate no failure gets a loader that reads a broken data set forever.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ FUNCTIONS = (
     "batch",
     "encode_batch",
 )
-"""The functions of a task encoder that Energon counts failures of."""
+"""The functions of a task encoder whose failures Energon counts."""
 
 
 def refuse_unlimited_failures(task_encoder: Any) -> None:
-    """Refuses a task encoder that would go on failing for ever.
+    """Refuses a task encoder that could keep failing forever.
 
     Args:
-        task_encoder: a ``megatron.energon.TaskEncoder``, with limits from ``@stateless(failure_tolerance=N)`` on its
-            functions, or from ``__default_failure_tolerance__``.
+        task_encoder: a ``megatron.energon.TaskEncoder``; its limits come from ``@stateless(failure_tolerance=N)`` on
+            its functions, or from ``__default_failure_tolerance__``.
 
     Raises:
         ConfigError: a limit is 0 or None.

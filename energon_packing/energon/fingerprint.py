@@ -1,4 +1,4 @@
-"""The guard of a resume: a loader state made under other settings is refused, and the message names the setting."""
+"""Refuses to resume from a loader state that was saved with different settings; the message names the setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_fingerprint(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Compares the settings of a saved state with those of this run.
 
     Raises:
-        ConfigError: the first setting, by name, that differs; both values are named.
+        ConfigError: a setting differs; the message names the first one in alphabetical order, with both values.
     """
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):

@@ -1,6 +1,6 @@
-"""Every name of Megatron-Energon that is not part of its documented surface, in one place.
+"""Every name used from Megatron-Energon that is not part of its documented API, in one place.
 
-They exist from 7.3.2 on. When Energon moves one, this is the only file to change.
+All of them exist since 7.3.2. If Energon moves one, only this file has to change.
 """
 
 from __future__ import annotations

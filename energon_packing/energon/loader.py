@@ -1,4 +1,4 @@
-"""The loader: from a configuration to an iterator of packs with a state that can be saved after every one of them."""
+"""The loader: builds an iterator of packs from a configuration; its state can be saved after every pack."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.packing.statistics import PackStatistics
 
 FIRST_PACK_SECONDS = 900
-"""Energon's watchdog counts the first fill of the window, and a restore, as one sample: give it time."""
+"""Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
+sample."""
 NEXT_PACK_SECONDS = 300
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
@@ -33,16 +34,16 @@ class PackLoader:
 
     Args:
         dataset: what `build_dataset` returned.
-        prefetch: packs that each worker makes ahead.
-        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; of no effect at world size 1.
-        padding: makes a pack of no sample, for ``epoch_end``; `PackingTaskEncoder.padding_pack`.
+        prefetch: packs that each worker prepares in advance.
+        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
+        padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
-        group: process group of the data-parallel ranks for that; None is the default group.
-        capacity: tokens of a full pack, for `statistics`; `PackingTaskEncoder.capacity`.
-        keep_memory: workers keep freed memory, see ``data.keep_memory``.
+        group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
+        capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
 
     Attributes:
-        epoch_report: of the current or last epoch, where ``epoch_end`` is in effect; else None.
+        epoch_report: report of the current or last epoch if ``epoch_end`` is in effect, else None.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class PackLoader:
         capacity: int | None = None,
         keep_memory: bool = True,
     ) -> None:
-        # A checkpoint after every pack costs a quarter of a millisecond with our shallow saves, and a restored loader
-        # then renders no pack twice (Energon's default of 60 s replays up to a minute of decoding).
+        # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
+        # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
             self._loader = get_savable_loader(
                 dataset,
@@ -71,7 +72,7 @@ class PackLoader:
         if keep_memory:
             in_workers(self._loader)
         self._started = False
-        self._told_of_hidden = False  # that the chat template leaves something out
+        self._told_of_hidden = False  # whether the warning about template_omits was given
         self._together = epoch_end != "uneven" and dataset.worker_config.world_size > 1
         if self._together and padding is None:
             raise ConfigError(
@@ -82,10 +83,10 @@ class PackLoader:
         self.epoch_report: EpochReport | None = None
 
     def __iter__(self) -> Iterator[Pack]:
-        """Yields packs, for ever or for one epoch.
+        """Yields packs, forever or for one epoch.
 
         Raises:
-            UserError: a mistake that only a worker could notice; its message is the worker's sentence.
+            UserError: a mistake that only a worker could detect, with the worker's message.
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
         """
         packs = self._own_packs()
@@ -101,7 +102,7 @@ class PackLoader:
             yield pack
 
     def _tell_of_hidden(self, pack: Pack) -> None:
-        """Warns once that the chat template leaves something out: the fault is the run's, not the samples'."""
+        """Warns once that the chat template omits something, since the cause is the configuration, not the samples."""
         hidden = [entry for entry in pack.dropped if entry.reason == "template_omits"]
         if hidden:
             self._told_of_hidden = True
@@ -112,10 +113,10 @@ class PackLoader:
             )
 
     def statistics(self) -> PackStatistics:
-        """Fill, padding by cause, delay, samples held and spread of cost of all packs that were yielded so far.
+        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
 
         Raises:
-            PackingError: the loader was made without ``capacity``.
+            PackingError: the loader was built without ``capacity``.
         """
         if self._monitor is None:
             raise PackingError(
@@ -137,10 +138,10 @@ class PackLoader:
             yield pack
 
     def save_state(self) -> Any:
-        """State after the last pack that was yielded; holds builtins and Energon's own state classes only.
+        """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
 
         Raises:
-            PackingError: before the first pack (Energon would wait for its workers for ever).
+            PackingError: before the first pack (Energon would wait forever for its workers).
         """
         if not self._started:
             raise PackingError("the loader has no state before its first pack; save after one was read")
@@ -163,16 +164,16 @@ def build_dataset(
     batch_size: int | None = None,
     packing_buffer_size: int | None = None,
 ) -> Any:
-    """The Energon data set of packs for one data-parallel rank.
+    """Builds the Energon data set of packs for one data-parallel rank.
 
     Args:
-        rank: data-parallel rank; ranks of one replica use the same.
-        split: part of the data set; None takes ``data.split``.
-        workers: loader processes; None takes ``data.workers``.
+        rank: data-parallel rank; all ranks of one replica use the same.
+        split: part of the data set; None uses ``data.split``.
+        workers: loader processes; None uses ``data.workers``.
         task_encoder: None builds one from the configuration.
-        batch_size: None or 1, as Energon's.
+        batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
-            buffers of that many by Energon's own wrapper.
+            buffers of that many samples with Energon's own wrapper.
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
@@ -220,11 +221,11 @@ def build_loader(
     agree: Agree | None = None,
     **arguments: Any,
 ) -> PackLoader:
-    """A loader of packs for one data-parallel rank.
+    """Builds a loader of packs for one data-parallel rank.
 
     Args:
-        prefetch, agree: as `PackLoader`.
-        task_encoder, data_parallel_group, arguments: as `build_dataset`.
+        prefetch, agree: as for `PackLoader`.
+        task_encoder, data_parallel_group, arguments: as for `build_dataset`.
     """
     if not config.data.path:
         raise ConfigError(NO_PATH)
@@ -244,7 +245,7 @@ def build_loader(
 
 
 def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
-    """The task encoder of a configuration.
+    """Builds the task encoder of a configuration.
 
     Raises:
         ConfigError: the processor or a size cannot be used.
@@ -253,7 +254,7 @@ def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
 
 
 def data_fingerprint(config: RunConfig) -> dict[str, Any]:
-    """What identifies the data and their order: shard counts of the data set, split, shuffle buffer, seed."""
+    """Returns what identifies the data and their order: shard counts of the data set, split, shuffle buffer, seed."""
     digest = hashlib.sha256()
     root = Path(config.data.path)
     for file in sorted(
@@ -273,7 +274,7 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_pin_memory_warning() -> Iterator[None]:
-    """Energon asks for pinned memory always; that a machine without an accelerator has none is no news."""
+    """Hides torch's warning on machines without an accelerator: Energon always asks for pinned memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
         yield
@@ -285,7 +286,7 @@ _WORKER_TRACEBACK = re.compile(
 
 
 def _without_worker_traceback(error: Exception) -> Exception:
-    """torch re-raises a worker's exception with the traceback as its message: gives the sentence back."""
+    """Returns the error with its original message: torch puts a worker's whole traceback into it."""
     message = str(error)
     if not _WORKER_TRACEBACK.match(message):
         return error

@@ -1,4 +1,4 @@
-"""Limits of a sample that lie above those of a pack: lowered, and said so once."""
+"""Lowers limits of a sample that are above those of a pack, with one warning."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PAIRS = (
     ("max_visual_tokens", "seq_length"),
     ("max_images", "max_images_per_pack"),
 )
-"""A limit of a sample, and the limit of a pack that it may not be above."""
+"""Each limit of a sample, with the limit of a pack that it may not exceed."""
 
 
 def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfig:
-    """The encoder's configuration with ``encoder.limits`` no higher than what a pack may hold; see `lowered`.
+    """Returns the encoder's configuration with ``encoder.limits`` no higher than what a pack may hold; see `lowered`.
 
     Warns:
-        UserWarning: once, with every limit that was lowered.
+        UserWarning: once, naming every limit that was lowered.
     """
     limits, sentences = lowered(encoder.limits, packing)
     if not sentences:
@@ -31,11 +31,11 @@ def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfi
 
 
 def lowered(limits: LimitsConfig, packing: PackingConfig) -> tuple[LimitsConfig, list[str]]:
-    """The limits no higher than a pack's, and what was lowered: ``max_tokens 9000 to packing.seq_length 4096``.
+    """Returns limits no higher than a pack's, and what was lowered: ``max_tokens 9000 to packing.seq_length 4096``.
 
-    Such a sample would be measured, and then refused because it fits no pack; under the pack's limit it is resized or
-    truncated instead, where ``when_over`` says so. A limit that is None stays None. With ``oversize: split`` nothing is
-    lowered: a sample may be larger than a pack there.
+    Under the higher limit a sample between the two would be measured and then refused because it fits no pack. Under
+    the pack's limit it is resized or truncated if ``when_over`` allows it. A limit that is None stays None. With
+    ``oversize: split`` nothing is lowered, because a sample may then be larger than a pack.
     """
     changed: dict[str, Any] = {}
     sentences: list[str] = []

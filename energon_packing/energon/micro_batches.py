@@ -1,9 +1,9 @@
-"""Micro-batches of single samples: what a trainer that packs in the batch, or does not pack, reads.
+"""Micro-batches of single samples, for a trainer that packs in the batch or does not pack.
 
-`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but chooses
-nothing: the next ``micro_batch_size`` samples of the stream are one micro-batch. They travel as one `PackedBatch`
-without padding, so readers, states and ledgers are those of packs; `energon_packing.bridge.in_batch` gives them the
-form that Megatron-Bridge's collators give them.
+`MicroBatchTaskEncoder` measures, limits, renders and accounts for samples as `PackingTaskEncoder` does, but does not
+choose them: the next ``micro_batch_size`` samples of the stream form one micro-batch. They travel as one `PackedBatch`
+without padding, so readers, states and ledgers are the same as for packs. `energon_packing.bridge.in_batch` turns them
+into the form that Megatron-Bridge's collators produce.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected
 
 UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
-"""Fields of `PackingConfig` that choose what shares a row; nothing is chosen here."""
+"""Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
 
 
 def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
-    """Refuses settings of packs in a mode that makes none.
+    """Refuses settings of packs in a mode that makes no packs.
 
     Args:
         packing: the settings.
@@ -49,18 +49,18 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
 
 
 class MicroBatchTaskEncoder(PackingTaskEncoder):
-    """Gives ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens at a time.
+    """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
 
-    A sample that cannot be rendered leaves its micro-batch with fewer samples. A chosen/rejected pair is two rows and
-    is refused as ``pair``.
+    If a sample cannot be rendered, its micro-batch has fewer samples. A chosen/rejected pair is two rows and is refused
+    as ``pair``.
 
     Args:
-        encoder, parallel, processor, cookers, fingerprint: as `PackingTaskEncoder`.
+        encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
         packing: length and ``oversize`` of a sample, drop budget, ledger; see `UNREAD` for what must stay unset.
-        micro_batch_size: samples of a micro-batch.
+        micro_batch_size: samples per micro-batch.
 
     Raises:
-        ConfigError: no sample in a micro-batch, a setting that nothing reads, or as `PackingTaskEncoder`.
+        ConfigError: ``micro_batch_size`` is below 1, a setting is never read, or as for `PackingTaskEncoder`.
     """
 
     aligns_rows = False
@@ -86,7 +86,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return self.packing.seq_length * self.micro_batch_size
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must agree with."""
+        """Names and values that a saved loader state must match."""
         return {**super().fingerprint(), "micro_batch_size": self.micro_batch_size}
 
     def packed(
@@ -95,7 +95,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         """Micro-batches of the measured samples.
 
         Raises:
-            ConfigError: a buffer, from which Energon would choose what shares a micro-batch.
+            ConfigError: ``packing_buffer_size`` is set, so Energon would choose which samples share a micro-batch.
         """
         if packing_buffer_size is not None:
             raise ConfigError("Micro-batches of single samples are not chosen; leave packing_buffer_size out.")
@@ -108,13 +108,13 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """The samples of one micro-batch, one after the other without padding."""
+        """Joins the samples of one micro-batch, one after the other without padding."""
         batch = thd.assemble(
             joinable([row for sample in samples for row in sample.rows], self.token_fields),
             extra_fields=dict.fromkeys((*self.encoder.config.extra_fields, *self.token_fields), 0),
         )
         pack = self._pack_of(samples, batch)
-        pack.occupied = batch.real_tokens  # nothing is aligned here; the run's form of a row does that later
+        pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows
         return pack
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
@@ -122,5 +122,5 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return list(range(min(self.micro_batch_size, len(samples))))
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
-        """Micro-batches that the samples make."""
+        """Number of micro-batches that the samples fill."""
         return -(-len(samples) // self.micro_batch_size)

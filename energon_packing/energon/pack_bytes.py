@@ -1,7 +1,7 @@
-"""A packed row as one buffer of bytes, for ranks that get their packs from another rank.
+"""A packed row as one buffer of bytes, for ranks that receive their packs from another rank.
 
 The layout is 8 bytes with the length of a JSON header, the header (the class, names, dtypes, shapes, offsets and all
-plain values), and the tensors, each at a multiple of 64 bytes. One buffer is one message; reading it copies nothing.
+plain values), and the tensors, each at a multiple of 64 bytes. One buffer is one message. Reading it copies nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ AnyPack = PackedBatch | WanPack
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}
 
 PIXELS = ("pixel_values", "pixel_values_videos")
-"""Visual inputs that the first pipeline stage alone reads: Bridge's ``vlm_step`` drops the same two on later stages."""
+"""Visual inputs that only the first pipeline stage reads: Bridge's ``vlm_step`` drops the same two on later stages."""
 
 _ALIGNMENT = 64
 _MAPPINGS = ("visual_inputs", "extra")
 _FOREIGN = ("video_metadata",)
-"""Tuples of values that are not ours: a list in them stays one."""
+"""Tuples of values that other libraries define; a list inside them stays a list."""
 
 
 def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
-    """The batch as uint8 ``[n]``.
+    """Returns the batch as uint8 ``[n]``.
 
     Args:
         batch: on the host.
-        pixels: False leaves `PIXELS` out.
+        pixels: False omits `PIXELS`.
     """
     tensors = _tensors(batch, pixels=pixels)
     plain = {
@@ -61,7 +61,7 @@ def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
 
 
 def pack_from_bytes(buffer: torch.Tensor) -> Any:
-    """What `pack_to_bytes` wrote, of the same class; the tensors are views of ``buffer``."""
+    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are views of ``buffer``."""
     length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
     start = _aligned(8 + length)
@@ -84,7 +84,7 @@ def pack_from_bytes(buffer: torch.Tensor) -> Any:
 
 
 def field_digests(batch: AnyPack) -> dict[str, str]:
-    """Name of each tensor -> digest of its values, dtype and shape; 16 hexadecimal digits."""
+    """Maps the name of each tensor to a digest of its values, dtype and shape, 16 hexadecimal digits."""
     digests = {}
     for name, tensor in _tensors(batch, pixels=True).items():
         digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
@@ -95,7 +95,7 @@ def field_digests(batch: AnyPack) -> dict[str, str]:
 
 
 def _tensors(batch: AnyPack, *, pixels: bool) -> dict[str, torch.Tensor]:
-    """Every tensor of a batch by name; ``visual_inputs/pixel_values`` for one of a mapping."""
+    """Every tensor of a batch by name; one inside a mapping is named like ``visual_inputs/pixel_values``."""
     found: dict[str, torch.Tensor] = {}
     for spec in dataclasses.fields(batch):
         value = getattr(batch, spec.name)
@@ -114,7 +114,7 @@ def _mappings(kind: type) -> list[str]:
 
 
 def _tuples(value: Any) -> Any:
-    """JSON has lists only; a batch has tuples only."""
+    """Turns lists into tuples: JSON has only lists, a batch only tuples."""
     if isinstance(value, list):
         return tuple(_tuples(each) for each in value)
     if isinstance(value, dict):
@@ -131,5 +131,5 @@ def _aligned(offset: int) -> int:
 
 
 def _new_buffer(size: int) -> torch.Tensor:
-    """Page-locked where there is a GPU, as the packs of a loader are."""
+    """A buffer, page-locked if there is a GPU, as the packs of a loader are."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

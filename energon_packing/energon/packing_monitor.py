@@ -1,4 +1,4 @@
-"""What online packing is worth, counted pack by pack in bounded memory."""
+"""Statistics of online packing, counted pack by pack in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class PackingMonitor:
     """Counts packs as they are emitted.
 
     Args:
-        capacity: tokens of a full pack, ``packing.seq_length``; shares are of it, whatever the width of a row.
+        capacity: tokens of a full pack, ``packing.seq_length``; shares refer to it, whatever the width of a row.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -24,7 +24,7 @@ class PackingMonitor:
         self._cost_mean = self._cost_squares = self._cost_max = 0.0
 
     def add(self, pack: Pack) -> None:
-        """Counts one pack; one of nothing but padding is counted apart."""
+        """Counts one pack; a pack that contains only padding is counted separately."""
         if pack.padding:
             self.padding_packs += 1
             return
@@ -34,14 +34,14 @@ class PackingMonitor:
         self._occupied += pack.occupied
         self._held = max(self._held, pack.held)
         self._delays.update(pack.delays)
-        # Welford's running variance: costs of 10^9 squared and summed would lose the spread.
+        # Welford's running variance: summing squares of costs near 10^9 would lose the spread to rounding.
         difference = pack.cost - self._cost_mean
         self._cost_mean += difference / self._packs
         self._cost_squares += difference * (pack.cost - self._cost_mean)
         self._cost_max = max(self._cost_max, float(pack.cost))
 
     def statistics(self) -> PackStatistics:
-        """The figures so far; all 0 before the first pack. Delays and samples held are a worker's, not the rank's."""
+        """Returns the figures so far, all 0 before the first pack; delays and samples held are per worker."""
         room = max(self._packs, 1) * self.capacity
         spread = math.sqrt(self._cost_squares / max(self._packs, 1))
         return PackStatistics(

@@ -1,8 +1,9 @@
-"""Which ranks share their packs: a data-parallel replica, its pipeline stages, and who reads for it.
+"""Which ranks share their packs: a data-parallel replica, its pipeline stages, and the rank that reads for it.
 
-A replica is all ranks with one data-parallel rank. The ranks of one of its pipeline stages (tensor and context
-parallel) do the same things in the same order, so they may wait for each other at any time; ranks of different stages
-are at different micro-batches and must not, or a stage would wait for a pack while another waits for its activations.
+A replica is the set of ranks with the same data-parallel rank. The ranks of one of its pipeline stages (tensor and
+context parallel) do the same things in the same order, so they may wait for each other at any time. Ranks of different
+stages are at different micro-batches and must not wait for each other: one stage would wait for a pack while another
+waits for its activations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from energon_packing.errors import ConfigError
 
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for a pack: the first one takes a window of samples to be measured."""
+"""How long a rank waits for a pack: before the first one, a whole window of samples is measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +30,10 @@ class Replica:
         rank: data-parallel rank.
         world_size: number of replicas.
         stage: pipeline stage of this rank.
-        leaders: for each stage, the global rank that gets packs first; the first one is the reader.
+        leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
         members: global ranks of this rank's stage, its leader first.
-        stage_group: gloo group of ``members``; None where it is this rank alone.
-        leader_group: gloo group of ``leaders``, on those ranks only; None where there is one stage.
+        stage_group: gloo group of ``members``; None if this rank is the only one.
+        leader_group: gloo group of ``leaders``, on those ranks only; None if there is one stage.
         global_rank: of this process.
     """
 
@@ -48,7 +49,7 @@ class Replica:
 
     @property
     def reader(self) -> int:
-        """Global rank of the one that reads: first tensor, context and pipeline rank, which Bridge saves state on."""
+        """Global rank of the reader: first tensor, context and pipeline rank, where Bridge saves state."""
         return self.leaders[0]
 
     @property
@@ -63,23 +64,23 @@ class Replica:
 
     @property
     def size(self) -> int:
-        """Ranks of the replica; stages are equally large."""
+        """Number of ranks of the replica; all stages have the same size."""
         return len(self.leaders) * len(self.members)
 
     def new_channel(self) -> int:
-        """Number of a channel between the ranks; all of them make their channels in one order."""
+        """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
         return next(self._channels)
 
     @classmethod
     def of(cls, groups: Any) -> Replica:
-        """The replica of this rank; a collective call of all ranks.
+        """Returns the replica of this rank; a collective call of all ranks.
 
         Args:
             groups: has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's ``ProcessGroupCollection``); a
-                missing one counts as one rank.
+                missing group counts as one rank.
 
         Raises:
-            ConfigError: the groups do not make replicas of one size.
+            ConfigError: the groups do not form replicas of equal size.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return cls()
@@ -98,7 +99,7 @@ class Replica:
                 f"The {len(places)} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
                 "shared inside equal replicas only."
             )
-        # Every rank makes every group, in one order: torch.distributed asks for that.
+        # torch.distributed requires that every rank creates every group, in the same order.
         stage_group = leader_group = None
         for members in stages.values():
             group = _gloo(members)
@@ -120,5 +121,6 @@ class Replica:
 
 
 def _gloo(ranks: list[int]) -> Any:
-    """Packs are on the host when they are made, and when a step takes them: they travel there, whatever the backend."""
+    """Creates a gloo group, whatever the run's backend: packs are on the host, both when made and when a step reads
+    them."""
     return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo") if len(ranks) > 1 else None

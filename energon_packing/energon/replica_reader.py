@@ -1,10 +1,10 @@
-"""Packs for every rank of a replica: one rank reads and passes them on, or all read and compare.
+"""Packs for every rank of a replica: one rank reads and passes them on, or all ranks read and compare.
 
-`OneReader` is the rule: one rank reads, so whatever it decides (a sample dropped because its video did not decode, an
-error, the end of the data) is decided for all of them, and a video is decoded once. `EveryReader` lets each rank read
-for itself and stops the run at the first pack in which they differ.
+`OneReader` is the normal case. One rank reads, so its decisions (a sample dropped because its video did not decode, an
+error, the end of the data) hold for all ranks, and each video is decoded once. `EveryReader` lets each rank read for
+itself and stops the run at the first pack that differs between ranks.
 
-Both number their packs: a rank that was not restored with the others is found at its first pack.
+Both number their packs, so a rank that was not restored with the others is detected at its first pack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFIX = 3  # kind, number of the pack, bytes of the payload
 
 
 class PackSource(Protocol):
-    """What one rank reads: batches with a state that can be saved after each of them."""
+    """What one rank reads: batches, with a state that can be saved after each of them."""
 
     def __next__(self) -> PackedBatch:
         """The next batch, or `StopIteration`."""
@@ -41,15 +41,15 @@ class PackSource(Protocol):
 
 
 class _Post:
-    """Sends messages to the leader of a later stage, in order, in a thread of its own.
+    """Sends messages to the leader of a later stage, in order, in its own thread.
 
-    That stage asks for a pack when it comes to it, which may be after many steps of the first one; a send that waits
-    for it would stop the pipeline that it waits for.
+    A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
+    the pipeline that it waits for.
 
     Args:
         destination: global rank of that leader.
         group: of all leaders.
-        channel: tag of the messages: those of two readers on one replica travel side by side, and never mix.
+        channel: tag of the messages, which keeps those of two readers on one replica apart.
     """
 
     def __init__(self, destination: int, group: Any, channel: int) -> None:
@@ -68,7 +68,7 @@ class _Post:
                 if payload is not None:
                     torch.distributed.send(payload, self._destination, group=self._group, tag=self._tag)
         except RuntimeError:
-            return  # the other rank is gone; the run ends at its next collective, which says so
+            return  # the other rank is gone; the run ends at its next collective, which reports it
 
 
 class _Channel:
@@ -88,7 +88,7 @@ class _Channel:
     def send(
         self, kind: int, number: int, payload: torch.Tensor | None = None, later: torch.Tensor | None = None
     ) -> None:
-        """From the reader.
+        """Sends a message from the reader to all other ranks.
 
         Args:
             payload: uint8, for this stage.
@@ -98,12 +98,12 @@ class _Channel:
         self._spread(_prefix(kind, number, payload), payload)
 
     def post(self, kind: int, number: int, payload: torch.Tensor | None) -> None:
-        """From the reader to the later stages alone; returns at once."""
+        """Sends a message from the reader to the later stages only; returns at once."""
         for post in self._posts:
             post.put(_prefix(kind, number, payload), payload)
 
     def receive(self) -> tuple[int, int, torch.Tensor | None]:
-        """On every other rank: kind, number and payload."""
+        """Receives kind, number and payload; called on every rank but the reader."""
         replica = self.replica
         prefix = torch.empty(_PREFIX, dtype=torch.int64)
         if not replica.is_leader:
@@ -118,7 +118,7 @@ class _Channel:
         return self._spread(prefix, payload)
 
     def _spread(self, prefix: torch.Tensor, payload: torch.Tensor | None) -> tuple[int, int, torch.Tensor | None]:
-        """From the leader of a stage to its other ranks."""
+        """Broadcasts a message from the leader of a stage to its other ranks."""
         replica = self.replica
         if replica.stage_group is not None:
             try:
@@ -144,7 +144,7 @@ def _reader_gone(replica: Replica, error: Exception) -> PackingError:
 
 
 class _Numbered:
-    """What both readers share: they count packs, and their state is that of the source with the count."""
+    """What both readers share: they count packs, and their state is the source's state plus the count."""
 
     def __init__(self, source: PackSource | None, replica: Replica) -> None:
         self._source = source
@@ -156,14 +156,14 @@ class _Numbered:
         return self  # type: ignore[return-value]
 
     def save_state(self) -> dict[str, Any]:
-        """State after the last pack: of the source where this rank reads, and how many packs there were."""
+        """Returns the state after the last pack: the source's, if this rank reads, and the number of packs."""
         return {"packs": self.packs, "source": None if self._source is None else self._source.save_state()}
 
     def restore_state(self, state: Any) -> None:
-        """Continues after the pack at which ``state`` was saved; every rank of the replica calls it with one state.
+        """Continues after the pack at which ``state`` was saved; all ranks of the replica call it with the same state.
 
         Raises:
-            ConfigError: no state of this class, or one of a rank that does not read, for one that does.
+            ConfigError: not a state of this class, or this rank reads and the state is from a rank that does not.
         """
         if not (isinstance(state, dict) and set(state) == {"packs", "source"}):
             raise ConfigError("The loader state of this checkpoint was not saved by PackedEnergonDatasetConfig.")
@@ -186,7 +186,7 @@ class OneReader(_Numbered):
     """Packs of one replica, read by one of its ranks.
 
     Args:
-        source: what that rank reads; None on all others.
+        source: what that rank reads; None on all other ranks.
         replica: of this rank.
     """
 
@@ -200,9 +200,9 @@ class OneReader(_Numbered):
 
         Raises:
             StopIteration: the reader's data have ended; on all ranks.
-            UserError: what the reader raised, if it is a user's mistake; on all ranks of the first stage, and on those
-                of later ones that come to ask.
-            PackingError: what else the reader raised; the ranks are at different packs; the reader is gone.
+            UserError: the reader raised it because of a user's mistake; on all ranks of the first stage, and on ranks
+                of later stages that ask for this pack.
+            PackingError: the reader raised any other error, the ranks are at different packs, or the reader is gone.
         """
         batch = self._receive() if self._source is None else self._read(self._source)
         self.packs += 1
@@ -243,7 +243,7 @@ class EveryReader(_Numbered):
     Args:
         source: what this rank reads; the same on all ranks of the replica.
         replica: of this rank.
-        compare_every: compare each so many packs; the first is always compared.
+        compare_every: compare every this many packs; the first pack is always compared.
     """
 
     def __init__(self, source: PackSource, replica: Replica, *, compare_every: int = 1) -> None:
@@ -254,13 +254,13 @@ class EveryReader(_Numbered):
         self._every = compare_every
 
     def __next__(self) -> PackedBatch:
-        """The next pack, after comparing it where it is its turn.
+        """The next pack, compared with the other ranks' if a comparison is due.
 
         Raises:
             StopIteration: the data have ended, on all ranks of the stage.
-            PackingError: ranks read different packs, or one of them could read none; the message names the first sample
-                or tensor that differs, and the ranks.
-            Exception: what this rank's own reading raised, where it is not the turn of a comparison.
+            PackingError: ranks read different packs, or one of them could not read its pack; the message names the
+                first sample or tensor that differs, and the ranks.
+            Exception: this rank's own reading raised it, and no comparison was due.
         """
         batch: PackedBatch | None = None
         failure: Exception | None = None
@@ -312,7 +312,7 @@ def _description(batch: PackedBatch | None, failure: Exception | None, number: i
 
 
 def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
-    """One sentence about the first thing in which ranks of a replica differ."""
+    """Describes the first difference between ranks of a replica in one sentence."""
     way_out = (
         "each rank of a replica reads for itself here (dataset.readers=every), and they must read the same; a decoder "
         "that fails or times out on one of them is the usual cause; dataset.readers=one lets one rank read for all"
@@ -345,7 +345,7 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
 
 
 def _same_error(told: dict[str, Any], replica: Replica) -> Exception:
-    """The reader's error on another rank: a user's mistake as one, anything else as a `PackingError`."""
+    """Returns the reader's error for another rank: a user's mistake as such, anything else as a `PackingError`."""
     if told["user"]:
         return ConfigError(told["message"]) if told["name"] == "ConfigError" else UserError(told["message"])
     return PackingError(

@@ -1,7 +1,7 @@
-"""Task encoders without packing: one row a conversation, padded to the longest of its micro-batch.
+"""Task encoders without packing: one row per conversation, padded to the longest row of its micro-batch.
 
-They are the same encoders that stand under `PackingTaskEncoder`: for validation data, for a first look at a data set,
-or for a trainer that packs by itself. Every one is a plain Energon task encoder::
+They use the same conversation encoders as `PackingTaskEncoder`. Use them for validation data, for a first look at a
+data set, or for a trainer that packs by itself. Each is a plain Energon task encoder::
 
     task_encoder = TextImageTaskEncoder(EncoderConfig(processor="path/to/processor"), max_length=4096)
     dataset = get_train_dataset("out/data", task_encoder=task_encoder, batch_size=4, ...)
@@ -42,10 +42,10 @@ from energon_packing.thd.rows import join_visual_inputs
 
 @edataclass
 class SampleBatch(Batch):
-    """A micro-batch of conversations, one a row, padded at the right.
+    """A micro-batch of conversations, one per row, padded on the right.
 
     Attributes:
-        input_ids, labels: int64 ``[B, T]``; padding is the pad token, and -100.
+        input_ids, labels: int64 ``[B, T]``; padding is the pad token in ``input_ids`` and -100 in ``labels``.
         loss_mask: float32 ``[B, T]``, 0 on padding.
         attention_mask: bool ``[B, T]``, True on tokens of a sample.
         position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
@@ -69,25 +69,26 @@ class SampleBatch(Batch):
 
 
 class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
-    """Conversations with images and videos in any order and number; the others below take fewer kinds of media.
+    """Conversations with images and videos in any order and number; the classes below accept fewer kinds of media.
 
     Args:
         encoder: processor, prompt and limits; limits of one data set of a blend replace them for its samples.
-        max_length: tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
-        truncate: cut longer samples after the last assistant turn that fits.
+        max_length: maximum tokens of a sample; a longer one is dropped as ``oversize``, or truncated.
+        truncate: whether longer samples are cut after the last assistant turn that fits.
         multiple: every row is padded to a multiple of this.
-        pad_to_max_length: every row is ``max_length`` long.
+        pad_to_max_length: whether every row is padded to ``max_length``.
         ledger: directory of the ledger files; None keeps the ledger in the batches only.
-        drop_budget: share of the samples read that may be dropped; the run stops when more are, beyond doubt.
-        max_drops_without_pack: samples that may be dropped without a micro-batch between them before the run stops.
+        drop_budget: share of the samples read that may be dropped; the run stops once the share is surely larger.
+        max_drops_without_pack: samples that may be dropped in a row, with no micro-batch between them, before the run
+            stops.
         processor: an already loaded processor; None loads ``encoder.processor``.
-        cookers: for data sets that ``convert`` did not write; they are asked before our own.
+        cookers: for data sets that ``convert`` did not write; they are tried before our own.
 
     Raises:
-        ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is wrong.
+        ConfigError: the processor cannot be used, the modality contradicts ``encoder.modality``, or a size is invalid.
     """
 
-    decoder = None  # Energon's would decode every medium before a sample is measured.
+    decoder = None  # Energon's decoder would decode every image and video before a sample is measured.
     encoder_class: ClassVar[type[ConversationEncoder]] = MixedEncoder
 
     def __init__(
@@ -123,7 +124,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
-        """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
+        """Measures one conversation. Never raises: an error becomes the sample's problem."""
         problem = sample.problem
         measured: AnyMeasured | None = None
         if problem is None:
@@ -146,11 +147,11 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
-        """Decodes the media of one sample and makes its row; what cannot be used goes to the ledger.
+        """Decodes the media of one sample and makes its row; a sample that cannot be used goes to the ledger.
 
         Raises:
-            SkipSample: Energon's word for "go on with the next one"; the sample is in the ledger.
-            FatalSampleError: the configuration cannot work, or the drop budget is spent.
+            SkipSample: the sample is in the ledger; Energon continues with the next one.
+            FatalSampleError: the configuration cannot work, or the drop budget is used up.
         """
         ledger = self._worker_ledger()
         ledger.read += 1
@@ -201,7 +202,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def build_batch(self, dataset: SavableDataset[Any], **arguments: Any) -> SavableDataset[Any]:
-        """Energon's, after a look at the limits of a subclass.
+        """Energon's hook, after a check of the failure limits of a subclass.
 
         Raises:
             ConfigError: a function may fail without limit.
@@ -210,7 +211,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return super().build_batch(dataset, **arguments)
 
     def _worker_ledger(self) -> Ledger:
-        """One a worker: made on first use, when the worker process is known."""
+        """Returns the ledger of this worker, created on first use, when the worker process is known."""
         if self._ledger is None:
             config = WorkerConfig.active_worker_config
             rank, worker = (0, 0) if config is None else (config.rank, config.rank_worker_id())
@@ -225,12 +226,12 @@ class TextTaskEncoder(MixedTaskEncoder):
 
 
 class TextImageTaskEncoder(MixedTaskEncoder):
-    """Conversations with any number of images, none included."""
+    """Conversations with any number of images, including none."""
 
     encoder_class = TextImageEncoder
 
 
 class TextVideoTaskEncoder(MixedTaskEncoder):
-    """Conversations with any number of videos, none included."""
+    """Conversations with any number of videos, including none."""
 
     encoder_class = TextVideoEncoder

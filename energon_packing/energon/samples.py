@@ -1,4 +1,4 @@
-"""What flows between the stages of the loader. All are Energon samples, so that keys and restore keys follow along."""
+"""What passes between the stages of the loader. All are Energon samples, so they carry keys and restore keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = TypeVar("Batch", default=PackedBatch)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """Why a sample goes no further. It travels in the sample's place, so that one place can account for it.
+    """Why a sample is dropped. It travels in the sample's place, so that all drops are accounted for in one place.
 
     Attributes:
         reason, detail: for the ledger.
@@ -36,7 +36,7 @@ class Problem:
 
     @classmethod
     def of(cls, error: Exception) -> Problem:
-        """What an error in measuring says of its sample."""
+        """Returns the problem for an error raised while measuring."""
         if isinstance(error, SampleRejected):
             return cls(reason=error.reason, detail=error.detail, length=error.length)
         if isinstance(error, UserError):
@@ -49,8 +49,8 @@ class ConversationSample(Sample):
     """A conversation and the store that holds its media.
 
     Attributes:
-        conversation: None where cooking failed; then ``problem`` says why.
-        store: gives ``(bytes, source)`` for the name of a medium; None for text.
+        conversation: None if cooking failed; ``problem`` then tells why.
+        store: maps the name of an image or video to ``(bytes, source)``; None for text.
     """
 
     conversation: Conversation | None
@@ -62,7 +62,7 @@ class ConversationSample(Sample):
 class MeasuredSample(Sample):
     """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it.
 
-    ``split`` holds its pieces where it fits no pack; `energon_packing.energon.split_pieces` makes samples of them.
+    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.split_pieces` turns them into samples.
     """
 
     measured: AnyMeasured | None
@@ -73,12 +73,12 @@ class MeasuredSample(Sample):
 
 
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
-    """Enters a sample that was not measured into the ledger.
+    """Writes a sample that was not measured to the ledger.
 
     Raises:
-        Exception: the sample's fatal problem, where it has one.
+        Exception: the sample's fatal problem, if it has one.
         PackingError: the sample has no problem either.
-        DropBudgetExceeded: by the ledger.
+        DropBudgetExceeded: raised by the ledger.
     """
     problem = sample.problem
     if problem is None:
@@ -89,7 +89,7 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
-    """The bytes of a medium.
+    """Returns the bytes of an image or video.
 
     Raises:
         KeyError: the sample has no store, or the store lacks the name.
@@ -114,22 +114,22 @@ class RenderedSample(Sample):
 
 @edataclass
 class Pack(Sample, Generic[Batch]):
-    """What the loader yields: one packed row, and what was dropped since the pack before it.
+    """What the loader yields: one packed row, and what was dropped since the previous pack.
 
     Attributes:
-        batch: the row; a `PackedBatch`, unless a subclass says otherwise.
-        keys: of the source samples, in order; a preference pair is one of them and two segments of the row.
+        batch: the row; a `PackedBatch`, unless a subclass uses another type.
+        keys: of the source samples, in order; a preference pair is one sample and two segments of the row.
         dropped: ledger entries of this worker since its last pack.
         changed: how samples of this pack differ from their records.
         index: running number of the pack in its worker, from 0.
-        flush: the pack was selected after the source had ended, when no further sample could fill it.
+        flush: whether the pack was selected after the source had ended, when no further sample could fill it.
         cost: of all its segments, by `energon_packing.packing.balance.pack_cost`.
-        occupied: tokens that the samples occupy with their alignment padding; the tail of the row is not among them.
+        occupied: tokens of the samples with their alignment padding, without the tail of the row.
         delays: for each sample, how many samples its worker measured after it and before this pack.
         held: samples that the worker held when the pack was made.
         worker: which worker of the rank made it.
-        ahead: packs that this worker will still make whatever the source holds; 0 where that is unknown.
-        padding: nothing but padding, to give all ranks equally many packs.
+        ahead: packs that this worker will still make whatever the source holds; 0 if unknown.
+        padding: whether the pack contains only padding, so that all ranks have equally many packs.
     """
 
     batch: Batch

@@ -1,7 +1,7 @@
-"""The pieces of split samples as samples of their own, between measuring and packing.
+"""Turns the pieces of split samples into separate samples, between measuring and packing.
 
-Energon's `MapDataset` could do this with a generator; its documentation calls that broken for saved states. Here the
-state is the restore key of the sample that is being handed out and the number of its next piece.
+Energon's `MapDataset` could do this with a generator, but its documentation calls that broken for saved states. Here
+the state is the restore key of the current sample and the number of its next piece.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from energon_packing.errors import ConfigError, SampleRejected
 
 
 class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
-    """Hands out one piece after another; other samples as they are. Its name is written into states and restore keys.
+    """Yields the pieces of split samples, and all other samples unchanged. Saved states and restore keys contain the
+    class name.
 
     Args:
-        dataset: yields measured samples; one with ``split`` set comes out as its pieces ``key#0``, ``key#1``, ...
+        dataset: yields measured samples; one with ``split`` set is replaced by its pieces ``key#0``, ``key#1``, ...
     """
 
     _savable_fields = ("_whole_key", "_next")
@@ -35,12 +36,12 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Begins with no sample whose pieces wait."""
-        self._whole_key: Any = None  # of the sample whose pieces are being handed out
+        """Starts with no pending pieces."""
+        self._whole_key: Any = None  # of the sample whose pieces are being yielded
         self._next = 0  # number of its next piece
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """The source's: how many pieces come of it is unknown before they are measured."""
+        """Returns the source's length; the number of pieces is unknown before the samples are measured."""
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -62,7 +63,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
         self._whole_key, self._next = None, 0
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
-        """Makes a piece again from its restore key."""
+        """Rebuilds a piece from its restore key."""
         name, number, *inner = restore_key
         if name != type(self).__name__:
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
@@ -78,7 +79,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
 
 
 def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
-    """One piece of a split sample: measured, or with its problem."""
+    """Returns one piece of a split sample: measured, or with its problem."""
     if sample.split is None:
         raise ConfigError(f"sample {sample.__key__} was not split")
     piece = sample.split.pieces[number]

@@ -1,11 +1,11 @@
 """The packing task encoder: Energon's stages from a cooked conversation to a packed row.
 
-1. ``preencode_sample`` measures: tokens, targets and the exact length, without pixels.
-2. `WindowPackingDataset`, put in by ``build_batch``, selects.
+1. ``preencode_sample`` measures tokens, targets and the exact length, without pixels.
+2. `WindowPackingDataset`, inserted by ``build_batch``, selects.
 3. ``postencode_sample`` renders the samples of one pack.
 4. ``pack_selected_samples`` assembles the row.
 
-Energon's own ``packing_buffer_size`` stays usable: then steps 2 to 4 run in its `PackingDataset` of disjoint buffers.
+Energon's own ``packing_buffer_size`` works too: steps 2 to 4 then run in its `PackingDataset` of disjoint buffers.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class PackingTaskEncoder(WindowTaskEncoder):
     """Measures, selects, renders and assembles conversations; every name here is part of Energon's contract.
 
     Args:
-        encoder: processor, prompt and limits, which are lowered to those of a pack; or encoders of your own making
-            (`SampleEncoder`), of which the first that accepts a conversation measures and renders it. Their limits stay
-            as they are, but for data sets of a blend with limits of their own: those need a `ConversationEncoder`, and
-            are lowered to a pack's together with what they leave standing.
+        encoder: processor, prompt and limits, which are lowered to those of a pack; or your own encoders
+            (`SampleEncoder`), of which the first that accepts a conversation measures and renders it. Limits of your
+            own encoders are not lowered, except for data sets of a blend that set limits: these need a
+            `ConversationEncoder`, and the combined limits are lowered to a pack's.
         packing: row length, window and what to do with samples that do not fit.
-        parallel: sizes that the alignment multiple follows from.
+        parallel: parallel sizes, which determine the alignment multiple.
         processor: an already loaded processor; None loads ``encoder.processor``.
-        cookers: for data sets that ``convert`` did not write; they are asked before our own. A cooker returns a
+        cookers: for data sets that ``convert`` did not write; they are tried before our own. A cooker returns a
             `ConversationSample`.
-        fingerprint: further names and values that a saved state must agree with.
+        fingerprint: further names and values that a saved state must match.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
@@ -71,7 +71,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     packing: PackingConfig
     limits: PackLimits
     aligns_rows = True
-    """Whether rows are padded here, segment by segment; a subclass may leave that to the trainer."""
+    """Whether each segment of a row is padded here; a subclass may leave that to the trainer."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             patches=packing.max_patches_per_pack,
             segments=packing.max_segments_per_pack,
             cost=packing.max_cost_per_pack,
-            # Where a dummy image has room, a masked segment has it too.
+            # If there is room for a dummy image, there is room for a masked segment too.
             lone_room=self.aligns_rows and reserved == 0,
         )
         self.cookers = (*cookers, RECORD_COOKER)
@@ -116,7 +116,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         self._extra_fingerprint = dict(fingerprint or {})
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must agree with."""
+        """Names and values that a saved loader state must match."""
         encoders = [encoder.fingerprint() for encoder in self.encoders]
         return {
             **encoders[0],
@@ -145,7 +145,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
-        """Measures one conversation. Never raises: what goes wrong becomes the sample's problem."""
+        """Measures one conversation. Never raises: an error becomes the sample's problem."""
         problem = sample.problem
         measured: AnyMeasured | None = None
         split: MeasuredSplit | None = None
@@ -175,7 +175,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         )
 
     def _measured(self, encoder: SampleEncoder, conversation: Conversation, *, most: int) -> AnyMeasured:
-        """The measured sample; where the configuration says so, cut to `most` tokens."""
+        """Measures the sample, cut to `most` tokens if the configuration asks for truncation."""
         if conversation.is_pair:
             return encoder.measure_pair(conversation)
         if self.packing.oversize == "truncate" and most > 0:
@@ -183,11 +183,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return encoder.measure(conversation)
 
     def _lacks_room(self, measured: AnyMeasured) -> bool:
-        """Whether a sample fits a row, and the masked segment that it needs there when it is alone does not."""
+        """Whether a sample fits a row, but not together with the masked segment that it needs if it is alone there."""
         return self.limits.too_long(measured) and self.limits.length_units(measured) <= self.limits.units
 
     def _tighter(self, encoder: SampleEncoder) -> SampleEncoder:
-        """The encoder with less room for a sample, where it makes samples fit: by resizing, or by cutting turns."""
+        """Returns the encoder with a lower token limit if it makes samples fit, by resizing or by cutting turns."""
         most = self.limits.tokens - self.multiple
         if not isinstance(encoder, ConversationEncoder) or most < 1:
             return encoder
@@ -197,13 +197,13 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return encoder.under(dataclasses.replace(limits, max_tokens=min(limits.max_tokens, most)))
 
     def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
-        """The pieces of a sample that fits no pack, where the configuration wants them; pairs are never split."""
+        """Returns the pieces of a sample that fits no pack, if splitting is configured; pairs are never split."""
         if self.packing.oversize != "split" or not isinstance(measured, Measured):
             return None
         if self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
             return None
         limits = self.limits
-        # Every piece may be alone in its row, and what fits must not depend on whether a length happens to be aligned.
+        # Any piece may be alone in its row, and whether it fits must not depend on its length being aligned.
         most = limits.tokens - self.multiple * (limits.lone_room and self.multiple > 1)
 
         def fits(tokens: int, images: int, patches: int) -> bool:
@@ -214,7 +214,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         )
 
     def _accepting(self, conversation: Conversation) -> int:
-        """Number of the first encoder that takes the conversation; the last one says why where none does."""
+        """Returns the index of the first encoder that accepts it; else that of the last, which raises the reason."""
         accepting = (number for number, encoder in enumerate(self.encoders) if encoder.accepts(conversation))
         return next(accepting, len(self.encoders) - 1)
 
@@ -251,7 +251,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return RenderedSample.derive_from(sample, rows=rows, cost=cost, changes=sample.measured.changes)
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
-        """For Energon's own disjoint buffers: the whole list at once, best-fit decreasing; bad samples are left out."""
+        """Packs one of Energon's own disjoint buffers as a whole, best-fit decreasing; bad samples are left out."""
         good = [sample for sample in samples if sample.measured is not None]
         measured = [sample.measured for sample in good if sample.measured is not None]
         costs = self.limits.costs(measured)
@@ -265,7 +265,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return [[pack[at] for at in self._visible([sample.measured for sample in pack])] for pack in packs]
 
     def arrange(self, samples: Sequence[RenderedSample]) -> list[int]:
-        """The order of a pack's samples in its row: see `visible_order`."""
+        """Returns the order of a pack's samples in its row; see `visible_order`."""
         lengths = [[int(row["input_ids"].shape[0]) for row in sample.rows] for sample in samples]
         return visible_order(lengths, self.multiple) if self.aligns_rows else list(range(len(samples)))
 
@@ -274,8 +274,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
-        """Assembles the row of one pack, in the order given; a member that failed may have left a padded one last, and
-        its room to a masked segment.
+        """Assembles the row of one pack, in the order given.
+
+        If a member failed to render, a padded segment may be last; a masked segment then uses the room of that member.
         """
         batch = self._assemble([row for sample in samples for row in sample.rows])
         if batch.total_tokens > self.packing.seq_length:
@@ -283,7 +284,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return self._pack_of(samples, batch)
 
     def _pack_of(self, samples: Sequence[RenderedSample], batch: thd.PackedBatch) -> Pack:
-        """The pack of a row with what is known of its samples."""
+        """Returns the pack of a row, with the information about its samples."""
         return Pack(
             **self.pack_fields(samples),
             batch=batch,
@@ -291,12 +292,12 @@ class PackingTaskEncoder(WindowTaskEncoder):
         )
 
     def padding_pack(self) -> Pack:
-        """A pack of no sample: one fully masked segment, the dummy image where there is one."""
+        """Returns a pack without samples: one fully masked segment, which is the dummy image if there is one."""
         batch = self._assemble([])
         return Pack(__key__="", __restore_key__=(), __subflavors__={}, __sources__=(), batch=batch, padding=True)
 
     def _assemble(self, rows: list[dict[str, Any]]) -> thd.PackedBatch:
-        """The row of samples, with the dummy image where they bring no media; a filler where there are none."""
+        """Assembles the row; adds the dummy image if the samples have no media, or a filler if there are no samples."""
         extra = dict.fromkeys(self.encoder.config.extra_fields, 0.0)
         fillers: list[dict[str, Any]] = []
         if self.dummy is not None and needs_dummy(rows):
@@ -325,7 +326,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def packed(
         self, dataset: SavableDataset[Any], packing_buffer_size: int | None, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Packs of the measured samples, from the window or from disjoint buffers; long samples split where wanted."""
+        """Packs the measured samples, from the window or from disjoint buffers; splits long samples if configured."""
         if self.packing.oversize == "split":
             dataset = SplitPieces(dataset, worker_config=worker_config)
         if packing_buffer_size is None:

@@ -1,4 +1,4 @@
-"""A savable buffer of samples from which any positions can be taken at once."""
+"""A savable buffer of samples from which several positions can be taken at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Held(NamedTuple):
 
     Attributes:
         samples: in order.
-        keys: the stored restore key of each; a sample's own may be another one by now.
+        keys: the stored restore key of each; the sample's own key may have changed since.
         arrivals: number of each sample in its worker's stream, from 0.
     """
 
@@ -23,10 +23,10 @@ class Held(NamedTuple):
 
 
 class WindowBuffer(SavableSampleBuffer):
-    """Energon's sample buffer with shallow saves; its name is written into saved states, so it stays.
+    """Energon's sample buffer with shallow saves. Saved states contain the class name, so it must not change.
 
-    Restore keys are tuples that nobody changes: a shallow list of them is a full copy, thirty times faster than the
-    deep one, which makes a checkpoint after every pack affordable.
+    Restore keys are tuples that are never changed, so a shallow copy of the list is enough. It is thirty times faster
+    than a deep copy, which makes a checkpoint after every pack affordable.
     """
 
     _savable_fields = ("_restore_keys", "_arrivals")
@@ -47,7 +47,7 @@ class WindowBuffer(SavableSampleBuffer):
         self._arrivals.extend(held.arrivals)
 
     def take(self, positions: Sequence[int]) -> Held:
-        """Removes the samples at ``positions``, and returns them in that order."""
+        """Removes the samples at ``positions`` and returns them in that order."""
         held = Held(
             samples=[self._buffer[position] for position in positions],
             keys=[self._restore_keys[position] for position in positions],
@@ -60,7 +60,7 @@ class WindowBuffer(SavableSampleBuffer):
         return held
 
     def save_state(self) -> FlexState:
-        """Restore keys and arrivals; the samples are read again from the keys."""
+        """Returns restore keys and arrivals; on restore, the samples are read again from the keys."""
         return FlexState(
             __class__=type(self).__name__, _restore_keys=list(self._restore_keys), _arrivals=list(self._arrivals)
         )

@@ -1,10 +1,10 @@
 """The packing window: a savable data set wrapper that selects, renders and assembles packs with carry-over.
 
 Energon's own `PackingDataset` packs disjoint buffers: what does not fit at the end of a buffer becomes a short pack.
-Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next one, so that a small
-window reaches the fill of a whole list. What a failing sample costs is that sample alone.
+Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next pack. This way a
+small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
-The two buffers hold measured samples only; nothing is decoded before its pack is due.
+The two buffers hold measured samples only; a sample is decoded when its pack is due.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from energon_packing.ledger import Ledger
 
 
 class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
-    """Packs from a sliding window. Its name is written into states and restore keys, so it stays.
+    """Packs from a sliding window. Saved states and restore keys contain the class name, so it must not change.
 
     Args:
-        dataset: yields `MeasuredSample`, bad ones as their problem.
-        window: measured samples held for selection.
-        balance_window: finished plans that are reordered before emission; 1 keeps the order.
-        packer: chooses, renders and assembles the packs, and gives this worker its ledger.
-        fingerprint: names and values that a saved state must agree with.
+        dataset: yields `MeasuredSample`; a bad sample carries its problem.
+        window: number of measured samples held for selection.
+        balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
+        packer: chooses, renders and assembles the packs, and creates this worker's ledger.
+        fingerprint: names and values that a saved state must match.
     """
 
     _savable_fields = (
@@ -72,15 +72,15 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        """Begins with an empty window, no plans, and indices from 0."""
-        self._restored: FlexState | None = None  # the state that the next iteration begins with
+        """Starts with an empty window, no plans, and indices from 0."""
+        self._restored: FlexState | None = None  # the state that the next iteration starts from
         self._window = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._planned = WindowBuffer(self.dataset, worker_config=self.worker_config)
         self._plan_lengths: list[int] = []  # samples of each plan, in the order of _planned
         self._ready = 0  # plans at the front of _planned whose order is final
-        self._block = 0  # number of the block that comes after them
+        self._block = 0  # number of the next block
         self._draining = False  # the source is exhausted for this epoch
-        self._arrived = 0  # measured samples that came out of the source
+        self._arrived = 0  # measured samples received from the source
         self._render_index = SampleIndex(self.worker_config, src=self)
         self._pack_index = SampleIndex(self.worker_config, src=self)
 
@@ -92,8 +92,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Energon's bound: a number of samples, since that of packs is unknown."""
-        # Unknown before packing; the number of samples is the bound that Energon's own wrapper reports.
+        """Returns the number of samples, an upper bound; the number of packs is unknown."""
+        # Energon's own wrapper reports the same bound.
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
@@ -113,7 +113,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._draining = False
 
     def _wake(self) -> None:
-        """Reads the samples of a restored state again, and accounts for those that are no longer readable."""
+        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         if self._restored is not None:
@@ -141,7 +141,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                 account_for(sample, self.ledger)
 
     def _fill(self, source: Iterator[MeasuredSample]) -> bool:
-        """Fills the window; False where the source ended."""
+        """Fills the window; returns False if the source ended."""
         while len(self._window.buffer) < self.window:
             try:
                 sample = next(source)
@@ -170,7 +170,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._plan_lengths.append(len(group))
 
     def _settle(self) -> bool:
-        """Orders the next block of plans; False where there are too few to order."""
+        """Orders the next block of plans; returns False if there are too few."""
         size = min(self.balance_window, len(self._plan_lengths))
         ended = self._draining and not self._window.buffer
         if size == 0 or (size < self.balance_window and not ended):
@@ -187,7 +187,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return True
 
     def _emit(self) -> Pack | None:
-        """Renders and assembles the first plan; None where none of its samples could be rendered."""
+        """Renders and assembles the first plan; returns None if none of its samples could be rendered."""
         in_window, in_plans = len(self._window.buffer), len(self._planned.buffer)
         plan = self._planned.take(range(self._plan_lengths.pop(0)))
         self._ready -= 1
@@ -203,14 +203,14 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                     continue
                 except (UserError, PackingError, FatalSampleError, MemoryError):
                     raise
-                except Exception as error:  # a member costs itself alone, whatever went wrong with it
+                except Exception as error:  # whatever failed, only this sample is lost
                     self.ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
                     continue
             restore_keys.append((type(self).__name__, index, *key))
             delays.append(self._arrived - 1 - arrival)
         if not rendered:
             return None
-        # After rendering, since a sample that fails changes which one is last.
+        # After rendering, because a failed sample changes which one is last.
         order = self.packer.arrange(rendered)
         rendered = [rendered[at] for at in order]
         restore_keys, delays = [restore_keys[at] for at in order], [delays[at] for at in order]
@@ -226,7 +226,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return set_sample_restore_key(pack, index, *restore_keys, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
-        """Makes a pack again from its restore key."""
+        """Rebuilds a pack from its restore key."""
         name, index, *members = restore_key
         self._check_name(name)
         rendered = []
@@ -246,7 +246,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
 
     def save_state(self) -> FlexState:
-        """The state with the fingerprint that `restore_state` compares, and what the drop budget has counted."""
+        """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
         if self._restored is not None:
             counts = self._restored.get("counts")
         else:
@@ -254,10 +254,10 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return FlexState(**super().save_state(), fingerprint=dict(self.fingerprint), counts=counts)
 
     def restore_state(self, state: FlexState) -> None:
-        """Takes over a saved state.
+        """Restores a saved state.
 
         Raises:
-            ConfigError: the state was made under other settings; the first that differs is named with both values.
+            ConfigError: the state was saved with different settings; the first that differs is named with both values.
         """
         check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
         super().restore_state(state)

@@ -1,4 +1,4 @@
-"""What the packing encoders of conversations and of clips share: the window that selects, its ledger, its batches."""
+"""What the packing encoders of conversations and clips share: the window that selects, its ledger, its batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from energon_packing.wan.limits import ClipLimits
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """A task encoder whose packs come from a `WindowPackingDataset`.
 
-    It is the `Packer` of that data set. A subclass sets the attributes, and defines ``fingerprint``, ``plan_cost``,
+    It is the `Packer` of that data set. A subclass sets the attributes and defines ``fingerprint``, ``plan_cost``,
     ``arrange``, ``postencode_sample`` and ``pack_selected_samples``.
 
     Attributes:
@@ -38,17 +38,17 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         limits: what a pack holds.
     """
 
-    decoder = None  # Energon's would decode every medium in the first pass, before anything is known about fit.
+    decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
     packing: PackingConfig | TextToVideoPackingConfig
     limits: PackLimits | ClipLimits
 
     @property
     def capacity(self) -> int:
-        """Tokens or patches that a pack holds at most; what `PackLoader.statistics` takes its shares of."""
+        """Maximum tokens or patches of a pack; the shares of `PackLoader.statistics` refer to it."""
         return self.packing.seq_length
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must agree with."""
+        """Names and values that a saved loader state must match."""
         raise NotImplementedError
 
     def plan_cost(self, plan: Sequence[Any]) -> float:
@@ -56,24 +56,24 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         raise NotImplementedError
 
     def arrange(self, samples: Sequence[Any]) -> list[int]:
-        """The order of rendered samples in their row, as positions."""
+        """Returns the order of rendered samples in their row, as positions."""
         raise NotImplementedError
 
     @stateless
     def batch(self, samples: list[Any]) -> Any:
-        """A packed row is a whole micro-batch; there is nothing to stack."""
+        """Returns the only sample: a packed row is a whole micro-batch, so there is nothing to stack."""
         return samples[0]
 
     def packed(
         self, dataset: SavableDataset[Any], packing_buffer_size: int | None, worker_config: WorkerConfig
     ) -> SavableDataset[Any]:
-        """Packs of the measured samples; a subclass may know other ways than the window.
+        """Packs the measured samples from the window; a subclass may support other ways.
 
         Args:
-            packing_buffer_size: samples of a buffer of Energon's own packing; None packs from the window.
+            packing_buffer_size: samples per buffer of Energon's own packing; None packs from the window.
 
         Raises:
-            ConfigError: a buffer, which only a subclass can serve.
+            ConfigError: ``packing_buffer_size`` is set, which only a subclass may support.
         """
         if packing_buffer_size is not None:
             raise ConfigError(
@@ -90,16 +90,16 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset[Any]:
-        """Energon's hook in which the packing window takes the place of the batcher.
+        """Energon's hook; here the packing window replaces the batcher.
 
         Args:
             dataset: measured samples.
             batch_size: None for packs, 1 for batches of one pack each.
-            batch_drop_last, packing_buffer_size, worker_config: as Energon's.
+            batch_drop_last, packing_buffer_size, worker_config: as in Energon.
 
         Raises:
             ConfigError: a batch size above 1 (THD rows reach context-parallel slicing one at a time), a function of a
-                subclass that may fail without limit, or as `packed`.
+                subclass that may fail without limit, or as for `packed`.
         """
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
@@ -127,12 +127,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return packed
 
     def loader_fingerprint(self, worker_config: WorkerConfig) -> dict[str, Any]:
-        """`fingerprint`, and how many readers share the data."""
+        """Returns `fingerprint` with the number of readers that share the data."""
         loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
         return {**self.fingerprint(), "loader": loader}
 
     def windowed(self, dataset: SavableDataset[Any], worker_config: WorkerConfig) -> SavableDataset[Any]:
-        """Packs from a sliding window over measured samples."""
+        """Returns packs from a sliding window over measured samples."""
         return WindowPackingDataset(
             dataset,
             window=self.packing.window,
@@ -143,11 +143,11 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def refuse_size(self, key: str, reason: str, detail: str, length: int | None = None) -> NoReturn:
-        """What ``packing.oversize`` says of a sample that fits no pack; its length goes with the refusal.
+        """Refuses a sample that fits no pack, as ``packing.oversize`` asks; the rejection carries its length.
 
         Raises:
-            ConfigError: it says ``raise``.
-            SampleRejected: it says anything else.
+            ConfigError: ``packing.oversize`` is ``raise``.
+            SampleRejected: it is anything else.
         """
         if self.packing.oversize == "raise":
             raise ConfigError(f"Sample {key} has {detail}. Raise it, or drop such samples with packing.oversize=drop.")
@@ -155,7 +155,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     @staticmethod
     def pack_fields(samples: Sequence[RenderedSample]) -> dict[str, Any]:
-        """Fields of a `Pack` that follow from its samples, whatever they are."""
+        """Returns the fields of a `Pack` that follow from its samples, of any kind."""
         return {
             "__key__": samples[0].__key__,
             "__restore_key__": (),
@@ -171,7 +171,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         }
 
     def make_ledger(self, worker_config: WorkerConfig) -> Ledger:
-        """The ledger of a worker, in a file of its own where ``packing.ledger`` names a directory."""
+        """Returns the ledger of a worker; if ``packing.ledger`` names a directory, each worker has its own file."""
         name = f"rank{worker_config.rank}-worker{worker_config.rank_worker_id()}"
         return Ledger(
             self.packing.ledger,
@@ -181,7 +181,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """The next pack by ``packing.policy``, under all limits of a pack; see `Packer`."""
+        """Selects the next pack by ``packing.policy``, within all limits of a pack; see `Packer`."""
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
         return next_pack(
             self.packing.policy,
@@ -193,11 +193,11 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
-        """Packs that the samples fill at least: were they divisible, by their length alone."""
+        """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
         return -(-sum(self.limits.length_units(sample) for sample in measured) // self.limits.units)
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
-        """Serpentine: a block goes up in cost, the next one down, so that all ranks are at a similar cost at once."""
+        """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""
         measured = [[sample.measured for sample in plan if sample.measured is not None] for plan in plans]
         return serpentine_order([self.plan_cost(plan) for plan in measured], block)

@@ -1,8 +1,8 @@
-"""Workers that keep the memory of pixels which they are done with.
+"""Workers that keep freed memory for the pixels of later samples.
 
-glibc gives a large block back to the kernel when it is freed, and asks for it again for the next image; the kernel
-clears every page of it first. That takes a worker that renders photographs from a twentieth of its CPU time, on an idle
-machine, to a third of it on one whose memory is busy.
+glibc returns a large block to the kernel when it is freed, and requests it again for the next image. The kernel first
+clears every page of it. For a worker that renders photographs, this takes between a twentieth of its CPU time, on an
+idle machine, and a third, on a machine whose memory is busy.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any
 # Parameters of mallopt(3), from glibc's malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _BLOCK = 1 << 30
-"""Bytes: blocks below come from the heap, which is kept. More than a decoded sample may have by default."""
+"""Bytes: smaller blocks come from the heap, which is kept. Larger than a decoded sample may be by default."""
 _OLD_BLOCK = 32 << 20
-"""What older versions of glibc allow at most."""
+"""Bytes: the maximum that older versions of glibc allow."""
 _HEAP = (1 << 31) - 1
-"""Bytes: a heap is trimmed when more than this is free at its end; mallopt takes no larger number."""
+"""Bytes: a heap is trimmed when more than this is free at its end; mallopt accepts no larger number."""
 _STEP = 256 << 20
-"""Bytes that the heap grows by; the kernel gives a page when it is first touched."""
+"""Bytes that the heap grows by; the kernel provides a page when it is first touched."""
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep what it frees, for its next allocations; it stays as large as it once was.
+    """Makes this process keep freed memory for its next allocations; it stays at its peak size.
 
     Returns:
-        Whether the C library can be told so; only glibc can.
+        Whether the C library supports this; only glibc does.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -38,7 +38,7 @@ def keep_freed_memory() -> bool:
 
 
 def in_workers(loader: Any) -> None:
-    """Every worker that a ``torch.utils.data.DataLoader`` starts from now on keeps its freed memory."""
+    """Makes every worker that a ``torch.utils.data.DataLoader`` starts from now on keep its freed memory."""
     loader.worker_init_fn = functools.partial(_start, loader.worker_init_fn)
 
 

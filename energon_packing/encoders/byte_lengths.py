@@ -1,8 +1,8 @@
-"""How many bytes of the text each token of a byte-level vocabulary stands for.
+"""The number of text bytes that each token of a byte-level vocabulary represents.
 
-Their running sum says where each token begins, for a fraction of what the tokenizers library takes to keep the
-characters of every token. That holds for byte-level BPE without loss (GPT-2's, which Qwen, InternVL 3 and DeepSeek
-have); a tokenizer that adds, drops or changes characters on the way is told apart, and gets no lengths.
+Their cumulative sum locates every token, for a fraction of the time that the tokenizers library needs to record the
+characters of every token. This holds for lossless byte-level BPE (GPT-2's, which Qwen, InternVL 3 and DeepSeek use). A
+tokenizer that adds, drops or changes characters is detected, and has no byte lengths.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 _LOSSLESS = frozenset({"Sequence", "Split", "ByteLevel", "Digits"})
-"""Pre-tokenizers that only cut a text; what of their settings does not is looked for below."""
+"""Pre-tokenizers that only cut a text; settings that make them change it are checked below."""
 
 
 def byte_lengths(backend: Any) -> np.ndarray | None:
-    """int32 ``[largest id + 1]``, 0 for ids without a token; None where bytes do not tell where a token stands.
+    """Returns int32 ``[largest id + 1]``, 0 for ids without a token; None if bytes do not locate the tokens.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``. A text that its normalizer changes (only NFC is let pass) or to which its
-            post-processor adds tokens has another number of bytes than its tokens: compare the two for every text.
+        backend: a ``tokenizers.Tokenizer``. If its normalizer changes a text (only NFC is accepted) or its
+            post-processor adds tokens, text and tokens differ in bytes: compare the two for every text.
     """
     from tokenizers import models, pre_tokenizers  # type: ignore[import-untyped]
 
@@ -61,7 +61,7 @@ def _only_cuts(state: dict[str, Any]) -> bool:
 
 
 def _keeps_offsets(state: dict[str, Any]) -> bool:
-    """False where a token's leading space is not counted to it, as Llama 3's post-processor has it."""
+    """Whether offsets include a token's leading space; with Llama 3's post-processor they do not."""
     if state.get("type") == "ByteLevel" and state.get("trim_offsets"):
         return False
     return all(_keeps_offsets(inner) for inner in state.get("processors", ()))

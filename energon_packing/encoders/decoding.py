@@ -18,19 +18,19 @@ from energon_packing.media.video import decode_frames
 
 
 def decode_media(measured: Measured, read: Callable[[str], bytes], config: EncoderConfig) -> list[torch.Tensor]:
-    """Decodes the media of a sample, of videos the planned frames only.
+    """Decodes the media of a sample; of a video, only the planned frames.
 
     Args:
         measured: the sample.
-        read: gives the bytes of a medium by its name.
-        config: its ``decode_seconds``, ``max_decoded_bytes`` and ``max_source_pixels`` hold.
+        read: returns the bytes of an image or video by its name.
+        config: its ``decode_seconds``, ``max_decoded_bytes`` and ``max_source_pixels`` apply.
 
     Returns:
         uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``.
 
     Raises:
         SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
-            ``media_changed`` where a medium is not of the size that was measured.
+            ``media_changed`` if an image or video does not have the size that was measured.
     """
     limit = config.decode_seconds
     deadline = None if limit is None else time.monotonic() + limit
@@ -62,7 +62,7 @@ def decode_media(measured: Measured, read: Callable[[str], bytes], config: Encod
 
 
 def decodable(measured: Measured, config: EncoderConfig) -> Measured:
-    """The sample, unless its decoded media would take more than ``config.max_decoded_bytes``.
+    """Returns the sample, unless its decoded media would take more than ``config.max_decoded_bytes``.
 
     Raises:
         SampleRejected: ``media_too_large``.
@@ -80,7 +80,7 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
 
 
 def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
-    """Refuses pixels that became other grids of patches than were measured.
+    """Refuses pixels whose grids of patches differ from those measured.
 
     Raises:
         SampleRejected: ``media_changed``.
@@ -95,7 +95,7 @@ def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
 def _decode(
     media: Media, plan: MediaPlan, read: Callable[[str], bytes], pixels: int, left: int, deadline: float | None
 ) -> torch.Tensor:
-    """One medium: of a video the planned frames; ``left`` bytes may be taken."""
+    """Decodes one image, or the planned frames of one video, into at most ``left`` bytes."""
     if plan.kind == "image":
         return decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
     if media.frame_names:

@@ -1,7 +1,7 @@
 """The conversation encoder: `measure` before selection, `render` after it.
 
-Both halves use one tokenizer, one chat template and one family, so that the predicted length of a sample and the length
-of the rendered one can only differ where a medium is not what its metadata said; such a sample is rejected.
+Both halves use the same tokenizer, chat template and family. The predicted and the rendered length of a sample can
+therefore differ only if an image or video does not match its metadata; such a sample is rejected.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class ConversationEncoder(SampleEncoder):
     Args:
         config: see `EncoderConfig`.
         processor: an already loaded processor or tokenizer; None loads ``config.processor``.
-        modality: media that it takes; None goes by ``config.modality``.
+        modality: media that the encoder accepts; None uses ``config.modality``.
 
     Raises:
         ConfigError: the processor cannot be loaded, has no fast tokenizer, no chat template, or no family; or the
-            family lacks the medium of the modality.
+            family does not support the media of the modality.
     """
 
     def __init__(self, config: EncoderConfig, *, processor: Any = None, modality: Modality | None = None) -> None:
@@ -92,13 +92,13 @@ class ConversationEncoder(SampleEncoder):
 
     @property
     def pad_token_id(self) -> int:
-        """Token that fills the padding of a row."""
+        """Token id that fills the padding of a row."""
         token_id = self.tokenizer.pad_token_id
         return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """Those of the family: ``mm_token_type_ids`` of GLM-4.1V."""
+        """The family's token fields, such as ``mm_token_type_ids`` of GLM-4.1V."""
         return self.family.token_fields
 
     def accepts(self, conversation: Conversation) -> bool:
@@ -106,30 +106,30 @@ class ConversationEncoder(SampleEncoder):
         return all(media.kind in self.kinds for media in conversation.media)
 
     def fingerprint(self) -> dict[str, str]:
-        """What tokens and pixels depend on, by name, for the refusal of a state made under another set-up."""
+        """What tokens and pixels depend on, by name; a state saved with different values is refused."""
         return encoder_fingerprint(self.config, self.family, self.template, takes=self.takes)
 
     def under(self, limits: LimitsConfig) -> ConversationEncoder:
-        """The same encoder with other limits of a sample; template, tokenizer and family are shared."""
+        """Returns the same encoder with other limits of a sample; template, tokenizer and family are shared."""
         other = copy.copy(self)
         other.config = dataclasses.replace(self.config, limits=limits)
         return other
 
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Measured:
-        """Tokens, targets and exact length of a conversation, from its text and the sizes of its media.
+        """Returns tokens, targets and exact length of a conversation, from its text and the sizes of its media.
 
-        A sample over a limit of ``config.limits`` comes back changed as ``when_over`` allows, with ``changes`` set.
+        A sample over a limit of ``config.limits`` is changed as ``when_over`` allows, with ``changes`` set.
 
         Args:
-            truncate_to: a longer sample is cut after the last assistant turn that fits into so many tokens.
+            truncate_to: a longer sample is cut after the last assistant turn that fits into this many tokens.
 
         Raises:
             SampleRejected: a reason of `ChatTemplate.render`, of the family or of `energon_packing.encoders.fitting`;
-                ``other_modality`` where a medium is of a kind that the encoder does not take;
-                ``reserved_token`` where a text holds a token that stands for media, ``placeholder_mismatch`` where the
-                template lost or moved a medium, ``bad_text`` where a text is not valid Unicode, ``too_few_targets``
-                where no more than ``min_active_ratio`` of the tokens are targets.
-            ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
+                ``other_modality`` if the encoder does not accept one of the media;
+                ``reserved_token`` if a text contains a token that stands for media, ``placeholder_mismatch`` if the
+                template lost or moved an image or video, ``bad_text`` if a text is not valid Unicode,
+                ``too_few_targets`` if no more than ``min_active_ratio`` of the tokens are targets.
+            ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
         """
         self._check_modality(conversation)
         check_reserved(conversation, self.family.reserved)
@@ -137,12 +137,12 @@ class ConversationEncoder(SampleEncoder):
         return self._enough_targets(decodable(fit(conversation, self._measure, self._resizer, bounds), self.config))
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
-        """Both answers of a preference pair, as one sample that is packed and dropped together.
+        """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
 
-        The limits hold for the two together; a pair is resized, alike in both, and never truncated.
+        The limits hold for both answers together. A pair may be resized, equally in both answers, but never truncated.
 
         Raises:
-            SampleRejected: as `measure`, and ``no_pair`` where the conversation is no pair.
+            SampleRejected: as for `measure`, and ``no_pair`` if the conversation is not a pair.
             ConfigError: ``train_on`` is ``all``, which would train the common beginning twice.
         """
         if self.config.train_on == "all":
@@ -167,16 +167,16 @@ class ConversationEncoder(SampleEncoder):
         at: SplitAt = "turn",
         positions: SplitPositions = "restart",
     ) -> MeasuredSplit:
-        """The pieces of a sample that fits no pack; see `energon_packing.encoders.splitting`.
+        """Returns the pieces of a sample that fits no pack; see `energon_packing.encoders.splitting`.
 
         Args:
-            conversation, measured: what `measure` was given, and what it returned.
-            fits: whether a pack holds so many tokens, images and patches.
+            conversation, measured: the argument and the result of `measure`.
+            fits: whether a pack holds a given number of tokens, images and patches.
             at: see ``packing.split_at``.
             positions: see ``packing.split_positions``.
 
         Raises:
-            SampleRejected: ``oversize`` where a medium alone fits no pack.
+            SampleRejected: ``oversize`` if a single image or video fits no pack.
         """
         kept = beginning(conversation, measured.turns)
         chat = self.template.render(kept)
@@ -212,7 +212,7 @@ class ConversationEncoder(SampleEncoder):
         return enough_targets(measured, self.config.limits.min_active_ratio)
 
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
-        """The sample as it is, under the limits of ``settings``."""
+        """Measures the sample as it is, with the limits of ``settings``."""
         family = self._resizer.family(settings)
         plans = family.plans(conversation.media)
         chat = self._placeholders.replace(self.template.render(conversation), plans)
@@ -245,22 +245,22 @@ class ConversationEncoder(SampleEncoder):
         )
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """The row of one sample: decodes its media and makes its tensors.
+        """Decodes the media of one sample and returns its row.
 
         Args:
             measured: what `measure` returned.
-            read: gives the bytes of a medium by its name.
+            read: returns the bytes of an image or video by its name.
 
         Returns:
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
-            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 off the targets;
-            each of `token_fields` as int64 ``[L]``; ``padded_media`` and ``shared_placeholder`` where the family's
-            images and videos need `energon_packing.encoders.joinable_rows` to share a pack.
+            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 outside the targets;
+            each of `token_fields` as int64 ``[L]``; ``padded_media`` and ``shared_placeholder`` if the family's images
+            and videos need `energon_packing.encoders.joinable_rows` to share a pack.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
-                ``media_changed`` where a medium is not of the size that was measured.
+                ``media_changed`` if an image or video does not have the size that was measured.
         """
         ids, weights = measured.expand()
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
@@ -307,7 +307,7 @@ class ConversationEncoder(SampleEncoder):
 
     @property
     def takes(self) -> str:
-        """Media that it takes, in words."""
+        """Media that the encoder accepts, in words."""
         return " and ".join(["text", *sorted(self.kinds)])
 
     def _tokenize(self, text: str) -> TokenizedText:

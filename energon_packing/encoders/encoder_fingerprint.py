@@ -25,13 +25,13 @@ LIMITS = (
 def encoder_fingerprint(
     config: EncoderConfig, family: VisionFamily, template: ChatTemplate, *, takes: str
 ) -> dict[str, str]:
-    """Names and values that tokens, targets and pixels depend on.
+    """Returns the names and values that tokens, targets and pixels depend on.
 
     Args:
         config: of the encoder, with its own limits of a sample.
         family: with its processor and tokenizer.
         template: of the conversations.
-        takes: the media that the encoder takes, in words.
+        takes: the media that the encoder accepts, in words.
     """
     backend = hashlib.sha256(family.tokenizer.backend_tokenizer.to_str().encode()).hexdigest()[:16]
     parts = [
@@ -51,10 +51,10 @@ def encoder_fingerprint(
         "stop_tokens": " ".join(template.stops.stops),
         "extra_fields": ", ".join(config.extra_fields),
         "vision_limits": hashlib.sha256(limits.encode()).hexdigest()[:16],
-        # Not in the processor: the family hands it to the processor's frame sampling.
+        # Not stored in the processor: the family passes it to the processor's frame sampling.
         "video_fps": str(getattr(family, "video_fps", None)),
         "video_frames": str(getattr(family, "video_frames", None)),
-        # A list of frames is thinned out by the configuration alone, not by what a processor samples.
+        # A list of frames is thinned out by the configuration alone, not by a processor's sampling.
         "video_frame_limits": f"{config.video_min_frames} to {config.video_max_frames}",
         "position_ids": f"{config.position_ids}, {config.tokens_per_second} tokens a second",
         "limits": repr(config.limits),

@@ -1,6 +1,6 @@
-"""Further values of the trained tokens, carried from the record to the batch: advantages, log-probabilities, rewards.
+"""Additional values of trained tokens, carried from record to batch: advantages, log-probabilities, rewards.
 
-In a row they stand where the labels stand: position t holds the value of the token that is predicted there, t + 1.
+In a row they are aligned with the labels: position t holds the value of the token predicted there, t + 1.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from energon_packing.errors import SampleRejected
 
 
 def extra_values(conversation: Conversation, names: Sequence[str], targets: int) -> dict[str, float | np.ndarray]:
-    """The values of a conversation's targets, by name: one number for all, or float32 ``[targets]``.
+    """Returns the values of a conversation's targets, by name: one number for all, or float32 ``[targets]``.
 
     Args:
-        names: the fields that the run wants; others of the record are left where they are.
+        names: the fields that the run uses; other fields of the record are ignored.
         targets: number of trained tokens.
 
     Raises:
-        SampleRejected: ``missing_extra`` where the record lacks a field, ``extra_mismatch`` where it has another number
-            of values than the sample has targets.
+        SampleRejected: ``missing_extra`` if the record lacks a field, ``extra_mismatch`` if its number of values is not
+            the sample's number of targets.
     """
     found: dict[str, float | np.ndarray] = {}
     for name in names:
@@ -47,7 +47,7 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
 
 
 def spread(extras: Mapping[str, float | np.ndarray], learned: np.ndarray) -> dict[str, torch.Tensor]:
-    """Each field as float32 ``[L]``: its values at the positions that are learned (bool ``[L]``), 0 elsewhere."""
+    """Returns each field as float32 ``[L]``: its values at the learned positions (bool ``[L]``), 0 elsewhere."""
     rows = {}
     for name, value in extras.items():
         row = np.zeros(len(learned), dtype=np.float32)

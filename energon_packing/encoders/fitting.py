@@ -1,6 +1,6 @@
-"""Bringing a sample within its limits: resized, cut after a turn, dropped, or an error. See docs/limits.md.
+"""Brings a sample within its limits: it is resized, cut after a turn, dropped, or an error. See docs/limits.md.
 
-An action either brings the sample within every limit or leaves it as it is, and the next one is tried.
+An action either brings the sample within every limit or leaves it unchanged, and the next action is tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Measure = Callable[[Conversation, Settings], Measured]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excess:
-    """One limit that a sample is over.
+    """One limit that a sample exceeds.
 
     Attributes:
         reason: for the ledger.
@@ -41,7 +41,7 @@ class Bounds:
 
     Attributes:
         limits: of the configuration.
-        row: tokens of a row where longer samples are to be cut; None where that is decided elsewhere.
+        row: tokens of a row if longer samples are to be cut; None if that is decided elsewhere.
     """
 
     limits: LimitsConfig
@@ -49,15 +49,15 @@ class Bounds:
 
     @property
     def most_tokens(self) -> int | None:
-        """The lower one of the two limits on all tokens."""
+        """The lower of the two limits on all tokens."""
         return min((most for most in (self.limits.max_tokens, self.row) if most is not None), default=None)
 
     def excess(self, measured: Measured) -> Excess | None:
-        """The first limit that a sample is over, or None."""
+        """Returns the first limit that a sample exceeds, or None."""
         return self.excess_of(measured)
 
     def excess_of(self, *segments: Measured) -> Excess | None:
-        """The first limit that segments are over together, or None."""
+        """Returns the first limit that the segments exceed together, or None."""
         for what, limit, key in (
             ("images", self.limits.max_images, "encoder.limits.max_images"),
             ("frames", self.limits.max_frames, "encoder.limits.max_frames"),
@@ -80,12 +80,12 @@ def _count(what: str, measured: Measured) -> int:
 
 
 def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds) -> Measured:
-    """Measures a conversation, changed where it must be, within all limits.
+    """Measures a conversation and, if needed, changes it to fit all limits.
 
     Raises:
         SampleRejected: ``too_many_images``, ``too_many_frames``, ``too_many_visual_tokens``, ``too_many_tokens`` or
-            ``oversize`` where no allowed action helps; whatever ``measure`` raises.
-        ConfigError: the sample is over a limit and ``when_over`` says ``raise``.
+            ``oversize`` if no allowed action helps; whatever ``measure`` raises.
+        ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
     """
     measured = measure(conversation, ())
     if bounds.excess(measured) is None:
@@ -120,12 +120,12 @@ def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: 
 def fit_pair(
     answers: Sequence[Conversation], measure: Measure, resizer: Resizer, bounds: Bounds
 ) -> tuple[Measured, Measured]:
-    """Both answers of a pair under the same media settings, together within the limits.
+    """Measures both answers of a pair with the same media settings, within the limits for both together.
 
-    Media stand in the common beginning, so each of them counts twice.
+    All media are in the common beginning, so each of them counts twice.
 
     Raises:
-        SampleRejected, ConfigError: as `fit`; a pair is never truncated.
+        SampleRejected, ConfigError: as for `fit`; a pair is never truncated.
     """
     chosen, rejected = (measure(answer, ()) for answer in answers)
     over = bounds.excess_of(chosen, rejected)
@@ -152,7 +152,7 @@ def resized_pair(
     resizer: Resizer,
     bounds: Bounds,
 ) -> tuple[Measured, Measured] | None:
-    """Both answers with smaller media, or None where that does not bring them within the limits."""
+    """Returns both answers with smaller media, or None if that does not bring them within the limits."""
     limits, media = bounds.limits, answers[0].media
     settings: Settings | None = ()
     if limits.max_frames is not None and 2 * frames_of(pair[0].plans) > limits.max_frames:
@@ -177,7 +177,7 @@ def resized_pair(
 def resized(
     conversation: Conversation, measured: Measured, measure: Measure, resizer: Resizer, bounds: Bounds
 ) -> Measured | None:
-    """The sample with fewer frames and smaller media, or None where that does not bring it within the limits."""
+    """Returns the sample with fewer frames and smaller media, or None if that does not bring it within the limits."""
     limits = bounds.limits
     if limits.max_images is not None and sum(plan.kind == "image" for plan in measured.plans) > limits.max_images:
         return None
@@ -201,11 +201,11 @@ def resized(
 
 
 def truncated(conversation: Conversation, measured: Measured, measure: Measure, bounds: Bounds) -> Measured | None:
-    """The longest beginning of the conversation that ends with an assistant turn and is within the limits.
+    """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
-    A cut between two turns never parts a medium from its tokens. None where not even the first answer fits, or
-    nothing of what fits is trained, or the sample has extras with one number a target: which of them to keep is not
-    for us to say.
+    A cut between two turns never separates an image or video from its tokens. The result is None if not even the first
+    answer fits, if nothing that fits is trained, or if the sample has extras with one number per target, because it is
+    not known which of them to keep.
     """
     if any(isinstance(value, np.ndarray) for value in measured.extras.values()):
         return None
@@ -220,7 +220,7 @@ def truncated(conversation: Conversation, measured: Measured, measure: Measure, 
         except SampleRejected as error:
             if error.reason != "nothing_to_learn":
                 raise
-            low = middle + 1  # no target yet: a shorter beginning has none either
+            low = middle + 1  # no target yet, so a shorter beginning has none either
             continue
         if bounds.excess(tried) is None:
             best, low = tried, middle + 1
@@ -230,7 +230,7 @@ def truncated(conversation: Conversation, measured: Measured, measure: Measure, 
 
 
 def beginning(conversation: Conversation, turns: int) -> Conversation:
-    """The first turns of a conversation with the media that they name."""
+    """Returns the first turns of a conversation with the media that they use."""
     kept = conversation.turns[:turns]
     media = sum(isinstance(part, MediaPart) for turn in kept for part in turn.parts)
     return dataclasses.replace(conversation, turns=kept, media=conversation.media[:media])

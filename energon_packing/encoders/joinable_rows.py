@@ -1,10 +1,9 @@
-"""Rows of samples that share a pack, made alike where a family's samples alone are not.
+"""Makes the rows of a pack joinable, for families whose samples have visual inputs of different shapes.
 
-`energon_packing.thd.assemble` joins visual inputs along their first axis, so that their other axes must agree.
-Pixtral's processor pads the images of one call to the largest of them; here the images of all samples of a pack are
-padded to the largest of the pack, as if the processor had been called on all of them. The models cut the padding off
-by ``image_sizes``. GLM's videos become images where a pack holds both, see
-`energon_packing.encoders.shared_placeholder`.
+`energon_packing.thd.assemble` joins visual inputs along their first axis, so their other axes must agree. Pixtral's
+processor pads the images of one call to the largest of them. Here the images of all samples of a pack are padded to
+the largest of the pack, as if the processor had been called once for all of them. The models crop the padding by
+``image_sizes``. GLM's videos become images if a pack holds both, see `energon_packing.encoders.shared_placeholder`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,18 @@ from torch.nn.functional import pad
 from energon_packing.encoders.shared_placeholder import videos_as_images
 
 PADDED_MEDIA = "padded_media"
-"""Key of a row: names of its visual inputs ``[images, channels, height, width]`` that may be padded further."""
+"""Key of a row: names of the visual inputs ``[images, channels, height, width]`` that may be padded further."""
 
 
 def joinable(rows: Sequence[Mapping[str, Any]], token_fields: Sequence[str] = ()) -> list[Mapping[str, Any]]:
-    """The rows, with the images that they name under `PADDED_MEDIA` padded with zeros below and to the right, and with
-    images in the place of videos where the model needs that.
+    """Returns the rows in a form that can be joined.
+
+    Images that a row names under `PADDED_MEDIA` are padded with zeros below and to the right. Videos become images if
+    the model needs that.
 
     Args:
         rows: of the samples that will share a pack; they are not changed.
-        token_fields: names of int64 ``[L]`` inputs; a row that has none (of text, or of another encoder) gets zeros.
+        token_fields: names of int64 ``[L]`` inputs; a row without them (of text, or of another encoder) gets zeros.
     """
     rows = videos_as_images([_with_fields(row, token_fields) for row in rows])
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}

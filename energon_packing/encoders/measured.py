@@ -1,4 +1,4 @@
-"""A measured sample: everything about a conversation that is known before a pixel is decoded."""
+"""A measured sample: everything that is known about a conversation before a pixel is decoded."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from energon_packing.families.base import MediaPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A sample between selection and rendering. Small on purpose: a packing window holds hundreds of them.
+    """A sample between selection and rendering. It is small because a packing window holds hundreds of them.
 
     Attributes:
         key: of the conversation.
         token_ids: int32 ``[n]``; each run of placeholders is still ONE token.
-        trained: uint8 ``[ceil(n / 8)]``, bit i says whether token i is a target.
-        weights: float32 ``[n]`` loss weight of each target, or None where all weigh 1.
-        run_positions: int32 ``[r]``, where in ``token_ids`` the runs stand.
-        run_lengths: int32 ``[r]``, tokens that each run becomes.
-        plans: geometry of each medium, in conversation order.
+        trained: uint8 ``[ceil(n / 8)]``; bit i is set if token i is a target.
+        weights: float32 ``[n]`` loss weight of each target, or None if all weigh 1.
+        run_positions: int32 ``[r]``, positions of the runs in ``token_ids``.
+        run_lengths: int32 ``[r]``, tokens that each run expands to.
+        plans: geometry of each image and video, in conversation order.
         media: the media, in conversation order.
-        scale: factor of every weight, by ``loss_weighting``.
+        scale: factor of every weight, from ``loss_weighting``.
         length: tokens of the sample once every run is expanded.
         turns: of the conversation that was measured, after any truncation.
-        settings: fields of the configuration that are lower for this sample's media, by name.
+        settings: fields of the configuration that were lowered for this sample's media, by name.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
-        position_start: position of the first token; above 0 only for a piece that goes on counting.
+        position_start: position of the first token; above 0 only for a piece that continues the positions of its
+            sample.
         extras: name -> one number for all targets, or float32 ``[targets]``.
     """
 
@@ -61,22 +62,22 @@ class Measured:
 
     @property
     def targets(self) -> int:
-        """Tokens that are learned; the first token of a sample never is, since nothing stands before it."""
+        """Number of tokens that are learned; the first token of a sample never is, because nothing precedes it."""
         bits = np.unpackbits(self.trained, count=len(self.token_ids))
         return int(bits[1:].sum())
 
     @property
     def patches(self) -> int:
-        """Rows of vision input of all media."""
+        """Rows of the vision encoder's input, over all media."""
         return sum(plan.patches for plan in self.plans)
 
     @property
     def images(self) -> int:
-        """Images that the vision encoder sees: tiles and frames where the family cuts media up, media elsewhere."""
+        """Images that the vision encoder sees: tiles and frames if the family cuts media into them, else the media."""
         return sum(plan.tiles for plan in self.plans)
 
     def expand(self) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int64 ``[length]`` with every run at full length, and the weight of each as a target, float32."""
+        """Returns token ids int64 ``[length]`` with every run expanded, and the weight of each as a target, float32."""
         count = len(self.token_ids)
         weights = np.unpackbits(self.trained, count=count).astype(np.float32)
         if self.weights is not None:

@@ -1,8 +1,8 @@
 """Encoders by modality: `ConversationEncoder` restricted to the media that a model or a data set may have.
 
-A restriction is worth having where a medium would be a mistake: a language model whose data hold an image by accident,
-or a vision tower that was never trained on video. What an encoder does not take is dropped as ``other_modality``, in
-the ledger.
+Use a restriction if an image or video would be a mistake: for a language model whose data contain an image by accident,
+or a vision tower that was never trained on video. Samples that an encoder does not accept are dropped as
+``other_modality``, in the ledger.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class TextEncoder(_OfModality):
 
 
 class TextImageEncoder(_OfModality):
-    """Conversations with any number of images, none included."""
+    """Conversations with any number of images, including none."""
 
     modality = "text_image"
 
 
 class TextVideoEncoder(_OfModality):
-    """Conversations with any number of videos, none included."""
+    """Conversations with any number of videos, including none."""
 
     modality = "text_video"
 
 
 class MixedEncoder(_OfModality):
-    """Conversations with images and videos in any order and number, none included."""
+    """Conversations with images and videos in any order and number, including none."""

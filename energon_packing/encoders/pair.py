@@ -1,4 +1,4 @@
-"""A preference pair: two measured answers to one beginning that are packed, or dropped, together."""
+"""A preference pair: two measured answers to the same beginning, packed or dropped together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from energon_packing.families.base import MediaPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredPair:
-    """Two segments that stand beside each other in one row, chosen first.
+    """Two adjacent segments of one row, the chosen answer first.
 
     Attributes:
         key: of the record; those of the segments end with ``/chosen`` and ``/rejected``.
@@ -27,27 +27,27 @@ class MeasuredPair:
 
     @property
     def segment_lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment; each is aligned for itself."""
+        """Tokens of each segment; each segment is aligned separately."""
         return (self.chosen.length, self.rejected.length)
 
     @property
     def length(self) -> int:
-        """Tokens of both answers, their common beginning counted twice."""
+        """Tokens of both answers; their common beginning counts twice."""
         return self.chosen.length + self.rejected.length
 
     @property
     def plans(self) -> tuple[MediaPlan, ...]:
-        """Geometry of all media, those of the beginning twice."""
+        """Geometry of all media; those of the common beginning appear twice."""
         return (*self.chosen.plans, *self.rejected.plans)
 
     @property
     def patches(self) -> int:
-        """Rows of vision input of both."""
+        """Rows of the vision encoder's input for both answers."""
         return self.chosen.patches + self.rejected.patches
 
     @property
     def images(self) -> int:
-        """Images that the vision encoder sees for both."""
+        """Images that the vision encoder sees for both answers."""
         return self.chosen.images + self.rejected.images
 
     @property

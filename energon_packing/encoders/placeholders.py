@@ -1,4 +1,4 @@
-"""Placeholders of media in a rendered chat: what takes their place, and what users may not write."""
+"""Placeholders of media in a rendered chat: what replaces them, and what users may not write."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from energon_packing.families.base import MediaPlan, VisionFamily
 
 
 class Placeholders:
-    """Finds and replaces what the chat template writes for one medium.
+    """Finds and replaces what the chat template writes for an image or video.
 
     Args:
-        family: of the run, whose placeholders they are.
+        family: of the run; it defines the placeholders.
     """
 
     def __init__(self, family: VisionFamily) -> None:
@@ -32,7 +32,7 @@ class Placeholders:
 
     @functools.cached_property
     def media_texts(self) -> dict[str, str]:
-        """What the processor's own template writes for a medium; see `energon_packing.chat.template.media_texts`."""
+        """What the processor's template writes per kind of media; see `energon_packing.chat.template.media_texts`."""
         return media_texts(self.family.tokenizer, own_template(self.family.processor), self.family.placeholders)
 
     @functools.cached_property
@@ -45,12 +45,12 @@ class Placeholders:
         return frames
 
     def texts(self, chat: str, plans: Sequence[MediaPlan], family: VisionFamily) -> list[MediaText]:
-        """Each medium's placeholder in a rendered chat, and the text that takes its place.
+        """Returns the placeholder of each image and video in a rendered chat, with the text that replaces it.
 
         Args:
             chat: of the sample, with one placeholder for each of ``plans``.
             plans: of its media.
-            family: under the limits of the sample.
+            family: with the limits of the sample.
         """
         return [
             MediaText(start=match.start(), end=match.end(), text=family.replacement(plan), frame=self.frames[plan.kind])
@@ -58,9 +58,9 @@ class Placeholders:
         ]
 
     def replace(self, chat: RenderedChat, plans: tuple[MediaPlan, ...]) -> RenderedChat:
-        """Puts each medium's text in the place of its placeholder, and moves the spans along."""
+        """Replaces the placeholder of each image and video with its text, and shifts the spans."""
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
-            return chat  # the search below takes a tenth of the time of the tokenization
+            return chat  # the search below takes a tenth of the tokenization time
         matches = list(self._pattern.finditer(chat.text))
         found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
         expected = [plan.kind for plan in plans]
@@ -94,13 +94,13 @@ class Placeholders:
 
 
 def own_template(processor: Any) -> str | None:
-    """A processor's own chat template; None where it has none, or several by name."""
+    """Returns a processor's own chat template; None if it has none, or several by name."""
     source = getattr(processor, "chat_template", None)
     return source if isinstance(source, str) else None
 
 
 def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
-    """Refuses a conversation of which a text, call or definition holds a token that stands for media.
+    """Refuses a conversation if a text, tool call or tool definition contains a token that stands for media.
 
     Raises:
         SampleRejected: ``reserved_token``.
@@ -121,7 +121,7 @@ def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested JSON values, keys included."""
+    """Yields all strings in nested JSON values, including keys."""
     pending = [value]
     while pending:
         entry = pending.pop()

@@ -1,8 +1,8 @@
-"""Making the media of one sample smaller than the run's limits say, by the family's own rules.
+"""Makes the media of one sample smaller than the run's limits require, by the family's own rules.
 
-A sample that is over a limit is planned again as if the configuration's upper limits (`FIELDS`) were lower for it
-alone: the family and its processor are built again with those limits, so that what is planned here and what `render`
-makes of the pixels follow from one set of numbers. All media of a sample are lowered by the same number of steps.
+A sample over a limit is planned again with lower upper limits (`FIELDS`) for this sample alone. The family and its
+processor are rebuilt with those limits, so the plan made here and the pixels made by `render` follow from the same
+numbers. All media of a sample are lowered by the same number of steps.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Settings = tuple[tuple[str, int], ...]
 """Fields of `EncoderConfig` with the values that replace the run's for one sample, by name."""
 
 STEPS_AN_OCTAVE = 8
-"""Pixel limits are lowered in steps of a factor 2**(1/8): the side of an image loses 4 % a step."""
+"""Pixel limits are lowered in steps of a factor 2**(1/8): the side of an image shrinks by 4 % per step."""
 PIXELS = tuple(round(2 ** (step / STEPS_AN_OCTAVE)) for step in range(4 * STEPS_AN_OCTAVE, 32 * STEPS_AN_OCTAVE + 1))
 FIELDS: dict[MediaKind, str] = {"image": "max_pixels", "video": "video_max_pixels"}
-"""The upper limit in `EncoderConfig` that bounds what a medium costs, by its kind."""
+"""The upper limit in `EncoderConfig` that bounds the cost of an image or video, by kind."""
 FAMILIES_KEPT = 512
 
 
@@ -42,10 +42,10 @@ class Resizer:
         self._ladders: dict[str, tuple[int, ...]] = {}
 
     def family(self, settings: Settings) -> VisionFamily:
-        """The run's family under other upper limits.
+        """Returns the run's family with other upper limits.
 
         Raises:
-            ConfigError: the family does not read one of the settings, or cannot go as low.
+            ConfigError: the family does not read one of the settings, or a limit is too low for it.
         """
         family = self._try(settings)
         if family is None:
@@ -53,7 +53,7 @@ class Resizer:
         return family
 
     def fewer_frames(self, media: Sequence[Media], settings: Settings, most: int) -> Settings | None:
-        """Settings under which all videos together have at most ``most`` sampled frames; None where there are none."""
+        """Returns settings with which all videos together have at most ``most`` sampled frames; None if none exist."""
         plans = self._plans(media, settings)
         videos = [len(plan.frame_indices) for plan in plans or () if plan.kind == "video"]
         if not videos or most < len(videos):
@@ -64,12 +64,12 @@ class Resizer:
             tried = self._plans(media, (*settings, ("video_max_frames", frames)))
             return tried is not None and frames_of(tried) <= most
 
-        # A family may round the cap down, never up, except to a minimum of its own, below which no cap helps.
+        # A family may round the cap down, but up only to its own minimum, below which no cap helps.
         found = _largest(1, cap, fits)
         return None if found is None else (*settings, ("video_max_frames", found))
 
     def fewer_tokens(self, media: Sequence[Media], settings: Settings, most: int) -> Settings | None:
-        """Settings under which all media together cost at most ``most`` tokens; None where there are none."""
+        """Returns settings with which all media together cost at most ``most`` tokens; None if none exist."""
         plans = self._plans(media, settings)
         if plans is None or most <= 0:
             return None
@@ -82,7 +82,7 @@ class Resizer:
         ladders: list[tuple[str, tuple[int, ...]]] = []
         for name in [FIELDS[kind] for kind in sorted({plan.kind for plan in plans})]:
             values = self._ladder(name)
-            # The lowest value that still changes nothing: from there on, each step down counts for all media alike.
+            # The lowest value that still changes nothing; from there on, each step down affects all media equally.
             top = _climb(len(values) - 1, lambda at: (tokens(((name, values[at]),)) or 0) >= before)  # noqa: B023
             if top:
                 ladders.append((name, values[: top + 1]))
@@ -100,7 +100,7 @@ class Resizer:
         return None if steps is None else (*settings, *lowered(steps))
 
     def _ladder(self, name: str) -> tuple[int, ...]:
-        """The values of a limit, ascending: the lowest and the highest that the family takes, `PIXELS` between them."""
+        """The values of a limit, ascending: the lowest and highest that the family accepts, with `PIXELS` between."""
         if name not in self._ladders:
             top = self._family.most_pixels or PIXELS[-1]
             lowest = _smallest(1, top, lambda value: self._try(((name, value),)) is not None)
@@ -128,7 +128,7 @@ class Resizer:
                 setattr(processor, name, copy.deepcopy(getattr(own, name)))
         changed: dict[str, Any] = dict(settings)
         family: VisionFamily | None = None
-        with contextlib.suppress(ConfigError):  # lower than the family can go, or a setting that it refuses
+        with contextlib.suppress(ConfigError):  # too low for the family, or a setting that it refuses
             family = type(self._family)(processor, dataclasses.replace(self._family.config, **changed))
         self._made[settings] = family
         while len(self._made) > FAMILIES_KEPT:
@@ -137,7 +137,7 @@ class Resizer:
 
 
 def frames_of(plans: Sequence[MediaPlan]) -> int:
-    """Frames that are decoded of all videos."""
+    """Number of frames to decode, over all videos."""
     return sum(len(plan.frame_indices) for plan in plans)
 
 
@@ -147,12 +147,12 @@ def tokens_of(plans: Sequence[MediaPlan]) -> int:
 
 
 def _level(counts: Sequence[int], most: int) -> int:
-    """The largest cap c for which the sum of ``min(count, c)`` is at most ``most``."""
+    """Returns the largest cap c for which the sum of ``min(count, c)`` is at most ``most``."""
     return _largest(1, max(counts), lambda cap: sum(min(count, cap) for count in counts) <= most) or 1
 
 
 def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
-    """The smallest number in ``[low, high]`` for which a property holds that, once true, stays true."""
+    """Returns the smallest number in ``[low, high]`` for which ``holds``; once true, it stays true."""
     if low > high or not holds(high):
         return None
     while low < high:
@@ -162,10 +162,10 @@ def _smallest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
-    """`_smallest` from 0 on, without a try far above what it finds.
+    """Like `_smallest` from 0 on, but never tries values far above the result.
 
-    A limit that is far too high can be dear to try: InternVL's processor lists every grid up to its limit of tiles, so
-    that its time grows with the square of that limit.
+    A limit that is far too high can be expensive to try: InternVL's processor lists every grid up to its tile limit, so
+    its time grows with the square of that limit.
     """
     below = 0
     while below <= high:
@@ -177,7 +177,7 @@ def _climb(high: int, holds: Callable[[int], bool]) -> int | None:
 
 
 def _largest(low: int, high: int, holds: Callable[[int], bool]) -> int | None:
-    """The largest number in ``[low, high]`` for which a property holds that, once false, stays false."""
+    """Returns the largest number in ``[low, high]`` for which ``holds``; once false, it stays false."""
     first_false = _smallest(low, high, lambda at: not holds(at))
     last = high if first_false is None else first_false - 1
     return last if last >= low else None

@@ -1,7 +1,7 @@
-"""What a packing encoder asks of the encoder of one sample: two methods, *measure* and *render*.
+"""What a packing encoder needs from the encoder of one sample: two methods, *measure* and *render*.
 
-`ConversationEncoder` is ours. One of your own derives from `SampleEncoder` and goes into
-``PackingTaskEncoder([your_encoder, ...], packing)``; docs/encoders.md has an example that a test runs.
+`ConversationEncoder` is ours. To write your own, derive from `SampleEncoder` and pass it to
+``PackingTaskEncoder([your_encoder, ...], packing)``; docs/encoders.md has a tested example.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from energon_packing.errors import SampleRejected
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlainMeasured:
-    """What `SampleEncoder.measure` has to say at least; for encoders that do not build a `Measured`.
+    """The minimum that `SampleEncoder.measure` must return; for encoders that do not build a `Measured`.
 
     Attributes:
         key: of the conversation.
-        length: tokens of the sample, exactly as `SampleEncoder.render` will make them.
-        images: images that the vision encoder sees, tiles counted one by one.
-        patches: rows of vision input of all media.
+        length: exact number of tokens that `SampleEncoder.render` will return for the sample.
+        images: images that the vision encoder sees; each tile counts.
+        patches: rows of the vision encoder's input, over all media.
         payload: what `render` needs; a packing window holds hundreds of these, so keep pixels out.
         changes: how the sample differs from its record, as ``(how, detail)`` for the ledger.
     """
@@ -50,12 +50,12 @@ class PlainMeasured:
 
 
 class SampleEncoder(ABC):
-    """Encodes one sample in two halves.
+    """Encodes one sample in two steps.
 
-    `measure` must be a pure function of its arguments: a restored loader repeats it.
+    `measure` must be a pure function of its arguments, because a restored loader repeats it.
 
     Args:
-        config: what the packing encoder reads of it is ``extra_fields``, ``position_ids`` and ``limits``.
+        config: the packing encoder reads its ``extra_fields``, ``position_ids`` and ``limits``.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -63,28 +63,28 @@ class SampleEncoder(ABC):
 
     @property
     def pad_token_id(self) -> int:
-        """Token that fills the padding of a row."""
+        """Token id that fills the padding of a row."""
         return 0
 
     @property
     def token_fields(self) -> tuple[str, ...]:
-        """Names of further inputs of the model in its rows, int64 ``[L]``; 0 on padding and in rows without them."""
+        """Names of additional model inputs in its rows, int64 ``[L]``; 0 on padding and in rows without them."""
         return ()
 
     def accepts(self, conversation: Conversation) -> bool:
-        """Whether this encoder takes the conversation; of several encoders the first that does measures it."""
+        """Whether this encoder accepts the conversation; of several encoders, the first that accepts it measures it."""
         return True
 
     def fingerprint(self) -> dict[str, str]:
-        """What the rows depend on, by name; a loader state that was saved under another one is refused."""
+        """What the rows depend on, by name; a loader state saved with different values is refused."""
         return {}
 
     @abstractmethod
     def measure(self, conversation: Conversation, *, truncate_to: int | None = None) -> Any:
-        """A `PlainMeasured` or `Measured`: the exact length, without reading a medium.
+        """Returns a `PlainMeasured` or `Measured` with the exact length, without reading an image or video.
 
         Args:
-            truncate_to: tokens of a row where longer samples are to be cut (``packing.oversize: truncate``).
+            truncate_to: tokens of a row if longer samples are to be cut (``packing.oversize: truncate``).
 
         Raises:
             SampleRejected: the sample cannot be used; it goes to the ledger with this reason.
@@ -92,19 +92,19 @@ class SampleEncoder(ABC):
 
     @abstractmethod
     def render(self, measured: Any, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """The row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids`` int64
-        ``[L]``, ``loss_mask`` float32 ``[L]``, and where there are media ``visual_inputs`` (name -> tensor).
+        """Returns the row: ``input_ids``, ``labels`` (shifted, -100 where nothing is learned) and ``position_ids``
+        int64 ``[L]``, ``loss_mask`` float32 ``[L]``, and if there are media ``visual_inputs`` (name -> tensor).
 
         Args:
             measured: what `measure` returned.
-            read: gives the bytes of a medium by its name.
+            read: returns the bytes of an image or video by its name.
 
         Raises:
-            SampleRejected: only this sample is left out of its pack.
+            SampleRejected: this sample alone is left out of its pack.
         """
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
-        """Both answers of a preference pair.
+        """Measures both answers of a preference pair.
 
         Raises:
             SampleRejected: ``no_pair``, unless the encoder overrides this.

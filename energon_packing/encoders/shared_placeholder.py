@@ -1,10 +1,10 @@
-"""Packs that hold images and videos, for models that know both by one token: GLM-4.1V and GLM-4.5V.
+"""Packs with images and videos, for models that use one token for both: GLM-4.1V and GLM-4.5V.
 
-``Glm4vModel.get_placeholder_mask`` (transformers 5, which Megatron-Bridge's model calls too) takes every placeholder of
-a row for an image where it places images, and for a video where it places videos. It refuses a row that holds both,
-whether one sample brought both or two samples share a pack. To the model a video is its time steps, each an image:
+``Glm4vModel.get_placeholder_mask`` (transformers 5, which Megatron-Bridge's model calls too) treats every placeholder
+of a row as an image when it places images, and as a video when it places videos. It refuses a row that contains both,
+from one sample or from two that share a pack. To the model a video is a series of time steps, each an image:
 ``get_video_features`` and ``get_rope_index`` first cut it into grids ``(1, height, width)``. So the videos of such a
-row are handed over as those images, in the order of their tokens, which gives the same features and positions.
+row are passed as those images, in the order of their tokens, which yields the same features and positions.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 SHARED_PLACEHOLDER = "shared_placeholder"
-"""Key of a row: True where the model cannot tell placeholders of images and of videos apart."""
+"""Key of a row: True if the model cannot distinguish placeholders of images from those of videos."""
 TYPES = "mm_token_type_ids"
 IMAGE, VIDEO = 1, 2
 
 
 def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rows of one pack; where they hold images and videos, and say `SHARED_PLACEHOLDER`, with images only.
+    """Returns the rows of one pack; if they contain images and videos and set `SHARED_PLACEHOLDER`, with images only.
 
     Args:
         rows: with ``visual_inputs`` and int64 `TYPES` ``[L]``; they are not changed.
@@ -40,7 +40,7 @@ def _with_images_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
     steps = torch.repeat_interleave(clips, clips[:, 0], dim=0)
     steps[:, 0] = 1
     pixels, grids = [], []
-    # Of each kind: the grids that are still to come, and their patches.
+    # For each kind: the remaining grids and their patches.
     coming = {VIDEO: (iter(steps), iter(visual.pop("pixel_values_videos").split(steps.prod(-1).tolist())))}
     if "pixel_values" in visual:
         images = visual["image_grid_thw"]

@@ -1,12 +1,12 @@
-"""Cutting a sample that fits no pack into pieces that do: lossless, never inside a medium. See docs/packing.md.
+"""Cuts a sample that fits no pack into pieces that fit: lossless, never inside an image or video. See docs/packing.md.
 
-A piece is as long as fits. With ``at="turn"`` it ends after the last answer before that, so that no question is parted
-from its answer, and only an exchange that is longer than a pack is cut inside, between two tokens; ``at="token"`` fills
-every piece. The text of a medium (all tiles of an image, all frames of a video, and what the template writes around
+A piece is as long as a pack allows. With ``at="turn"`` it ends after the last answer that fits, so that no question is
+separated from its answer; only an exchange longer than a pack is cut inside, between two tokens. With ``at="token"``
+every piece is filled. The text of an image or video (all tiles or all frames, and what the template writes around
 them) stays in one piece.
 
-The pieces side by side are the sample: tokens, weights and media. What a piece cannot learn is its first token, since
-nothing stands before it, just as that of a sample; a cut between turns costs no target, as a header is none.
+Joined together, the pieces are the sample: tokens, weights and media. A piece cannot learn its first token because
+nothing precedes it, as in any sample. A cut between turns costs no target, because a turn's header is not a target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
 
 Fits = Callable[[int, int, int], bool]
-"""Whether a pack holds a sample of so many tokens, images and patches; once false for larger ones, false for all."""
+"""Whether a pack holds a sample of so many tokens, images and patches; if false for one, false for all larger ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,9 +33,9 @@ class MeasuredSplit:
     """A sample that is emitted in pieces.
 
     Attributes:
-        key: of the conversation; those of the pieces are ``key#0``, ``key#1`` and so on.
+        key: of the conversation; the pieces are named ``key#0``, ``key#1`` and so on.
         length: tokens of the whole sample.
-        pieces: in order; in the place of one that may not be trained, why.
+        pieces: in order; a piece that may not be trained is replaced by the reason.
     """
 
     key: str
@@ -45,12 +45,12 @@ class MeasuredSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MediaText:
-    """What stands for one medium in a rendered conversation.
+    """The text that stands for one image or video in a rendered conversation.
 
     Attributes:
         start, end: characters ``[start, end)`` of its placeholder.
-        text: what the family puts in the placeholder's place.
-        frame: what a chat template may write before and after a medium, and must stay with it.
+        text: the family's replacement for the placeholder.
+        frame: what a chat template may write before and after the placeholder; it stays in the same piece.
     """
 
     start: int
@@ -60,11 +60,11 @@ class MediaText:
 
 
 def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[int, int], ...], Callable[[int], int]]:
-    """A rendered text with its media's texts in it.
+    """Inserts the texts of images and videos into a rendered text.
 
     Returns:
-        the text; the characters ``[start, end)`` of each medium in it, its frame included; and a function that says
-        where a character of the rendered text went.
+        The text; the characters ``[start, end)`` of each image and video in it, including its frame; and a function
+        that maps a character position of the rendered text to the new text.
     """
     parts: list[str] = []
     spans: list[tuple[int, int]] = []
@@ -87,13 +87,13 @@ def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[in
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleText:
-    """What the cuts of a sample depend on besides its numbers.
+    """What the cuts of a sample depend on besides its sizes.
 
     Attributes:
         offsets: int64 ``[n, 2]``, characters ``[start, end)`` of each token of `Measured.token_ids`.
-        media: characters ``[start, end)`` of each medium in conversation order, the frame around it included.
+        media: characters ``[start, end)`` of each image and video in conversation order, including its frame.
         turns: of the conversation.
-        turn_end: characters that the first so many turns fill; None where the template does not say.
+        turn_end: maps a number of first turns to the characters that they fill; None if the template does not tell.
     """
 
     offsets: np.ndarray
@@ -103,10 +103,10 @@ class SampleText:
 
 
 def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list[Measured]:
-    """The pieces, each within a pack; a sample that fits comes back as the only one.
+    """Returns the pieces, each of which fits a pack; a sample that fits is returned as the only piece.
 
     Raises:
-        SampleRejected: ``oversize`` where a medium or a single character alone fits no pack.
+        SampleRejected: ``oversize`` if a single image, video or character fits no pack.
     """
     sizes = _Sizes.of(measured)
     cuts = _allowed_cuts(text)
@@ -137,7 +137,7 @@ def split(measured: Measured, text: SampleText, fits: Fits, at: SplitAt) -> list
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Sizes:
-    """What stands before each token: int64 ``[n + 1]`` each."""
+    """Cumulative sums before each token, int64 ``[n + 1]`` each."""
 
     tokens: np.ndarray
     runs: np.ndarray
@@ -170,8 +170,8 @@ class _Sizes:
 
 
 def _allowed_cuts(text: SampleText) -> list[int]:
-    """Tokens before which the sample may be cut: no character and no medium is parted."""
-    # A token that the tokenizer adds stands at (0, 0); it goes with the one before it.
+    """Returns the tokens before which the sample may be cut, so that no character, image or video is split."""
+    # A token that the tokenizer adds has offsets (0, 0); it stays with the token before it.
     starts, ends = np.maximum.accumulate(text.offsets, axis=0).T
     allowed = np.zeros(len(starts), dtype=bool)
     allowed[1:] = ends[:-1] <= starts[1:]
@@ -183,12 +183,12 @@ def _allowed_cuts(text: SampleText) -> list[int]:
 
 
 def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | None]:
-    """A function of two tokens: the last cut behind an answer after the first and up to the second one, or None."""
+    """Returns a function of two tokens: the last cut after an answer that lies between them, or None."""
     starts = np.maximum.accumulate(text.offsets[:, 0]).tolist()
     found: dict[int, int | None] = {}
 
     def cut(turns: int) -> int | None:
-        """The token before which the first so many turns end; None where no cut stands there."""
+        """Returns the token before which the first ``turns`` turns end; None if no cut is allowed there."""
         if turns not in found:
             end = text.turn_end(turns)
             token = None if end is None else bisect_left(starts, end)
@@ -209,7 +209,8 @@ def _turn_cuts(text: SampleText, cuts: list[int]) -> Callable[[int, int], int | 
 
 
 def _count_up_to(turns: Sequence[int], cut: Callable[[int], int | None], end: int) -> int:
-    """How many of the ascending ``turns`` end at or before a token; each `cut` renders a prompt, so few are made."""
+    """Returns how many of the ascending ``turns`` end at or before a token, with few calls of `cut`, which renders a
+    prompt each time."""
     low, high = 0, len(turns)
     while low < high:
         middle = (low + high) // 2
@@ -230,7 +231,7 @@ def _piece(measured: Measured, sizes: _Sizes, number: int, pieces: int, start: i
     trained = np.unpackbits(measured.trained, count=len(measured.token_ids))[start:end]
     runs = slice(int(sizes.runs[start]), int(sizes.runs[end]))
     media = slice(int(sizes.media[start]), int(sizes.media[end]))
-    # Extras hold a number for each target of the sample, whose own first token is none; nor is a piece's.
+    # Extras hold one number per target. The first token of a sample is never a target, nor is that of a piece.
     first = int(sizes.targets[1])
     targets = slice(int(sizes.targets[start + 1]) - first, int(sizes.targets[end]) - first)
     tokens, _, _ = sizes.between(start, end)

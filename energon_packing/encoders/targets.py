@@ -15,18 +15,18 @@ from energon_packing.errors import SampleRejected
 def trained_tokens(
     text: TokenizedText, spans: Sequence[TrainedSpan], never: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """The tokens that trained spans of a text hold, and their weights.
+    """Returns the tokens inside the trained spans of a text, and their weights.
 
-    A token that stands across the beginning of a span is trained, since the answer begins in it; one that stands
-    across its end is not, since generation never makes it. No trained token touches a span of weight 0.
+    A token across the beginning of a span is trained, because the answer begins in it. A token across its end is not
+    trained, because generation never produces it. No trained token touches a span of weight 0.
 
     Args:
         text: tokens of the text.
         spans: of its characters, ascending.
-        never: ids of tokens that are not trained wherever they stand.
+        never: ids of tokens that are never trained.
 
     Returns:
-        bool ``[L]``, and float32 ``[L]``, 0 where nothing is trained, or None where all weights are 1.
+        bool ``[L]``; and float32 ``[L]``, 0 where nothing is trained, or None if all weights are 1.
     """
     trained = np.zeros(len(text.ids), dtype=bool)
     plain = all(span.weight in (0.0, 1.0) for span in spans)
@@ -52,7 +52,7 @@ def trained_tokens(
 
 
 def enough_targets(measured: Measured, ratio: float) -> Measured:
-    """The sample, unless the share of its tokens that are targets is not strictly above ``ratio``.
+    """Returns the sample if the share of targets among its tokens is strictly above ``ratio``.
 
     Raises:
         SampleRejected: ``too_few_targets``.

@@ -1,4 +1,4 @@
-"""A text as tokens, and which of them hold which characters."""
+"""A text as tokens, and which tokens hold which characters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TextTokenizer:
     """Makes `TokenizedText`.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are found on:
-            they may have been saved with it, and a processor that others use too switches them on at each of its calls.
+        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are on: they may have
+            been saved with it, and a processor that is also used elsewhere may switch them on at any call.
     """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        # The call without offsets exists for batches only, and a batch starts the library's threads, which a worker
-        # that is forked later cannot use: only where threads are switched off, by the library's own variable.
+        # The call without offsets exists only for batches, and a batch starts the library's threads, which a worker
+        # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
         self._lengths = byte_lengths(backend) if _one_thread() else None
         self._is_nfc = backend.normalizer is not None
 
@@ -54,7 +54,7 @@ class TextTokenizer:
                     return ByteText(self._backend, text, add_special_tokens, ids, ends)
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            # What the tokenizers library says of a lone surrogate, which JSON can hold and UTF-8 cannot.
+            # The tokenizers library raises these for a lone surrogate, which JSON can hold and UTF-8 cannot.
             raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
         return TokenizedText(text, encoding)
 
@@ -65,7 +65,7 @@ def _one_thread() -> bool:
 
 
 class TokenizedText:
-    """Tokens of one text, as the tokenizers library gives them.
+    """Tokens of one text, as the tokenizers library returns them.
 
     Attributes:
         ids: int32 ``[n]``.
@@ -83,16 +83,16 @@ class TokenizedText:
         return np.array(self._encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` where none does.
+        """Returns tokens ``[first, last)`` that hold any of the characters ``[start, end)``; ``(0, 0)`` if none does.
 
-        Not by ``char_to_token`` alone, with which transformers maps generation spans: of a character that is several
-        tokens (an emoji in a byte-level vocabulary) it knows the first one only, and a span that ends with one would
-        lose its rest. Here it says where the character behind the span begins.
+        transformers maps generation spans with ``char_to_token`` alone. For a character of several tokens (an emoji in
+        a byte-level vocabulary) it returns only the first token, so a span that ends with one would lose the others.
+        Here it is asked where the character after the span begins.
         """
         first = self._encoding.char_to_token(start) if start < end else None
         behind = self._encoding.char_to_token(end) if end < self._characters else len(self.ids) - 1
         if first is None or behind is None or behind < first:
-            # No token holds the character, as where it was normalised away: look at all offsets.
+            # No token holds the character, for example because it was normalised away: look at all offsets.
             held = np.flatnonzero((self.offsets[:, 0] < end) & (self.offsets[:, 1] > start))
             return (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
         # A token may hold characters on both sides of the end, and tokens before it may hold none at all.
@@ -104,7 +104,7 @@ class TokenizedText:
     def reaches_over(self, token: int, end: int) -> bool:
         """Whether a token holds more than white space from the character ``end`` on.
 
-        White space does not count: some tokenizers have an end of turn that swallows the line break after it.
+        White space does not count, because some tokenizers have an end of turn that includes the next line break.
         """
         _, stop = self._encoding.token_to_chars(token) or (0, 0)
         return stop > end and not self._text[end:stop].isspace()
@@ -115,12 +115,12 @@ class TokenizedText:
 
 
 class ByteText(TokenizedText):
-    """Tokens of one text in a byte-level vocabulary, where the bytes of the tokens are those of the text.
+    """Tokens of one text in a byte-level vocabulary whose bytes are those of the text.
 
     Args:
-        backend: is asked again for `offsets`, which are seldom needed.
+        backend: tokenizes again for `offsets`, which are rarely needed.
         text: that was tokenized.
-        add_special_tokens: as it was tokenized.
+        add_special_tokens: the value that it was tokenized with.
         ids: int32 ``[n]``.
         ends: bytes of the text up to the end of each token, ``[n]``.
     """
@@ -132,15 +132,15 @@ class ByteText(TokenizedText):
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Characters ``(start, end)`` of each token, int64 ``[n, 2]``, asked of the tokenizer on first use."""
+        """Characters ``(start, end)`` of each token, int64 ``[n, 2]``, computed by the tokenizer on first use."""
         encoding = self._backend.encode(self._text, add_special_tokens=self._add_special_tokens)
         return np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
-        """Tokens ``[first, last)`` that hold a character of ``[start, end)``, found by the byte at which each ends."""
+        """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
         if not self._text.isascii():
             start, end = (len(self._text[:place].encode()) for place in (start, end))
-        # The first token that ends behind the start, and the first one that reaches the end.
+        # The first token that ends after the start, and the first token that reaches the end.
         first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
         return (int(first), int(last)) if first < last and end > 0 else (0, 0)
 
@@ -151,7 +151,7 @@ class ByteText(TokenizedText):
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-    """Which of ``ids`` are among a few, bool of the same shape; for so few, ten times as fast as ``np.isin``."""
+    """Returns which ``ids`` are among a few, bool of the same shape; for so few, ten times as fast as ``np.isin``."""
     found = np.zeros(ids.shape, dtype=bool)
     for token_id in wanted:
         found |= ids == token_id

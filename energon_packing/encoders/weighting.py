@@ -1,11 +1,11 @@
-"""How much a target of a sample counts: by token, by sample, or in between; for a loss that is normed globally.
+"""The weight of each target of a sample: by token, by sample, or in between; for a globally normalised loss.
 
-With x the number of targets of a sample, a target weighs 1 (``token``), 1/x (``sample``) or 1/sqrt(x) (``square``, as
-InternVL trains), and the loss of a step is the weighted sum over all its samples, divided by the sum of the weights.
+If a sample has x targets, each weighs 1 (``token``), 1/x (``sample``) or 1/sqrt(x) (``square``, as InternVL trains).
+The loss of a step is the weighted sum over all its samples, divided by the sum of the weights.
 
 The loss mask carries the weights. Megatron-Bridge's ``masked_next_token_loss`` returns ``sum(loss * mask)`` and the sum
-of the mask **as a whole number**, by which the step is divided; a sample of weights 1/x would count as 0 or 1. So all
-weights are multiplied by one constant, which cancels in the division.
+of the mask **as an integer**, and the step divides by the latter. A sample with weights 1/x would count as 0 or 1, so
+all weights are multiplied by one constant, which cancels in the division.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from energon_packing.config import EncoderConfig
 FIXED_POINT = 2**14
 """Factor of fractional weights.
 
-The cast to a whole number loses less than 1 from a sum of at least `FIXED_POINT` (every sample adds that much or more),
-so less than 6.2e-5 of it. The sum over a whole step is counted in 32 bits by Megatron-Core: with ``sample`` a global
-batch may hold up to 131,071 samples, with ``square`` the sum of sqrt(x) over its samples stays below that number.
+The cast to an integer loses less than 1 from a sum of at least `FIXED_POINT` (every sample adds that much or more), so
+less than 6.2e-5 of it. Megatron-Core counts the sum over a whole step in 32 bits: with ``sample`` a global batch may
+hold up to 131,071 samples, and with ``square`` the sum of sqrt(x) over its samples must stay below that number.
 """
 
 
 def target_weight(config: EncoderConfig, targets: int) -> float:
-    """The factor of every weight of a sample with so many targets, the fixed point included."""
+    """Returns the factor of every weight of a sample with this many targets, including `FIXED_POINT`."""
     scale = config.loss_scale
     if config.loss_weighting == "token":
         return float(scale or 1)

@@ -1,8 +1,9 @@
-"""What a vision family knows, so that a sample can be measured without its pixels and rendered with them.
+"""What a vision family defines, so that a sample can be measured without its pixels and rendered with them.
 
-A new family is one file: subclass `VisionFamily`, say how many tokens a medium of a given size costs (`plan`), what
-text stands for it (`replacement`), how its pixels are made (`pixels`) and where its tokens sit (`positions`), and name
-it in `registry.py`. Geometry is never guessed: it is tested against the family's Hugging Face processor.
+A new family is one file. Subclass `VisionFamily` and define how many tokens an image or video of a given size costs
+(`plan`), which text stands for it (`replacement`), how its pixels are made (`pixels`) and the positions of its tokens
+(`positions`). Then add it to `registry.py`. Geometry is never guessed: it is tested against the family's Hugging Face
+processor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
 FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan")
-"""Fields of `EncoderConfig` that mean nothing to a family unless it names them in ``reads``."""
+"""Fields of `EncoderConfig` that a family does not support unless it names them in ``reads``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +34,12 @@ class MediaPlan:
     Attributes:
         kind: ``image`` or ``video``.
         grid: patches in time, height and width ``(t, h, w)``.
-        runs: number of placeholder tokens of each uninterrupted run that stands for the medium, in text order.
-        frame_indices: frames that are decoded, ascending, as indices into the clip; empty for images.
+        runs: number of placeholder tokens of each uninterrupted run that stands for it, in text order.
+        frame_indices: frames to decode, ascending, as indices into the clip; empty for images.
         seconds_per_grid: seconds between two steps of ``grid[0]``; None for images.
-        timestamps: seconds at which each step of ``grid[0]`` is shown, where the family writes them; else empty.
-        tiles: images that the vision encoder sees for the medium: the tiles of a cut-up image with its thumbnail, or
-            the frames of a video that it reads one by one; 1 where the medium stays in one piece.
+        timestamps: seconds at which each step of ``grid[0]`` is shown, if the family writes them; else empty.
+        tiles: images that the vision encoder sees: the tiles of an image with its thumbnail, or the frames of a video
+            that it reads one by one; 1 if the image or video stays in one piece.
     """
 
     kind: MediaKind
@@ -65,8 +66,8 @@ class VisionFamily(ABC):
 
     Args:
         processor: the family's Hugging Face processor.
-        config: limits that replace the processor's own; applied to the processor itself, so that geometry and pixels
-            can never disagree.
+        config: limits that replace the processor's own; they are set on the processor itself, so that geometry and
+            pixels always agree.
     """
 
     name: ClassVar[str]
@@ -74,26 +75,26 @@ class VisionFamily(ABC):
     processor_classes: ClassVar[tuple[str, ...]]
     """Names of the Hugging Face processor classes that this family serves; the first family of a class is its own."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Those of `FAMILY_FIELDS` that this family reads; setting another one is refused, never ignored."""
+    """The `FAMILY_FIELDS` that this family reads; setting any other is refused, never ignored."""
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
     shared_placeholder: ClassVar[bool] = False
-    """Whether the model cannot tell placeholders of images and of videos apart, so that no row may hold both; see
-    `energon_packing.encoders.shared_placeholder`."""
+    """Whether the model cannot distinguish placeholders of images from those of videos, so that no row may hold both;
+    see `energon_packing.encoders.shared_placeholder`."""
     token_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of what `token_values` gives: inputs of the model with one whole number per token, 0 on padding."""
+    """Names of what `token_values` returns: model inputs with one integer per token, 0 on padding."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
-    """The largest ``max_pixels`` that the family takes; None takes any."""
+    """The largest ``max_pixels`` that the family accepts; None accepts any."""
     special_tokens: ClassVar[bool] = True
     """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them: a processor's
     ``apply_chat_template`` lets it, a tokenizer's own does not."""
 
     placeholders: Mapping[MediaKind, str]
-    """Text that the chat template writes for one image or video, by each kind that the family takes with this
-    processor; `replacement` takes its place."""
+    """Text that the chat template writes for one image or video, for each kind that the family accepts with this
+    processor; `replacement` replaces it."""
     placeholder_ids: Mapping[MediaKind, int]
     """Token id of the runs of each kind."""
     reserved: tuple[str, ...]
@@ -112,24 +113,24 @@ class VisionFamily(ABC):
             )
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """Geometry of all media of one sample; overridden where it depends on more than the medium's own size.
+        """Returns the geometry of all media of one sample; overridden if it depends on more than each one's own size.
 
         Raises:
-            SampleRejected: as `plan`.
+            SampleRejected: as for `plan`.
         """
         return tuple(self.plan(item) for item in media)
 
     @abstractmethod
     def plan(self, media: Media) -> MediaPlan:
-        """Geometry of one medium from its size, frames and fps.
+        """Returns the geometry of one image or video from its size, frames and fps.
 
         Raises:
-            SampleRejected: ``media_geometry`` where the family's processor refuses the size,
-                ``unmeasured_media`` where a needed number is missing.
+            SampleRejected: ``media_geometry`` if the family's processor refuses the size,
+                ``unmeasured_media`` if a needed number is missing.
         """
 
     def check_kind(self, media: Media) -> None:
-        """Refuses an image or a video where the family takes none; for `plan`.
+        """Refuses an image or a video if the family does not accept it; for `plan`.
 
         Raises:
             SampleRejected: ``unsupported_media``.
@@ -141,11 +142,11 @@ class VisionFamily(ABC):
 
     @abstractmethod
     def replacement(self, plan: MediaPlan) -> str:
-        """Text that takes the placeholder's place, with ONE placeholder token for each of ``plan.runs``."""
+        """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
 
     @abstractmethod
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Model inputs of one sample's media, under the Hugging Face argument names.
+        """Returns the model inputs of one sample's media, under the Hugging Face argument names.
 
         Args:
             plans: of all media of the sample, in conversation order.
@@ -153,15 +154,15 @@ class VisionFamily(ABC):
         """
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Positions ``[3, L]`` int64 of one sample alone (expanded ids ``[L]``): here counted on all axes alike."""
+        """Returns positions ``[3, L]`` int64 of one sample (expanded ids ``[L]``); here the same on all axes."""
         return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Each of ``token_fields`` for one sample: int64 ``[L]`` of its expanded ids ``[L]``."""
+        """Returns each of ``token_fields`` for one sample: int64 ``[L]`` from its expanded ids ``[L]``."""
         return {}
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """Which tokens ``[L]`` stand for media: 1 of an image, 2 of a video, else 0; 1 where both have one token."""
+        """Returns the kind of each token ``[L]``: 1 for an image, 2 for a video, else 0; 1 if both share one token."""
         kinds = np.zeros(len(input_ids), dtype=np.int64)
         for number, kind in ((2, "video"), (1, "image")):
             if kind in self.placeholder_ids:
@@ -169,13 +170,13 @@ class VisionFamily(ABC):
         return kinds
 
     def check_token(self, token: str) -> int:
-        """Id of a token that the family cannot do without.
+        """Returns the id of a token that the family needs.
 
         Raises:
-            ConfigError: the tokenizer does not have it as one token.
+            ConfigError: the tokenizer does not have it as a single token.
         """
         token_id = self.tokenizer.get_added_vocab().get(token)
-        if token_id is None:  # the whole vocabulary is a large dictionary, made anew by every call
+        if token_id is None:  # last, because every call builds the whole vocabulary as a new dictionary
             token_id = self.tokenizer.get_vocab().get(token)
         if token_id is None:
             raise ConfigError(
@@ -186,7 +187,7 @@ class VisionFamily(ABC):
 
 
 def require(value: float | int | None, media: Media, what: str) -> float | int:
-    """A measured number of a medium, or a rejection that names it."""
+    """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
         raise SampleRejected(
             "unmeasured_media",

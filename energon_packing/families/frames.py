@@ -1,4 +1,4 @@
-"""Which frames stand for a video: every family asks `chosen_frames`, so a new way to choose them goes there."""
+"""Which frames represent a video: every family calls `chosen_frames`, so a new way to choose them belongs there."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from energon_packing.conversation import Media
 def chosen_frames(
     media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None
 ) -> tuple[int, ...]:
-    """Indices of the frames that stand for a video: all of a list of images, else the processor's choice.
+    """Returns the indices of the frames that represent a video: all of a list of images, else the processor's choice.
 
     Args:
         media: the video.
-        config: of the encoder; what it says about the choice of frames is read here.
+        config: of the encoder; its settings for the choice of frames are read here.
         by_processor: the family's own choice, as its video processor makes it.
         most: frames that a list is thinned out to; by default ``video_max_frames``.
     """
@@ -27,36 +27,36 @@ def chosen_frames(
 def uniform_frames(
     processor: Any, total: int, fps: float, *, rate: float | None, fewest: int, most: int
 ) -> tuple[int, ...]:
-    """Indices of the sampled frames, ascending and distinct, as the video processor itself spreads them.
+    """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them.
 
     Args:
         processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
         total: frames of the clip, at least 1.
-        fps: frames a second of the clip.
-        rate: frames a second that are wanted; None wants ``most`` frames of every clip.
-        fewest: frames of a short clip under ``rate``, where it has so many.
-        most: frames of a long clip.
+        fps: frames per second of the clip.
+        rate: frames per second to sample; None samples ``most`` frames of every clip.
+        fewest: minimum frames of a clip under ``rate``, if it has that many.
+        most: maximum frames of a clip.
 
     Returns:
-        at least one and at most ``min(most, total)`` indices.
+        At least one and at most ``min(most, total)`` indices.
     """
     from transformers.video_utils import VideoMetadata
 
     wanted = most if rate is None else int(total / fps * rate)
     wanted = max(1, min(max(wanted, fewest), most, total))
     indices = processor.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), num_frames=wanted)
-    # Its float32 steps can reach one index too many, the clip's length (transformers 5.12), which is no frame.
+    # Its float32 steps can reach one index too many, the clip's length (transformers 5.12), which is not a frame.
     return tuple(sorted({int(index) for index in indices if 0 <= int(index) < total}))[:wanted]
 
 
 def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
-    """Indices of the frames of a video that is a list of images; None for any other video.
+    """Returns the frame indices of a video that is a list of images; None for any other video.
 
-    Such a list was sampled by whoever made it, and the processors take it as it is: every frame stands for the video.
+    Such a list was already sampled by its author, and the processors use it as it is, with every frame.
 
     Args:
         media: the video.
-        most: ``encoder.video_max_frames``; a longer list is thinned out evenly, first and last frame included.
+        most: ``encoder.video_max_frames``; a longer list is thinned out evenly and keeps its first and last frame.
     """
     if not media.frame_names:
         return None

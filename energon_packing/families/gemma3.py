@@ -1,4 +1,4 @@
-"""Gemma 3: one square of 256 tokens per image, and with pan-and-scan one more per crop of a long image."""
+"""Gemma 3: one square of 256 tokens per image, and with pan-and-scan one more per crop of an elongated image."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Gemma3(VisionFamily):
     side ratio is at least ``pan_and_scan_min_ratio_to_activate`` is followed by crops of it, each a square of its own
     between words that the processor writes.
 
-    The processor passes its own defaults for these settings to the image processor, also over those of
-    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``), so that a file cannot turn pan-and-scan on; a caller of
-    the processor passes ``do_pan_and_scan=True``, and a configuration of ours says ``encoder.pan_and_scan``.
+    The processor passes its own defaults for these settings to the image processor, and they override those of
+    ``preprocessor_config.json`` (``Gemma3ProcessorKwargs``). So a file cannot turn pan-and-scan on. A caller of the
+    processor passes ``do_pan_and_scan=True``; our configuration sets ``encoder.pan_and_scan``.
     """
 
     name = "gemma3"
@@ -60,7 +60,7 @@ class Gemma3(VisionFamily):
         self.images.do_pan_and_scan = bool(config.pan_and_scan)
 
     def plan(self, media: Media) -> MediaPlan:
-        """One square, or one and its crops, as the processor's own rule cuts them.
+        """Returns one square, or one and its crops, by the processor's own rule.
 
         Raises:
             SampleRejected: ``unsupported_media``, ``unmeasured_media``.
@@ -73,7 +73,7 @@ class Gemma3(VisionFamily):
         )
 
     def _crops(self, height: int, width: int) -> int:
-        # Asked of the processor with an image that has no storage: its crops are views, whatever the size.
+        # Ask the processor, with an image that has no storage: its crops are views, whatever the size.
         blank = torch.empty((1, 3, height, width), dtype=torch.uint8, device="meta")
         return len(
             self.images.pan_and_scan_batched(
@@ -96,7 +96,7 @@ class Gemma3(VisionFamily):
         """``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
 
         Raises:
-            SampleRejected: ``media_changed`` where an image became another number of squares than was planned.
+            SampleRejected: ``media_changed`` if an image became a different number of squares than planned.
         """
         if not media:
             return {}

@@ -20,9 +20,9 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 class Glm4v(TimeSteps):
     """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5).
 
-    Resizing counts time steps: the limits hold for height times width times frames, of an image for the two frames that
-    it is repeated to. A time step of a video is written as an image; what tells the two apart is the frame of tokens
-    around the video, from which ``mm_token_type_ids`` follow. The model counts positions by them.
+    Resizing counts time steps: the limits apply to height times width times frames, where an image counts as two frames
+    because it is repeated. A time step of a video is written as an image. Only the tokens around the whole video tell
+    the two apart; ``mm_token_type_ids`` follow from them, and the model counts positions by ``mm_token_type_ids``.
     """
 
     name = "glm4v"
@@ -95,11 +95,11 @@ class Glm4v(TimeSteps):
         return super()._plan_video(media, height, width)
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """Those of the first frame of each time step; the processor takes every second one, whatever its step is."""
+        """Seconds of the first frame of each time step; the processor takes every second frame, whatever its step."""
         return seconds[::2]
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The image's placeholder; of a video each time step as an image, before its second."""
+        """The image's placeholder; for a video, each time step as an image, followed by its second."""
         if plan.kind == "image":
             return self.image_token
         return "".join(f"{self._start}{self.image_token}{self._end}{int(seconds)}" for seconds in plan.timestamps)
@@ -111,5 +111,5 @@ class Glm4v(TimeSteps):
         return np.where(input_ids == self.placeholder_ids["image"], np.where(inside, VIDEO, IMAGE), TEXT)
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """``mm_token_type_ids`` ``[L]``, which the model counts positions by, also of a text without media."""
+        """``mm_token_type_ids`` ``[L]``, by which the model counts positions, even for text without media."""
         return {"mm_token_type_ids": self.visual_kinds(input_ids).astype(np.int64)}

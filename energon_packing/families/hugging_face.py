@@ -1,4 +1,4 @@
-"""Any processor that says itself what an image costs: geometry and pixels come from it, nothing is known here."""
+"""Any processor that reports what an image costs: geometry and pixels come from the processor alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from energon_packing.families.base import MediaPlan, VisionFamily, require
 from energon_packing.families.tile_bound import check_pinpoints, check_tiles
 
 PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
-"""Height and width of blank images that the processor is asked about before it is trusted."""
+"""Height and width of blank images with which the processor is checked before it is trusted."""
 TILE_LIMITS = ("max_patches", "max_image_tiles", "max_num_tiles")
 """Settings of image processors that list every grid of tiles up to their limit."""
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
@@ -23,9 +23,9 @@ TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 class HuggingFace(VisionFamily):
     """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5).
 
-    Chosen by name only. What the processor says is compared with what it does, on a few blank images, when the family
-    is made; it is refused where the two differ, where an image is not one uninterrupted run of tokens, where a second
-    image changes the first, or where images of several sizes make tensors that cannot be joined.
+    Chosen by name only. When the family is built, the counts that the processor reports are compared with its output on
+    a few blank images. It is refused if the two differ, if an image is not one uninterrupted run of tokens, if a second
+    image changes the first, or if images of several sizes make tensors that cannot be joined.
     """
 
     name = "huggingface"
@@ -56,14 +56,14 @@ class HuggingFace(VisionFamily):
         )
 
     def _learn(self) -> tuple[str, int]:
-        """The text that stands for an image, and how many tokens are counted for one besides its placeholders."""
+        """Returns the text that stands for an image, and the tokens counted for it besides its placeholders."""
         blank = [torch.full((3, *size), 40 * at, dtype=torch.uint8) for at, size in enumerate(PROBES)]
         try:
             alone = [self._ask([image]) for image in blank]
             together = self._ask(blank)
             counted = [self._count(*size) for size in PROBES]
         except Exception as error:
-            # A processor is a program of its own; whatever goes wrong in it here says that this family is none for it.
+            # A processor may raise anything; any error here means that this family cannot serve it.
             raise self._refusal(f"it fails on blank images ({type(error).__name__}: {error})") from error
         around, runs = zip(*(self._split(ids) for ids, _ in alone), strict=True)
         overheads = {count - run for count, run in zip(counted, runs, strict=True)}
@@ -88,7 +88,7 @@ class HuggingFace(VisionFamily):
         return text, overheads.pop()
 
     def _ask(self, images: list[torch.Tensor]) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """Token ids and visual inputs of a text that holds nothing but the images."""
+        """Returns token ids and visual inputs of a text that contains only the images."""
         made = self.processor(text=[self.image_token * len(images)], images=images, return_tensors="pt")
         visual = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
         return made["input_ids"][0].tolist(), visual
@@ -98,14 +98,14 @@ class HuggingFace(VisionFamily):
         return int(said["num_image_tokens"][0])
 
     def _split(self, ids: list[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], int]:
-        """What stands before and after the run of placeholders, and its length."""
+        """Returns the tokens before and after the run of placeholders, and its length."""
         at = [index for index, token in enumerate(ids) if token == self.image_id]
         if not at or at[-1] - at[0] + 1 != len(at):
             raise self._refusal(f"an image becomes {len(at)} tokens {self.image_token!r} that are not one run")
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
 
     def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What the tokenizer itself puts before and after a text."""
+        """Returns the tokens that the tokenizer itself adds before and after a text."""
         ids = self._encode(self.image_token)
         at = ids.index(self.image_id)
         return tuple(ids[:at]), tuple(ids[at + 1 :])
@@ -114,10 +114,10 @@ class HuggingFace(VisionFamily):
         return list(self.tokenizer(text)["input_ids"])
 
     def plan(self, media: Media) -> MediaPlan:
-        """One run of as many tokens as the processor counts for the size; images only.
+        """Returns one run with as many tokens as the processor counts for the size; images only.
 
         Raises:
-            SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` where the processor refuses the size.
+            SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` if the processor refuses the size.
         """
         self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
@@ -129,7 +129,7 @@ class HuggingFace(VisionFamily):
             ) from error
         if run < 1:
             raise SampleRejected("media_geometry", f"image {media.name!r} of {width}x{height} pixels costs no token")
-        # How many patches the encoder sees is not asked: a token counts as one.
+        # The processor does not report patches, so each token counts as one.
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
     def replacement(self, plan: MediaPlan) -> str:
@@ -140,7 +140,7 @@ class HuggingFace(VisionFamily):
         """Whatever the processor makes besides text, in one call with all images of the sample.
 
         Raises:
-            SampleRejected: ``media_changed`` where it writes another number of tokens than it counted.
+            SampleRejected: ``media_changed`` if it writes a different number of tokens than it counted.
         """
         if not media:
             return {}

@@ -1,4 +1,4 @@
-"""InternVL 2.5, 3 and 3.5: images cut into tiles with a thumbnail, and videos as one tile a frame."""
+"""InternVL 2.5, 3 and 3.5: images cut into tiles with a thumbnail, and videos as one tile per frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
 
 DEFAULT_VIDEO_FRAMES = 8
-"""Frames of a video where neither the configuration nor the processor says how many."""
+"""Frames of a video if neither the configuration nor the processor sets a number."""
 
 
 class InternVL(VisionFamily):
@@ -25,7 +25,7 @@ class InternVL(VisionFamily):
     An image is resized to the grid of at least ``min_patches`` and at most ``max_patches`` square tiles whose side
     ratio is nearest to its own, and a grid of several tiles is followed by a thumbnail of the whole image. Every tile
     costs ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of that grid, so they
-    become the least and the greatest number of tiles.
+    become the minimum and maximum number of tiles.
     """
 
     name = "internvl"
@@ -90,7 +90,7 @@ class InternVL(VisionFamily):
         """Tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as `uniform_frames`.
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as for `uniform_frames`.
         """
         self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
@@ -108,14 +108,14 @@ class InternVL(VisionFamily):
         return MediaPlan(kind=kind, grid=(tiles, side, side), runs=runs, frame_indices=indices, tiles=tiles)
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The tokens for start and end around the placeholder; of a video once a frame, behind its number."""
+        """The start and end tokens around the placeholder; for a video once per frame, after the frame's number."""
         tile = f"{self._start}{self.image_token}{self._end}"
         if plan.kind == "image":
             return tile
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[tiles, 3, H, W]``: images and videos alike, in the order of the text."""
+        """``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         cut: list[torch.Tensor] = []
         if images:
@@ -136,6 +136,6 @@ class InternVL(VisionFamily):
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     def _frames(self, clip: torch.Tensor) -> torch.Tensor:
-        # One clip a call: the processor takes several only where all have equally many frames.
+        # One clip per call: the processor accepts several clips only if all have equally many frames.
         made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt")
         return made["pixel_values_videos"].flatten(0, 1)

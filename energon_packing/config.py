@@ -1,7 +1,7 @@
 """The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
 
-A file has up to five sections, each one a frozen dataclass below; an unknown key is an error that names the nearest
-known one::
+A file has up to five sections, each a frozen dataclass below. An unknown key is an error that names the nearest known
+key::
 
     data:     {path: out/demo, workers: 2}
     encoder:  {processor: path/or/name, train_on: assistant}
@@ -43,9 +43,9 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "text_image": ("image",),
     "text_video": ("video",),
 }
-"""Kinds of media that a modality takes."""
+"""Kinds of media that each modality accepts."""
 MAX_DROPS_WITHOUT_PACK = 20_000
-"""Samples dropped since the last pack after which a run is given up, unless its configuration says otherwise."""
+"""Default for how many samples may be dropped since the last pack before the run stops."""
 
 
 def _at_least(section: str, values: Mapping[str, float | None], minimum: float) -> None:
@@ -69,14 +69,14 @@ class DataConfig:
     repeat: bool = True
     """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
     epoch_end: EpochEnd = "uneven"
-    """With ``repeat: false``, ranks run out of packs at different steps, and a training step in which one of them is
-    missing hangs: ``drop`` stops all ranks with the first, ``pad`` gives a rank that has run out fully masked packs
-    until the last one has; ``uneven`` leaves it to the trainer."""
+    """What to do when ranks run out of packs at different steps, which happens with ``repeat: false``; a training step
+    hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
+    a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
     seed: int = 0
     keep_memory: bool = True
-    """Loader processes keep the memory of pixels that they are done with for the next ones, instead of giving it back
-    to the kernel after each image, and stay as large as their largest pack made them. Worth the more CPU time, the
-    busier the machine's memory is (docs/bench.md). Takes effect with glibc."""
+    """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
+    they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
+    (docs/bench.md). Takes effect with glibc only."""
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":
@@ -93,15 +93,15 @@ class LimitsConfig:
 
     max_images: int | None = None
     max_frames: int | None = None
-    """Sampled frames of all videos together."""
+    """Sampled frames, summed over all videos."""
     max_visual_tokens: int | None = None
-    """Placeholder tokens of all images and videos together."""
+    """Placeholder tokens, summed over all images and videos."""
     max_tokens: int | None = None
     when_over: tuple[WhenOver, ...] = ("drop",)
-    """What is tried, in order, with a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
-    ``drop`` it, or ``raise``. A sample that is still over after the last one is dropped."""
+    """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
+    ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
     min_active_ratio: float = 1 / 256
-    """A sample is dropped unless the share of its tokens that are targets is strictly above this; 0 keeps all."""
+    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps all samples."""
 
     def __post_init__(self) -> None:
         for name in ("max_images", "max_frames", "max_visual_tokens"):
@@ -129,57 +129,60 @@ class EncoderConfig:
     processor: str = ""
     """Directory or hub name of a Hugging Face processor or tokenizer."""
     family: str = "auto"
-    """Vision family by name; ``auto`` goes by the processor's class."""
+    """Vision family by name; ``auto`` infers it from the processor's class."""
     modality: Modality = "mixed"
     """Media that samples may have: ``text`` none, ``text_image`` images, ``text_video`` videos, ``mixed`` both. A
     sample with another kind is dropped as ``other_modality``."""
     chat_template: str | None = None
-    """What replaces the processor's own chat template: a built-in prompt format by name (chatml, qwen, llama3, ...), or
-    the path of a YAML file of one or of a Jinja file; docs/prompts.md."""
+    """Replaces the processor's own chat template: the name of a built-in prompt format (chatml, qwen, llama3, ...), or
+    the path of a YAML prompt format or a Jinja file; see docs/prompts.md."""
     thinking: Thinking = "keep"
-    """What becomes of ``<think>`` spans of the assistant: ``keep`` trains them as any text, ``strip`` leaves them out,
-    ``mask`` shows them and does not train them, ``trim_empty`` leaves out those in which nothing stands, also where
-    the chat template writes them (Qwen3's)."""
+    """How to treat the assistant's ``<think>`` spans: ``keep`` trains them like any text, ``strip`` removes them,
+    ``mask`` keeps them in the input but does not train them, ``trim_empty`` removes empty ones, including those that
+    the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
     train_line_break: TrainLineBreak = "as_marked"
-    """Whether the line break after the token that ends an answer is trained: ``as_marked`` where a chat template marks
-    it with ``{% generation %}`` and nowhere else, ``always``, or ``never``."""
+    """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
+    marks it with ``{% generation %}``, ``always``, or ``never``."""
     tool_definitions: ToolDefinitions = "required"
-    """``required`` drops a sample (``template_omits``) whose definitions of tools the chat template does not show;
-    ``optional`` trains it without them. Calls and results are always required."""
+    """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
+    trains it without them. Calls and results are always required."""
     loss_weighting: LossWeighting = "token"
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
     loss_scale: int | None = None
-    """What all weights are multiplied by, so that Bridge's whole number of tokens keeps their sum. None is 1 for
+    """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
     trust_remote_code: bool = False
     position_ids: PositionIds = "auto"
-    """``1d`` counts tokens, ``mrope`` gives ``[3, 1, T]``; ``auto`` is ``1d``, since Bridge's models make their own."""
+    """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
+    own positions."""
     tokens_per_second: int = 2
-    """The vision config's number in Qwen2.5-VL; read for ``mrope`` positions only."""
+    """The value from Qwen2.5-VL's vision config; used for ``mrope`` positions only."""
     min_pixels: int | None = None
-    """Smallest area of a resized image in pixels; None keeps the processor's."""
+    """Smallest area of a resized image in pixels; None keeps the processor's value."""
     max_pixels: int | None = None
     video_min_pixels: int | None = None
     video_max_pixels: int | None = None
-    """Bounds of a resized video; the processor's own unit (one frame for Qwen2.5-VL, the whole clip for Qwen3-VL)."""
+    """Bounds for a resized video, in the processor's own unit: one frame for Qwen2.5-VL, the whole clip for
+    Qwen3-VL."""
     video_fps: float | None = None
-    """Frames a second that are sampled from a video; None keeps the processor's, 2.0 where it has none."""
+    """Frames per second sampled from a video; None keeps the processor's rate, or 2.0 if it has none."""
     video_min_frames: int | None = None
     video_max_frames: int | None = None
     pan_and_scan: bool | None = None
-    """Whether Gemma 3 sees long images in crops too (the processor's ``do_pan_and_scan``); None is its default, no."""
+    """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
+    no."""
     max_source_pixels: int = 120_000_000
-    """An image or frame with more pixels than this is refused before it is decoded."""
+    """An image or frame with more pixels than this is rejected before it is decoded."""
     max_decoded_bytes: int = 5 * 2**30
-    """Memory that the decoded media of one sample may take at 3 bytes a pixel; a sample over it is dropped before it is
-    decoded. The default holds the 768 frames of 1920x1080 that Qwen's processors sample at most."""
+    """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
+    decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
     decode_seconds: float | None = None
     """Wall-clock limit for decoding the media of one sample; None sets none."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     extra_fields: tuple[str, ...] = ()
-    """Values of the trained tokens that a record's ``extras`` hold and batches carry, ``[1, T]`` float32, aligned with
-    ``labels``; ``preference`` is made by us: 1 on chosen targets, -1 on rejected ones. See docs/limits.md."""
+    """Per-token values from a record's ``extras`` that batches carry, ``[1, T]`` float32, aligned with ``labels``.
+    ``preference`` is computed here: 1 on chosen targets, -1 on rejected ones. See docs/limits.md."""
 
     def __post_init__(self) -> None:
         names = (
@@ -212,7 +215,7 @@ class EncoderConfig:
 
 
 PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
-"""The fields of `PackingConfig` that limit a pack besides its tokens."""
+"""The fields of `PackingConfig` that limit a pack in addition to its tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,40 +225,44 @@ class PackingConfig:
     seq_length: int = 4096
     """Tokens of a row, alignment padding included: no pack is ever longer."""
     window: int = 256
-    """Measured samples held for selection. More fills better and delays longer; a sample costs about 3 KB."""
+    """Measured samples held for selection. A larger window fills packs better but delays samples longer; each sample
+    costs about 3 KB."""
     policy: str = "window"
     """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
-    ``balanced``, or a name given to ``register_policy``; see docs/packing.md."""
+    ``balanced``, or a name registered with ``register_policy``; see docs/packing.md."""
     max_images_per_pack: int | None = None
-    """Images of a pack, tiles counted one by one where the family cuts images up; None sets no limit. A sample that
-    exceeds a limit alone is handled as ``oversize`` says, with the reason ``over_limit``."""
+    """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
+    by itself is handled according to ``oversize``, with the reason ``over_limit``."""
     max_patches_per_pack: int | None = None
-    """Rows of vision input of a pack: what bounds the memory of the vision encoder."""
+    """Rows of vision input per pack; bounds the memory of the vision encoder."""
     max_segments_per_pack: int | None = None
-    """Samples of a pack; a masked tail of a row of fixed width comes on top."""
+    """Samples per pack, not counting the masked tail of a fixed-width row."""
     max_cost_per_pack: float | None = None
-    """Cost of a pack in tokens without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch 0.098."""
+    """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
+    0.098."""
     balance_window: int = 1
-    """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
+    """Number of finished plans sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
-    """A sample longer than a row is dropped into the ledger, stops the run, is cut after the last turn that fits, or is
-    split into pieces ``KEY#0``, ``KEY#1`` and so on, of which nothing is lost; see docs/packing.md."""
+    """A sample longer than a row is dropped and entered in the ledger, stops the run, is cut after the last turn that
+    fits, or is split without loss into pieces ``KEY#0``, ``KEY#1`` and so on; see docs/packing.md."""
     split_at: SplitAt = "turn"
-    """Where ``oversize: split`` cuts: ``turn`` after the last answer that fits, and inside an exchange only where that
-    is longer than a row; ``token`` fills every piece."""
+    """Where ``oversize: split`` cuts: ``turn`` cuts after the last answer that fits, and inside an exchange only if the
+    exchange is longer than a row; ``token`` fills every piece."""
     split_positions: SplitPositions = "restart"
-    """Positions of a piece: ``restart`` counts each from 0, ``continue`` goes on where the piece before it ended."""
+    """Positions of a piece: ``restart`` counts each piece from 0; ``continue`` continues from the end of the previous
+    piece."""
     pad_to_max_length: bool = False
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
     dummy_image: bool = False
-    """True adds the smallest image of the family, masked and of weight zero, to packs without media, so that every
-    micro-step has media on all ranks and collectives inside a vision tower cannot hang. Packs keep room for it."""
+    """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
+    has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""
     drop_budget: float = 0.1
-    """Share of the samples read that may be dropped; the run stops when more are, beyond doubt. 1.0 never stops."""
+    """Share of the samples read that may be dropped. The run stops once the share is above this beyond doubt; 1.0 never
+    stops it."""
     max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
-    """Samples that a worker may drop one after another without a pack between them before the run stops."""
+    """Samples that a worker may drop without making a pack in between before the run stops."""
     ledger: str | None = None
-    """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
+    """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:
         names = ("seq_length", "window", "balance_window", "max_drops_without_pack")
@@ -292,7 +299,7 @@ class ParallelConfig:
 
     @property
     def multiple(self) -> int:
-        """Tokens that every segment is padded to a multiple of."""
+        """Every segment is padded to a multiple of this many tokens."""
         return alignment_multiple(
             self.tensor_parallel, self.context_parallel, self.sequence_parallel, self.eval_context_parallel
         )
@@ -300,7 +307,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """What the trainer around the loader is set to; read by ``validate``, not by the loader."""
+    """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
@@ -309,7 +316,7 @@ class TrainingConfig:
     calculate_per_token_loss: bool = True
     average_in_collective: bool = False
     model_seq_length: int | None = None
-    """The model's ``seq_length``; None says it equals ``packing.seq_length``."""
+    """The model's ``seq_length``; None means that it equals ``packing.seq_length``."""
     model: str | None = None
     """Model family, for example ``qwen2_5_vl`` or ``gpt``."""
     step: str | None = None
@@ -340,7 +347,7 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
     Args:
         cls: one of the dataclasses above, nested ones included.
         values: mapping of field names to scalars, lists or mappings.
-        where: what the values came from, for the message; for example ``"run.yaml"`` or ``"packing"``.
+        where: source of the values, for messages; for example ``"run.yaml"`` or ``"packing"``.
 
     Raises:
         ConfigError: an unknown key (the nearest known one is named), a wrong type, or a value that the class refuses.
@@ -380,7 +387,7 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
     if origin is tuple:
         kind = typing.get_args(hint)[0]
         if isinstance(value, str) and (kind is str or typing.get_origin(kind) is Literal):
-            value = [value]  # one name stands for the list of it alone
+            value = [value]  # a single name stands for a list of one
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} is {value!r}; expected a list.")
         return tuple(_convert(kind, entry, where=where) for entry in value)
@@ -430,7 +437,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> RunCo
 def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple[dict[str, Any], str]:
     """The plain values of a configuration file with the overrides applied, and the file's name for messages.
 
-    Args, raises: as `load_config`, keys and types apart, which `from_mapping` checks.
+    Args, raises: as `load_config`, except for keys and types, which `from_mapping` checks.
     """
     import yaml
 
@@ -446,7 +453,7 @@ def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            # ValueError: bytes that are no UTF-8, a date that is none, a number of thousands of digits.
+            # ValueError: bytes that are not UTF-8, an invalid date, a number of thousands of digits.
             place = getattr(error, "problem_mark", None)
             line = f" (line {place.line + 1})" if place is not None else ""
             problem = getattr(error, "problem", None) or str(error).partition("\n")[0]

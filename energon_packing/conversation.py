@@ -1,7 +1,7 @@
 """A conversation: turns of text and media, as every stage after conversion sees it.
 
-The same structure is stored as JSON in the Energon data set (`Conversation.to_record`), so that reading a sample needs
-no guess about its layout. Media are named, never embedded; their sizes are probed once, at conversion.
+The same structure is stored as JSON in the Energon data set (`Conversation.to_record`), so reading a sample never
+involves guessing its layout. Media are named, never embedded; their sizes are probed once, at conversion.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MediaKind = Literal["image", "video"]
 ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
 PREFERENCE = "preference"
-"""The extra that is made and not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
+"""The extra that is computed, not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
 _RECORD = StoredRecord("conversation")
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 
@@ -32,14 +32,14 @@ class Media:
     Attributes:
         kind: ``"image"`` or ``"video"``.
         name: the entry's name in its store, for example ``"a1b2.jpg"``; relative, without ``..``.
-        width: pixels as displayed, that is after EXIF or container rotation; None where nobody probed it yet.
+        width: pixels as displayed, that is after EXIF or container rotation; None if not probed yet.
         height: pixels as displayed.
         frames: number of frames of a video; None for images.
-        fps: average frames a second of a video; None for images.
+        fps: average frames per second of a video; None for images.
         duration: seconds of a video; None for images.
-        frame_names: of a video that is a list of images: their entries in the store, in order, ``frames`` of them;
-            ``name`` is the first one. Such a list is sampled already: families take every frame of it.
-        frame_times: seconds at which each of those frames is shown, ascending; empty where they are ``1 / fps`` apart.
+        frame_names: for a video that is a list of images, the names of its ``frames`` entries in the store, in order;
+            ``name`` is the first one. Such a list is already sampled: families use every frame of it.
+        frame_times: seconds at which each of those frames is shown, ascending; empty if they are ``1 / fps`` apart.
     """
 
     kind: MediaKind
@@ -53,7 +53,7 @@ class Media:
     frame_times: tuple[float, ...] = ()
 
     def to_record(self) -> dict[str, Any]:
-        """The JSON form, without the fields that are None or empty."""
+        """The JSON form, without fields that are None or empty."""
         found = {name: getattr(self, name) for name in MEDIA_FIELDS}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -64,7 +64,7 @@ class Media:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaPart:
-    """A place in a turn where ``Conversation.media[index]`` stands."""
+    """The place of ``Conversation.media[index]`` in a turn."""
 
     index: int
 
@@ -81,9 +81,9 @@ class Turn:
         parts: text and media in reading order; adjacent texts are merged by the converters.
         tool_calls: OpenAI-style calls of an assistant turn,
             ``{"type": "function", "function": {"name": ..., "arguments": ...}}``; an ``"id"`` is kept.
-        tool_call_id: of a tool turn, the id of the call that it answers; None where the data have none.
-        loss_weight: of an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weighs its
-            tokens, None is 1.0. Other turns have no use for it.
+        tool_call_id: for a tool turn, the id of the call that it answers; None if the data has none.
+        loss_weight: for an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weights
+            its tokens, None means 1.0. Ignored for other turns.
     """
 
     role: Role
@@ -121,14 +121,14 @@ class Conversation:
     Attributes:
         key: unique in its data set; letters, digits, ``-`` and ``_`` only (a dot would split a WebDataset key).
         turns: in order; at least one.
-        media: every image and video, in the order of first mention; each index is used by exactly one `MediaPart`
-            (a file named twice is listed twice, under one name).
+        media: every image and video, in order of first mention; exactly one `MediaPart` uses each index (a file
+            mentioned twice is listed twice, under one name).
         tools: tool definitions for the chat template (a list of JSON schemas), or None.
         chosen: for preference data, the turns that follow ``turns`` in the preferred answer; text only.
-        rejected: the turns that follow ``turns`` in the other one. Both or neither are given.
-        extras: further values of the trained tokens by name (advantages, log-probabilities of the sampling policy,
-            rewards): one number for all of them or one for each, in order; for a pair ``{"chosen": ..., "rejected":
-            ...}`` of such, or one number for both.
+        rejected: the turns that follow ``turns`` in the other answer. Both or neither are given.
+        extras: additional values of the trained tokens by name (advantages, log-probabilities of the sampling policy,
+            rewards): one number for all tokens, or one per token in order; for a pair, ``{"chosen": ..., "rejected":
+            ...}`` of these, or one number for both.
     """
 
     key: str
@@ -141,16 +141,16 @@ class Conversation:
 
     @property
     def is_pair(self) -> bool:
-        """Whether this is a chosen and a rejected answer to one beginning."""
+        """Whether this holds a chosen and a rejected answer to the same beginning."""
         return bool(self.chosen)
 
     def answers(self) -> tuple[Conversation, Conversation]:
-        """The two conversations of a pair, chosen first; in both, of assistant turns only those of the answer train.
+        """The two conversations of a pair, chosen first; of the assistant turns, only those of the answer are trained.
 
-        Their ``extras`` hold `PREFERENCE` besides those of the record: 1 for the chosen one, -1 for the rejected one.
+        Their ``extras`` are the record's plus `PREFERENCE`: 1 for the chosen one, -1 for the rejected one.
 
         Raises:
-            SampleRejected: ``no_pair`` where the conversation is none.
+            SampleRejected: ``no_pair`` if the conversation is not a pair.
         """
         if not self.is_pair:
             raise SampleRejected("no_pair", "the record has no chosen and rejected answer")
@@ -197,7 +197,7 @@ class Conversation:
     def to_messages(self) -> list[dict[str, Any]]:
         """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``.
 
-        A turn without media has a plain string as content, which every template accepts.
+        The content of a turn without media is a plain string, which every template accepts.
         """
         messages: list[dict[str, Any]] = []
         for turn in self.turns:
@@ -234,8 +234,8 @@ class Conversation:
         """Reads what `to_record` wrote.
 
         Raises:
-            SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a media
-                name is absolute or holds ``..``, and the reasons of `Conversation` itself.
+            SampleRejected: ``bad_record`` if the JSON does not have that form, ``media_outside_root`` if a media name
+                is absolute or contains ``..``, and the reasons of `Conversation` itself.
         """
         known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
         _RECORD.check_keys(record, known, "the record")

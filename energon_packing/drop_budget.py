@@ -1,13 +1,13 @@
-"""When the share of dropped samples is surely above what a run allows.
+"""Decides when the share of dropped samples is beyond doubt above what a run allows.
 
-The question is asked after every drop of a run of any length, so an ordinary confidence bound would stop a sound run
-sooner or later. The one used here holds at all times at once (Robbins 1970, from Ville's inequality): while each sample
-is bad with a probability of at most ``budget``, independently, the chance that
+The budget is checked after every drop of a run of any length, so an ordinary confidence bound would sooner or later
+stop a good run. The bound used here holds at all times at once (Robbins 1970, from Ville's inequality): while each
+sample is bad independently with a probability of at most ``budget``, the chance that
 
     ``(read + 1) * P[Binomial(read, budget) = dropped] <= FALSE_STOP``   with   ``dropped > budget * read``
 
-is ever true is at most `FALSE_STOP`. Drops that are found late (a sample of the window whose media cannot be decoded)
-only make the count smaller than it is, and the statement stays true.
+is ever true is at most `FALSE_STOP`. Drops found late (a sample in the window whose media cannot be decoded) only make
+the count too small, so the statement stays true.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ FALSE_STOP = 1e-6
 """Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
 
 BUDGET_STARTS_AT = 200
-"""Samples read before a budget above 0 is looked at: the first ones of an unshuffled split may all come of one bad
+"""Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
 file."""
 
 
 def over_budget(dropped: int, read: int, budget: float) -> bool:
-    """Whether more than ``budget`` of the data are dropped, beyond doubt.
+    """Whether more than ``budget`` of the data is dropped, beyond doubt.
 
     Args:
         dropped: samples dropped so far.
@@ -47,20 +47,20 @@ def _evidence(dropped: float, read: int, budget: float) -> float:
 
 
 def reads_until_stop(share: float, budget: float, *, held: int = 0, luck: float = 1.0) -> int:
-    """Samples that are read until a run stops of which ``share`` is bad.
+    """Samples read until a run stops if ``share`` of its data is bad.
 
     Args:
-        share: of the data that is dropped, above ``budget``.
+        share: share of the data that is dropped; above ``budget``.
         budget: above 0 and below 1.
-        held: samples of the window, where they turn out to be bad only after it; 0 where that is seen at once.
-        luck: chance, or a little above it, of a run to last longer; 1 takes a run of exactly average luck.
+        held: samples in the window, if they turn out to be bad only after it; 0 if that is seen at once.
+        luck: the chance, or slightly more, that a run lasts longer; 1 assumes a run of exactly average luck.
 
     Raises:
-        ValueError: the share is not above the budget, or a number is out of its range.
+        ValueError: the share is not above the budget, or a number is out of range.
     """
     if not (0.0 < budget < share <= 1.0 and 0.0 < luck <= 1.0):
         raise ValueError(f"share {share} must be above budget {budget}, both in 0..1, and luck {luck} in 0..1")
-    # Only a drop makes the run look at its budget: the first one after the start may take a while.
+    # The budget is checked only at a drop, and the first drop after the start may take a while.
     first = BUDGET_STARTS_AT + (0 if share == 1.0 else math.ceil(math.log(luck) / math.log1p(-share)))
     low, high = first - 1, first
     while not _stops(high, high - held, share, budget, luck):
@@ -77,7 +77,7 @@ def _stops(read: int, judged: int, share: float, budget: float, luck: float) -> 
 
 
 def _fewest(read: int, share: float, luck: float) -> float:
-    """A number of drops that a run falls short of with a chance of at most ``luck``, by Chernoff's bound."""
+    """A number of drops that a run stays below with a chance of at most ``luck``, by Chernoff's bound."""
     low, high = 0.0, share
     wanted = -math.log(luck) / read
     for _ in range(60):

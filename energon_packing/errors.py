@@ -1,15 +1,15 @@
-"""The errors that cross module borders, one class for each kind of reader.
+"""The errors that cross module boundaries, one class per audience.
 
-* `UserError`: somebody asked for something impossible. The command line prints the sentence and exits with 2.
-* `SampleRejected`: one record or sample is bad. It is written to the rejects file or the ledger; the rest goes on.
-* `PackingError`: an invariant of ours does not hold. Never caught inside the package.
+* `UserError`: the user asked for something impossible. The command line prints the message and exits with code 2.
+* `SampleRejected`: one record or sample is bad. It is written to the rejects file or the ledger; the run continues.
+* `PackingError`: an internal invariant does not hold. Never caught inside the package.
 """
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """A user's mistake, told in one sentence: what is wrong, where, and how to fix it. Exit code 2."""
+    """A user's mistake. The message states in one sentence what is wrong, where, and how to fix it. Exit code 2."""
 
 
 class ConfigError(UserError):
@@ -22,7 +22,7 @@ class SampleRejected(Exception):
     Args:
         reason: a short, stable word for counting, such as ``"missing_media"`` or ``"oversize"``.
         detail: one sentence for a reader, with the values.
-        length: tokens of the sample where it is refused for them, for programs; None otherwise.
+        length: tokens of the sample if it is rejected for its length, for use by programs; None otherwise.
     """
 
     def __init__(self, reason: str, detail: str, length: int | None = None) -> None:
@@ -32,9 +32,9 @@ class SampleRejected(Exception):
         self.length = length
 
     def __reduce__(self) -> tuple[type[SampleRejected], tuple[str, str, int | None]]:
-        # Exceptions cross process borders by pickling; the default would pass one argument to several parameters.
+        # Exceptions are pickled between processes; the default would pass one argument for several parameters.
         return type(self), (self.reason, self.detail, self.length)
 
 
 class PackingError(RuntimeError):
-    """An invariant of the packer is broken: a partition that is none, a length that differs from its prediction."""
+    """An invariant of the packer is broken: an invalid partition, or a length that differs from its prediction."""

@@ -1,23 +1,22 @@
-"""The ledger: every source key ends as emitted in a pack or as dropped with a reason.
+"""The ledger: every source key ends up either emitted in a pack or dropped with a reason.
 
-A sample that was emitted in another form than its source (its media made smaller, its last turns cut) is entered as
-changed besides.
+A sample that was emitted in a form other than its source (media resized, last turns cut) is also entered as changed.
 
-Each loader worker keeps one. What was dropped travels to the training process with the next pack; with a directory,
-each worker also appends to a file of its own there, one JSON object a line::
+Each loader worker keeps one ledger. Dropped samples travel to the training process with the next pack. If a directory
+is set, each worker also appends to its own file there, one JSON object per line::
 
     {"pack": 17, "keys": ["a", "b"]}
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
-A run that goes on from a checkpoint appends. Packs that it makes a second time are entered a second time under the same
-number, so the last line of a number counts. A line that a kill cut off is ended, and spoils no other.
+A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number,
+so the last line for a number counts. If a kill cut a line off, the next run ends that line; no other line is spoiled.
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
-consecutive failures only, so that a data set of which every second sample is broken passes it for ever. The budget is a
-share of what was *read*: samples that wait in the window count as sound until they turn out not to be
-(`energon_packing.drop_budget`). Where the budget allows everything, a second guard stops a run that never makes a pack:
-an endless loader would drop its data again and again, in silence, since what was dropped waits for the next pack.
+only consecutive failures, so a data set in which every second sample is broken passes it forever. The budget is a share
+of the samples *read*: samples waiting in the window count as good until they turn out to be bad
+(`energon_packing.drop_budget`). A second guard stops a run that never makes a pack even if the budget allows all drops.
+Without it, an endless loader would silently drop its data again and again, because drops wait for the next pack.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class DroppedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedSample:
-    """A source key that is emitted, but not as its record says.
+    """A source key that is emitted in a form that differs from its record.
 
     Attributes:
-        key: of the sample.
+        key: the sample's key.
         how: a short, stable word for counting: ``resized`` or ``truncated``.
         detail: one sentence with the values.
     """
@@ -70,18 +69,18 @@ class Ledger:
     """Accounts for the samples of one worker.
 
     Args:
-        directory: where the worker's file is written; None writes none.
+        directory: where the worker's file is written; None writes no file.
         budget: share of samples that may be dropped, 0 to 1.
-        name: of the worker's file, without suffix; unique among the workers of a run.
-        most_pending: entries that wait for the next pack before the run is given up; bounds the ledger's memory.
+        name: name of the worker's file, without suffix; unique among the workers of a run.
+        most_pending: entries that may wait for the next pack before the run stops; bounds the ledger's memory.
 
     Attributes:
-        read: samples that reached the worker; whoever reads them counts them here, before they are dropped or held.
+        read: samples that reached the worker; the reader counts each one here before it is dropped or held.
         emitted: samples that left in a pack.
-        reasons: how many were dropped, by reason.
+        reasons: number of dropped samples by reason.
 
     Raises:
-        UserError: the file cannot be made, or later not be written.
+        UserError: the file cannot be created, or a later write fails.
     """
 
     def __init__(
@@ -111,8 +110,8 @@ class Ledger:
         """Enters a dropped sample.
 
         Raises:
-            DropBudgetExceeded: surely more than ``budget`` of the data are dropped, see `over_budget`.
-            NothingToPack: ``most_pending`` samples were dropped without a pack between them.
+            DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
+            NothingToPack: ``most_pending`` samples were dropped without a pack in between.
         """
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
@@ -136,7 +135,7 @@ class Ledger:
             )
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
-        """Enters the samples of a pack, and how some of them differ from their sources."""
+        """Enters the samples of a pack, and how changed ones differ from their sources."""
         self.emitted += len(keys)
         self._write({"pack": pack, "keys": list(keys)})
         for entry in changed:
@@ -144,22 +143,22 @@ class Ledger:
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
     def counts(self) -> dict[str, Any]:
-        """What the budget counts, for a saved state: ``read``, and ``reasons`` of the dropped."""
+        """The counts that the budget uses, for a saved state: ``read``, and ``reasons`` of the drops."""
         return {"read": self.read, "reasons": dict(self.reasons)}
 
     def resume(self, counts: Mapping[str, Any] | None, *, held: int = 0) -> None:
-        """Goes on counting where a saved state stopped; what was read after it is read, and counted, again.
+        """Resumes counting from a saved state; samples read after it was saved are read and counted again.
 
         Args:
-            counts: `counts` of the state; None for a state that has none, made by an older release.
-            held: samples in the state's window, which were read before and are not counted when they are read again;
-                taken only where the state has no counts.
+            counts: `counts` of the state; None for a state without counts, made by an older release.
+            held: samples in the state's window, which were already read and are not counted when they are read again;
+                used only if the state has no counts.
         """
         self.read = held if counts is None else int(counts["read"])
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
-        """What was dropped since the last call; it travels with the next pack."""
+        """Returns and clears the samples dropped since the last call; they travel with the next pack."""
         taken = tuple(self._pending)
         self._pending.clear()
         return taken
@@ -174,9 +173,9 @@ class Ledger:
 
 
 def _opened(path: Path) -> IO[str]:
-    """The file, to be appended to by whole lines; a line that was cut off is ended first."""
+    """Opens the file for appending whole lines; ends a line that was cut off first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair has no UTF-8; its backslash escape is the one that JSON has for it.
+    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
     file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     with path.open("rb") as written:
         if file.tell() and written.seek(-1, 2) >= 0 and written.read(1) != b"\n":

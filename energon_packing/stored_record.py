@@ -1,7 +1,7 @@
-"""What is checked of every JSON record of a data set, whatever kind of sample it holds.
+"""Checks for every JSON record of a data set, whatever kind of sample it holds.
 
-A record was written by `convert`, and may have been changed since, or come from elsewhere: nothing in it is taken on
-trust. Each kind of sample has one `StoredRecord`, which its ``from_record`` asks.
+`convert` writes the records, but they may have been changed since or come from elsewhere, so nothing in them is
+trusted. Each kind of sample has one `StoredRecord`, which its ``from_record`` uses.
 """
 
 from __future__ import annotations
@@ -15,27 +15,29 @@ from typing import Any
 from energon_packing.errors import SampleRejected
 
 LARGEST_NUMBER = 2**31 - 1
-"""Of any number in a record (pixels, frames, frames a second, seconds, weights): above it, arithmetic overflows."""
+"""Limit for any number in a record (pixels, frames, frames per second, seconds, weights); above it, arithmetic
+overflows."""
 SMALLEST_NUMBER = 1e-6
-"""Of a size, a rate or a duration: a clip of one frame in eleven days is a mistake, and dividing by less overflows."""
+"""Smallest size, rate or duration: a clip with one frame in eleven days is a mistake, and dividing by less
+overflows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """The checks of the records of one kind of sample. All raise `SampleRejected`.
+    """The checks for records of one kind of sample. All raise `SampleRejected`.
 
     Attributes:
-        kind: what the record should be, for messages: ``conversation``.
+        kind: what the record should be, for messages, such as ``conversation``.
     """
 
     kind: str
 
     def bad(self, why: str) -> SampleRejected:
-        """The rejection ``bad_record``, to be raised."""
+        """Returns the rejection ``bad_record`` for the caller to raise."""
         return SampleRejected("bad_record", f"not a stored {self.kind}: {why}")
 
     def check_keys(self, value: Any, known: Set[str], where: str) -> None:
-        """Refuses anything but an object whose keys are all in ``known``."""
+        """Rejects anything but an object whose keys are all in ``known``."""
         if not isinstance(value, Mapping):
             raise self.bad(f"{where} is a {type(value).__name__}")
         unknown = [reprlib.repr(key) for key in value if key not in known]
@@ -43,31 +45,31 @@ class StoredRecord:
             raise self.bad(f"{where} has the unknown field {unknown[0]}")
 
     def check_version(self, record: Mapping[str, Any], expected: int) -> None:
-        """Refuses every version but the expected whole number; ``true`` and ``1.0`` are none."""
+        """Rejects every version but the expected integer; ``true`` and ``1.0`` are not integers."""
         version = record.get("version")
         if type(version) is not int or version != expected:
             raise self.bad(f"record version {reprlib.repr(version)}, expected {expected}")
 
     def read_list(self, value: Mapping[str, Any], field: str, where: str, *, optional: bool = False) -> Sequence[Any]:
-        """The list under ``field``; an empty one where it is missing and optional."""
+        """Returns the list under ``field``; an empty one if it is missing and optional."""
         found = value.get(field, [] if optional else None)
         if not isinstance(found, list | tuple):
             raise self.bad(f"{field} of {where} is a {type(found).__name__}, expected a list")
         return found
 
     def check_number(self, value: Any, what: str, *, whole: bool = False, above_zero: bool = True) -> None:
-        """Booleans, NaN, infinities and numbers that overflow arithmetic are none."""
+        """Rejects anything but a number, including booleans, NaN, infinities and numbers that overflow arithmetic."""
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise self.bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
         if not 0 <= value <= LARGEST_NUMBER or (above_zero and value < SMALLEST_NUMBER):
             raise self.bad(f"{what} is outside of what a record may hold")
 
     def check_name(self, name: Any, what: str, owner: str) -> None:
-        """Refuses a name that no store can have, and (``media_outside_root``) one that leaves the store.
+        """Rejects a name that no store can have, and (``media_outside_root``) one that leaves the store.
 
         Args:
-            what: kind of the file, for a name that leaves the store.
-            owner: what has the name, for one that is unusable.
+            what: kind of file, for the message about a name that leaves the store.
+            owner: what has the name, for the message about an unusable name.
         """
         if not isinstance(name, str) or not name or "\0" in name or not is_unicode(name):
             raise self.bad(f"{owner} has no usable name")
@@ -77,7 +79,7 @@ class StoredRecord:
 
 
 def is_unicode(text: str) -> bool:
-    """False for a lone surrogate, which JSON can hold and no file name or tokenizer takes."""
+    """False for a lone surrogate, which JSON can hold but no file name or tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
 """Steps of equal cost on all ranks, without communication.
 
 A step lasts as long as its slowest rank, and packs of equal length differ in attention cost. Each rank sorts blocks of
-W finished packs by cost and emits them *serpentine*: ascending, and the next block descending. At every step the ranks
-then carry packs of similar place in the cost order, also when a rank is a few packs ahead, because the order has no
-jump where one block ends and the next begins.
+W finished packs by cost and emits them in *serpentine* order: one block ascending, the next descending. At every step
+the ranks then process packs from a similar place in the cost order. This holds even if a rank is a few packs ahead,
+because the order has no jump between blocks.
 
 Costs are in token units of one transformer: a segment of L tokens costs ``LINEAR * L + L**2``.
 """
@@ -18,11 +18,11 @@ import numpy as np
 
 from energon_packing.errors import ConfigError
 
-# A layer of hidden size h spends 24 h^2 FLOPs a token on matrices and 4 h L on attention: 6 h tokens of attention cost
-# as much as the matrices. 6 * 4096, the size of a 7B model.
+# A layer of hidden size h spends 24 h^2 FLOPs per token on matrices and 4 h L on attention, so attention over 6 h
+# tokens costs as much as the matrices. This is 6 * 4096, for a 7B model.
 LINEAR = 24576
-# A patch in a vision tower of hidden size 1280 and 32 layers beside 32 layers of 4096: 24 * 1280^2 / (24 * 4096^2) of a
-# token's matrices. Its own attention is windowed in recent towers and left out.
+# A patch in a vision tower with 32 layers of hidden size 1280, for a model with 32 layers of 4096, costs
+# 24 * 1280^2 / (24 * 4096^2) of a token's matrices. The tower's attention is windowed in recent models and left out.
 PATCH = 2400
 
 Order = Literal["none", "ascending", "serpentine"]
@@ -37,7 +37,7 @@ def pack_cost(
     Args:
         lengths: tokens of its segments.
         patches: vision patches of all its media, before merging.
-        linear: cost of a token apart from attention, in tokens of attention.
+        linear: cost of a token without attention, in tokens of attention.
         patch: cost of a patch, in the same unit.
     """
     return sum(linear * int(length) + int(length) ** 2 for length in lengths) + patch * patches
@@ -46,8 +46,8 @@ def pack_cost(
 def serpentine_order(costs: Sequence[int | float] | np.ndarray, block: int) -> list[int]:
     """The order in which block number `block` of finished packs is emitted: positions, each once.
 
-    Ascending in cost for even blocks, descending for odd ones; packs of equal cost keep their order (reversed in odd
-    blocks). All ranks have to use equal W and count blocks from the same start.
+    Costs ascend in even blocks and descend in odd ones; packs of equal cost keep their order (reversed in odd blocks).
+    All ranks must use the same W and count blocks from the same start.
     """
     order = np.argsort(np.asarray(costs), kind="stable")
     return [int(position) for position in (order if block % 2 == 0 else order[::-1])]
@@ -69,7 +69,8 @@ def emission_order(costs: np.ndarray, window: int, order: Order = "serpentine") 
 
 
 def step_efficiency(costs: np.ndarray) -> float:
-    """Share of the time that ranks do not wait: mean cost over the slowest rank's, from costs ``[ranks, steps]``."""
+    """Share of the time in which ranks do not wait: mean cost divided by the slowest rank's, from costs
+    ``[ranks, steps]``."""
     return float(costs.mean(axis=0).sum() / costs.max(axis=0).sum())
 
 
@@ -80,10 +81,10 @@ class StepReport:
     Attributes:
         ranks: data-parallel size.
         window: packs of a block; 1 means no reordering.
-        order: of emission.
+        order: order of emission.
         max_shift: ranks were 0 to this many packs ahead.
-        efficiency: share of time in which ranks compute.
-        drift: (p95 - p5) / mean of the cost of a step; the price of sorting: cost rises and falls over 2 W steps.
+        efficiency: share of the time in which ranks compute.
+        drift: (p95 - p5) / mean of the step cost. This is the price of sorting: cost rises and falls over 2 W steps.
     """
 
     ranks: int
@@ -111,14 +112,14 @@ def simulate_steps(
     """Step efficiency when each rank draws its packs from one distribution of pack costs.
 
     Args:
-        pool: costs of packs of the data set, for example by `pack_cost`; each rank draws from it with replacement.
+        pool: costs of the data set's packs, for example from `pack_cost`; each rank draws from it with replacement.
         ranks: data-parallel size.
         window: packs that a rank sorts at a time.
         order: ``"serpentine"``, ``"ascending"`` (sorted, with a jump from block to block) or ``"none"``.
         max_shift: each rank is ahead by a number of packs drawn from 0 to this; a rank gets ahead when one of its packs
             is lost to a failing sample.
-        blocks: length of the simulation in blocks of `window` (of 64 where the window is smaller).
-        seed: of all draws.
+        blocks: length of the simulation in blocks of `window` (of 64 if the window is smaller).
+        seed: seed of all draws.
     """
     costs = np.asarray(pool, dtype=np.float64)
     if costs.size == 0:

@@ -10,10 +10,10 @@ from energon_packing.packing.constraints import Constraints
 
 
 def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints: Constraints | None = None) -> int:
-    """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit the sum over it.
+    """Fewest packs that the samples can need: Martello and Toth's L2, and for each further limit total cost over limit.
 
-    L2 takes, for each threshold K up to half the capacity, the samples that can share with no sample of K or more,
-    those above half the capacity, and what of the rest does not fit beside the latter.
+    For each threshold K up to half the capacity, L2 counts the samples that cannot share with a sample of K or more,
+    the other samples above half the capacity, and whatever of the rest does not fit beside the latter.
 
     Args:
         lengths: tokens of samples that fit a pack alone.
@@ -29,7 +29,7 @@ def lower_bound(lengths: Sequence[int] | np.ndarray, capacity: int, constraints:
     for name, cost in (constraints.costs if constraints else {}).items():
         limit = constraints.limits[name] if constraints else 0
         if limit > 0:
-            # A float sum may be a rounding error above a whole number of packs; that must not count as one more.
+            # A float sum may exceed a whole number of packs by a rounding error, which must not count as another pack.
             bounds.append(int(np.ceil(float(cost.sum()) / limit - 1e-9)))
     return max(bounds)
 

@@ -11,17 +11,17 @@ import numpy as np
 
 from energon_packing.errors import ConfigError
 
-# Sums of floats depend on their order; a pack may exceed a fractional limit by this share and no more.
+# Sums of floats depend on their order, so a pack may exceed a fractional limit by at most this share.
 FLOAT_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """A vector of costs a sample with one limit a pack for each.
+    """A vector of costs per sample, with one limit per pack for each cost.
 
     Attributes:
         costs: name -> ``[N]``, int64 or float64, finite and non-negative.
-        limits: name -> the most that the costs of one pack may sum to; the same names.
+        limits: name -> the largest allowed sum of one pack's costs; the same names.
     """
 
     costs: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Constraints:
 
     @classmethod
     def from_pairs(cls, pairs: Mapping[str, tuple[Any, int | float]] | None, count: int) -> Constraints:
-        """Constraints from name -> (cost of each sample, limit of a pack), as `pack_lengths` takes them."""
+        """Constraints from name -> (cost of each sample, limit per pack), the form that `pack_lengths` takes."""
         for name, pair in (pairs or {}).items():
             if not (isinstance(pair, tuple | list) and len(pair) == 2):
                 raise ConfigError(f"constraint {name!r} must be a pair (cost of each sample, limit), not {pair!r}")

@@ -1,8 +1,8 @@
 """Integer best-fit decreasing: the packs of textbook best-fit decreasing in O(N + C).
 
-Longest first, each sample goes to the pack with the least room that still holds it. Lengths are small integers, so
-nothing is compared sample by sample: samples of one length are placed together, packs are kept in one class for each
-number of free tokens, and a byte map finds the next class that fits.
+Longest first, each sample goes to the pack with the least room that still holds it. Lengths are small integers, so no
+samples are compared one by one: samples of equal length are placed together, packs are grouped by their number of free
+tokens, and a byte map finds the next group that fits.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
 
 
 def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Pack number of each sample, ``[N]`` int32, by best-fit decreasing on counted lengths."""
+    """The pack number of each sample, ``[N]`` int32, from best-fit decreasing on counted lengths."""
     capacity = min(capacity, int(lengths.sum()))
-    # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their units.
+    # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their alignment units.
     divisor = int(np.gcd.reduce(lengths))
     units = lengths // divisor
     capacity //= divisor
@@ -51,7 +51,7 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
         while at < end:
             room = occupied.find(1, length)
             if room < 0:
-                # Nothing fits: as many new packs as the rest of this length needs.
+                # Nothing fits: open as many packs as the remaining samples of this length need.
                 each = capacity // length
                 new = -(-(end - at) // each)
                 packs = np.arange(opened, opened + new, dtype=np.int32)
@@ -66,7 +66,7 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
             full, rest = divmod(end - at, each)
             if full >= packs.size:
                 full, rest = packs.size, 0
-            # One by one, a pack takes this length until it no longer fits, because it stays the one with least room.
+            # A pack takes samples of this length until none fits, because it stays the pack with the least room.
             used = full * each
             placed[at : at + used] = np.repeat(packs[:full], each) if each > 1 else packs[:full]
             at += used

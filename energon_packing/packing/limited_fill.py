@@ -1,13 +1,13 @@
 """Filling one pack under several limits at once: the constrained half of the ``window`` policy.
 
-Three steps, each only where the one before is not enough:
+There are three steps, each used only if the previous one is not enough:
 
-1. Tokens alone, oldest first. Right wherever tokens are what runs out and the fit happens to obey the limits.
-2. A greedy vector fit of large samples, down to a part of the pack: the next sample is large in its dominant share and
-   leaves the pack's free shares in proportion to what the window demands, so that tokens and images run out together.
-3. An exact two-dimensional subset sum over tokens and the scarcest limit for the rest. Where its pack breaks a third
-   limit, it is done again with the largest share of all limits as the second cost: sums of maxima are never below
-   maxima of sums, so that pack obeys them all.
+1. Fit tokens alone, oldest first. This suffices if tokens run out first and the fit happens to obey the limits.
+2. Greedily fit large samples until a set share of the pack is left. The next sample is large in its dominant share and
+   leaves the pack's free shares in proportion to the window's demand, so that tokens and images run out together.
+3. Fill the rest with an exact two-dimensional subset sum over tokens and the scarcest limit. If the pack breaks a third
+   limit, repeat it with each sample's largest share of any limit as the second cost. Sums of maxima are never below
+   maxima of sums, so this pack obeys all limits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from energon_packing.packing.subset_sum import fill_exactly, fill_two
 
-# A limit counts as scarce where the window demands at least this share of the packs that its tokens demand.
+# A limit counts as scarce if the window needs at least this share of the packs for it that its tokens need.
 SCARCE = 0.9
-# The greedy fit hands over to the exact one at this free share: smaller is faster, larger is fuller.
+# The greedy fit hands over to the exact fit at this free share: smaller is faster, larger fills better.
 HAND_OVER = 0.25
-# What a sample's size counts for against the imbalance that it leaves behind.
+# Weight of a sample's size relative to the imbalance that it leaves.
 SIZE_WEIGHT = 0.5
-# Finest division of a second cost in the exact fit; the work grows with it.
+# Finest resolution of the second cost in the exact fit; the work grows with it.
 LEVELS = 64
 
 
@@ -34,7 +34,8 @@ def fill_limited(
     costs: Mapping[str, Sequence[int | float]],
     limits: Mapping[str, int | float],
 ) -> list[int]:
-    """Positions of one pack in no particular order, position 0 among them; it fits alone. Pure and deterministic."""
+    """Positions of one pack, in no particular order. Position 0 is among them and must fit alone. Pure and
+    deterministic."""
     names = list(limits)
     columns = [np.asarray(lengths, dtype=np.float64), *(np.asarray(costs[name], dtype=np.float64) for name in names)]
     bounds = [float(capacity), *(float(limits[name]) for name in names)]
@@ -56,12 +57,12 @@ def fill_limited(
 
 
 def _greedy(shares: np.ndarray, fits: np.ndarray, demand: np.ndarray) -> list[int]:
-    """Step 2. `shares` is ``[1 + limits, N]``, row 0 the tokens; `demand` its sums over the samples that fit alone."""
+    """Step 2. `shares` is ``[1 + limits, N]``, tokens in row 0; `demand` sums it over the samples that fit alone."""
     chosen = [0]
     open_ = fits.copy()
     open_[0] = False
     left = 1.0 - shares[:, 0]
-    # Only what is scarce has to run out together with the tokens; balancing the rest would waste choice.
+    # Only scarce costs must run out together with the tokens; balancing the others would only restrict the choice.
     scarce = demand >= 0.5 * demand.max()
     weight = np.where(scarce, demand[scarce].min() / np.where(demand > 0, demand, 1.0), 0.0)[:, None]
     dominant = shares.max(axis=0)
@@ -118,7 +119,7 @@ def _finish(
 
 
 def _units(values: Sequence[int | float], room: int | float, positions: list[int]) -> tuple[list[int], int]:
-    """Small whole numbers for a cost, rounded up so that units within the unit room are costs within the room."""
+    """Converts a cost to small integers, rounded up so that units within the unit room mean costs within the room."""
     units = [0] * len(values)
     if room <= 0:
         return units, 0

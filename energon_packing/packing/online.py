@@ -1,17 +1,18 @@
 """Packing online: the next pack of a sliding window, by any policy that can pack a stream.
 
-``window`` is made for this. The others pack a list, so each time the whole window is packed and the pack of the oldest
-sample is used:
+``window`` is made for this. The other policies pack lists: for each pack, they pack the whole window, and the pack with
+the oldest sample is used.
 
-* ``next_fit`` and ``first_fit`` give the packs that they give on a whole list, as long as no pack outgrows the window;
-* ``best_fit`` and ``balanced`` fill worse than on a whole list, because a pack that later samples would have filled up
-  is taken as it is;
-* ``internvl`` keeps packs open from one sample to the next, which a window of samples cannot hold: whole lists only;
-* policies that users register get the window's samples in stream order, or bring a function for streams.
+* ``next_fit`` and ``first_fit`` return the same packs as on a whole list, as long as no pack outgrows the window.
+* ``best_fit`` and ``balanced`` fill worse than on a whole list, because a pack that later samples would have filled is
+  taken as it is.
+* ``internvl`` keeps packs open from one sample to the next, which a window of samples cannot represent, so it packs
+  whole lists only.
+* Policies that users register receive the window's samples in stream order, or supply their own function for streams.
 
-Measured, 256 held, fill on text of an eighth of the capacity / of half of it: ``window`` 1.00 / 0.996, ``first_fit``
-0.995 / 0.980, ``best_fit`` 0.987 / 0.994, ``balanced`` 0.96, ``next_fit`` 0.89 / 0.78; the others take 5 to 150 times
-as long as ``window``.
+Measured fill with 256 samples held, for texts of an eighth / a half of the capacity: ``window`` 1.00 / 0.996,
+``first_fit`` 0.995 / 0.980, ``best_fit`` 0.987 / 0.994, ``balanced`` 0.96, ``next_fit`` 0.89 / 0.78. The others take 5
+to 150 times as long as ``window``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from energon_packing.packing.whole_list import pack_lengths
 
 
 def check_online_policy(name: str) -> None:
-    """Raises `ConfigError` where no policy of that name is known, or it cannot pack a sliding window."""
+    """Raises `ConfigError` if the policy is unknown or cannot pack a sliding window."""
     if not find_policy(name).streams:
         online = ", ".join(repr(known) for known in policy_names() if find_policy(known).streams)
         raise ConfigError(
@@ -42,19 +43,19 @@ def next_pack(
     *,
     ended: bool = False,
 ) -> list[int]:
-    """The next pack of a sliding window: positions, ascending, position 0 (the oldest sample) among them.
+    """The next pack of a sliding window: ascending positions that include position 0, the oldest sample.
 
     Args:
         policy: a name that `check_online_policy` accepts.
         lengths: tokens (or alignment units) of the samples held, oldest first; positive integers.
         capacity: tokens (or units) of a pack.
         costs: further costs by name, one non-negative number per sample.
-        limits: for each limited cost the most that a pack may hold.
+        limits: for each limited cost, the most that a pack may hold.
         ended: the stream has ended and nothing comes after what is held.
 
     Raises:
         ConfigError: as `check_online_policy`.
-        PackingError: an empty window, an oldest sample that fits no pack alone, or a policy whose packs are no
+        PackingError: an empty window, an oldest sample that fits no pack alone, or a policy whose packs are not a
             partition or break a limit.
     """
     check_online_policy(policy)

@@ -1,4 +1,4 @@
-"""Packs of a whole list in two arrays: millions of small arrays take seconds to make and a hundred bytes each."""
+"""Packs of a whole list in two arrays, because millions of small arrays take seconds to make and 100 bytes each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class PackGroups(Sequence[np.ndarray]):
-    """Index groups that are made when they are asked for.
+    """Index groups, created on access.
 
     Attributes:
         order: ``[N]`` integers, the indices of all packs, one pack after another.
@@ -25,15 +25,15 @@ class PackGroups(Sequence[np.ndarray]):
 
     @classmethod
     def of(cls, pack: np.ndarray) -> PackGroups:
-        """Groups from the pack number of each sample, ``[N]``, numbers 0 to P - 1 each used.
+        """Groups from the pack number of each sample, ``[N]``; every number from 0 to P - 1 must be used.
 
-        Every group is ascending; packs are ordered by their smallest index, whatever their numbers.
+        Every group is ascending; packs are ordered by their smallest index, regardless of their numbers.
         """
         count = int(pack.max(initial=-1)) + 1
         indices = np.arange(pack.size, dtype=np.int32 if pack.size < 1 << 31 else np.int64)
         oldest = np.empty(count, dtype=indices.dtype)
         oldest[pack[::-1]] = indices[::-1]  # the last write wins: the smallest index
-        # Ranked without a sort: a pack's place is how many packs have an oldest sample up to its own.
+        # Ranked without a sort: a pack's place is the number of packs whose oldest sample is not after its own.
         first = np.zeros(pack.size, dtype=np.bool_)
         first[oldest] = True
         renumbered = np.cumsum(first, dtype=indices.dtype)[oldest] - 1
@@ -65,7 +65,7 @@ class PackGroups(Sequence[np.ndarray]):
 def stable_order(values: np.ndarray) -> np.ndarray:
     """Stable ascending order of non-negative integers, ``[N]`` int64.
 
-    numpy sorts 16-bit integers by radix, many times faster than wider ones, so wider ones are sorted in two halves.
+    NumPy radix-sorts 16-bit integers, many times faster than wider ones, so wider integers are sorted in two halves.
     """
     top = int(values.max(initial=0))
     if top < 1 << 16:

@@ -1,7 +1,7 @@
-"""What a pack may hold, for samples whose length, images and patches are known before any pixel is.
+"""What a pack may hold, for samples whose length, images and patches are known before any pixel is decoded.
 
-Tokens are counted in units of the alignment multiple: a sample of 13 tokens at a multiple of 8 takes 2 of them. That is
-exact, and the subset sum of the ``window`` policy works on so much shorter integers.
+Tokens are counted in units of the alignment multiple: a sample of 13 tokens at a multiple of 8 takes 2 units. This is
+exact, and makes the integers in the ``window`` policy's subset sum that much shorter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A sample by its numbers alone."""
+    """A sample described by its numbers only."""
 
     length: int
     images: int = 0
@@ -41,7 +41,7 @@ class Size:
 
 
 def _segments(sample: Sized) -> tuple[int, ...]:
-    """Tokens of each segment: of a preference pair there are two, of which each is aligned for itself."""
+    """Tokens of each segment; a preference pair has two, each aligned separately."""
     return getattr(sample, "segment_lengths", (sample.length,))
 
 
@@ -50,14 +50,14 @@ class PackLimits:
     """The limits of one pack.
 
     Attributes:
-        tokens: of the row, alignment padding included; a multiple of `multiple`.
-        multiple: tokens that every segment is padded to a multiple of.
-        images: images of all samples, tiles counted one by one where the family cuts images up; None for no limit.
+        tokens: tokens of the row, alignment padding included; a multiple of `multiple`.
+        multiple: every segment is padded to a multiple of this many tokens.
+        images: images of all samples; each tile counts if the family tiles images; None for no limit.
         patches: rows of vision input of all media.
-        segments: samples; a masked tail comes on top, of a row of fixed width or after a sample alone.
-        cost: of all segments by `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
-        lone_room: a sample whose last segment is the only padded one needs room for a masked segment of one multiple
-            when it is alone in a row (`energon_packing.thd.visible_padding`); beside others it needs none.
+        segments: samples, not counting a masked tail (of a fixed-width row, or after a sample that is alone).
+        cost: cost of all segments from `pack_cost`, in tokens without attention: ``L + L**2 / LINEAR + ...``.
+        lone_room: reserve room for a masked segment of one multiple after a sample that is alone in a row and whose
+            last segment is the only padded one (`energon_packing.thd.visible_padding`); beside others it needs none.
     """
 
     tokens: int
@@ -82,7 +82,7 @@ class PackLimits:
 
     @property
     def limited(self) -> dict[str, int]:
-        """Limits besides tokens, by name; cost in the unit of `pack_cost`."""
+        """Limits other than tokens, by name; cost in the unit of `pack_cost`."""
         found = {
             "images": self.images,
             "patches": self.patches,
@@ -100,11 +100,11 @@ class PackLimits:
         return sum(-(-length // self.multiple) for length in _segments(sample))
 
     def masked_units(self, sample: Sized) -> int:
-        """Alignment units of the masked segment that follows a sample which is alone in its row."""
+        """Alignment units of the masked segment after a sample that is alone in its row."""
         return int(self.lone_room and hides_padding(_segments(sample), self.multiple))
 
     def costs(self, samples: Sequence[Sized]) -> dict[str, list[int]]:
-        """For each limited name one cost a sample."""
+        """One cost per sample for each limited name."""
         measures = {
             "images": lambda sample: sample.images,
             "patches": lambda sample: sample.patches,
@@ -114,15 +114,15 @@ class PackLimits:
         return {name: [measures[name](sample) for sample in samples] for name in self.limited}
 
     def too_long(self, sample: Sized) -> bool:
-        """Whether a sample, with the masked segment that it may need, is longer than a whole row."""
+        """Whether a sample, including the masked segment that it may need, is longer than a row."""
         return self.length_units(sample) + self.masked_units(sample) > self.units
 
     def holds(self, sample: Sized) -> bool:
-        """Whether a pack holds the sample alone."""
+        """Whether the sample fits a pack by itself."""
         return not self.too_long(sample) and self.exceeded(sample) is None
 
     def exceeded(self, sample: Sized) -> str | None:
-        """The first limit besides tokens that a sample exceeds alone, as part of a sentence; None where it fits."""
+        """The first limit other than tokens that a sample exceeds by itself, as part of a sentence; None if it fits."""
         for name, (cost,) in self.costs([sample]).items():
             limit = self.limited[name]
             if cost > limit:

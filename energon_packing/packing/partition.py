@@ -1,4 +1,4 @@
-"""The check that every selection passes: what comes out is a partition of what went in, within every limit."""
+"""The check on every selection: its output is a partition of its input, within every limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_partition(groups: Sequence[np.ndarray | Sequence[int]], expected: np.n
         expected: the indices that must appear, distinct and non-negative, or a number N for 0 to N - 1.
 
     Raises:
-        PackingError: names missing, doubled and foreign indices, and empty groups.
+        PackingError: names missing, duplicate and unexpected indices, and empty groups.
     """
     flat, _ = flatten(groups)
     _check_indices(flat, expected)
@@ -33,7 +33,7 @@ def check_groups(
     """Checks a policy's result: a partition of all N samples, every pack within its capacity and every limit.
 
     Raises:
-        PackingError: as `check_partition`; or the first pack over a limit, its indices and its sum.
+        PackingError: as `check_partition`; or a pack over a limit: names the first one, its indices and its sum.
     """
     flat, starts = flatten(groups)
     _check_indices(flat, lengths.size)

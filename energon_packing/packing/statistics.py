@@ -1,4 +1,4 @@
-"""What a packing is worth: fill, padding by cause, delay, samples held, spread of cost."""
+"""How good a packing is: fill, padding by cause, delay, samples held, spread of cost."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PackStatistics:
         fill: share of real tokens.
         alignment_padding: share spent on padding segments to the alignment multiple.
         tail_padding: share left free at the ends of packs.
-        delay_p50: samples that came after a sample before it was emitted, median.
+        delay_p50: median number of samples that arrived after a sample before it was emitted.
         delay_p99: the same, 99th percentile.
         delay_max: the same, the worst.
-        held: most samples that were held at once.
+        held: the most samples held at once.
         samples_per_pack: mean.
         cost_mean: mean cost of a pack, ``LINEAR * L + L**2`` summed over its segments.
-        cost_spread: standard deviation of the cost over its mean.
-        cost_max_over_mean: what a step with one most expensive pack takes, in mean packs.
+        cost_spread: standard deviation of the cost divided by its mean.
+        cost_max_over_mean: cost of the most expensive pack, in mean packs; a step with it takes that long.
     """
 
     packs: int
@@ -55,16 +55,16 @@ class PackStatistics:
         *,
         real_lengths: Sequence[int] | np.ndarray | None = None,
     ) -> PackStatistics:
-        """Measures `groups`, in the order of emission, over samples in the order of the stream.
+        """Measures `groups`, in order of emission, over samples in stream order.
 
         Args:
-            groups: index groups, for example of `pack_lengths`.
+            groups: index groups, for example from `pack_lengths`.
             lengths: tokens that each sample occupies, alignment included, ``[N]``.
             capacity: tokens of a pack.
-            real_lengths: tokens without alignment, ``[N]``; None where there is no alignment.
+            real_lengths: tokens without alignment, ``[N]``; None if there is no alignment.
 
-        A pack is taken to be emitted as soon as its newest sample, and those of all packs before it, have come; a
-        policy that looks further ahead than that holds more.
+        A pack is assumed to be emitted as soon as its newest sample and those of all packs before it have arrived. A
+        policy that looks further ahead holds more.
         """
         tokens = np.asarray(lengths, dtype=np.int64)
         real = tokens if real_lengths is None else np.asarray(real_lengths, dtype=np.int64)
@@ -75,7 +75,7 @@ class PackStatistics:
         sizes = np.diff(starts, append=flat.size)
         arrived = np.maximum.accumulate(np.maximum.reduceat(flat, starts)) + 1
         delay = np.repeat(arrived, sizes) - 1 - flat
-        # Held just before a pack leaves: all that came, less what left with the packs before it.
+        # Held just before a pack leaves: all samples that arrived, minus those in earlier packs.
         present = np.zeros(int(flat.max()) + 1, dtype=np.int64)
         present[flat] = 1
         came = np.cumsum(present)

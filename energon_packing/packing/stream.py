@@ -21,16 +21,16 @@ def pack_stream[Sample](
 ) -> Iterator[list[Sample]]:
     """Yields packs of samples, each sample in exactly one, oldest first inside a pack.
 
-    Memory and delay are bounded: at most `window` samples are held, and since the oldest is in every pack, a sample is
+    Memory and delay are bounded: at most `window` samples are held, and every pack contains the oldest, so a sample is
     emitted after at most `window` packs. The last partial window is packed as a whole when the stream ends.
 
     Args:
         samples: finite or endless; read one by one, never ahead of the window.
         capacity: tokens of a pack.
         length: tokens of a sample; with an alignment multiple, its aligned length.
-        constraints: name -> (cost of a sample, limit of a pack).
+        constraints: name -> (cost of a sample, limit per pack).
         window: samples held.
-        oversize: ``"raise"`` stops at a sample that fits no pack alone, ``"drop"`` passes over it.
+        oversize: ``"raise"`` stops at a sample that fits no pack alone, ``"drop"`` skips it.
         on_drop: called with each dropped sample and the reason, one sentence.
 
     Raises:

@@ -1,10 +1,10 @@
 """Subset sum on Python integers: which of these samples fill the room best?
 
-A set of reachable sums is one arbitrary-precision integer, so that adding a sample to every sum at once is one shift
-and one `or` over machine words. The bits are indexed by the room that is *left*, not by the room that is used: taking a
-sample of length ``n`` is then a shift to the right, and sums that do not fit fall off the end without a mask.
+The set of reachable sums is one arbitrary-precision integer, so adding a sample to every sum at once takes one shift
+and one `or` over machine words. Bits are indexed by the room that is *left*, not the room that is used: taking a sample
+of length ``n`` is a right shift, and sums that do not fit fall off the end without a mask.
 
-Cost: one shift a sample, about 0.1 microseconds at a room of 2,048 tokens and 1 microsecond at 32,768.
+Cost: one shift per sample, about 0.1 microseconds at a room of 2,048 tokens and 1 microsecond at 32,768.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 
 
 def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) -> list[int]:
-    """The first exact fit of ``room`` in the order of ``positions``, or the fullest one where there is none.
+    """The first exact fit of ``room`` in the order of ``positions``, or the fullest subset if there is none.
 
     Samples are added in the given order until some subset fills the room exactly. Among the subsets with the best sum,
-    the one that needs the shortest prefix of ``positions`` is taken.
+    the one that needs the shortest prefix of ``positions`` wins.
 
     Args:
         lengths: tokens of each sample, positive, indexed by position.
         room: tokens to fill.
-        positions: which samples may be taken, in order of preference; longer ones than the room are passed over.
+        positions: which samples may be taken, in order of preference; samples longer than the room are skipped.
 
     Returns:
         Positions in no particular order; their lengths sum to at most ``room``.
@@ -42,7 +42,7 @@ def fill_exactly(lengths: Sequence[int], room: int, positions: Iterable[int]) ->
     chosen: list[int] = []
     high = len(offered)
     while left < room:
-        # A sum stays reachable once it is: the first step at which it was, is the step that took its last sample.
+        # Once reachable, a sum stays reachable, so the first step that reached it took its last sample.
         low = 0
         while low < high:
             middle = (low + high) // 2
@@ -67,7 +67,7 @@ def fill_two(
     weights: tuple[float, float],
     stop_at_full_room: bool,
 ) -> list[int]:
-    """Subset sum under a second limit: one reachable set of tokens for each amount of the second cost.
+    """Subset sum under a second limit: one set of reachable token sums for each amount of the second cost.
 
     Args:
         lengths: tokens of each sample, indexed by position.
@@ -75,10 +75,9 @@ def fill_two(
         units: second cost of each sample, small non-negative integers, indexed by position.
         unit_room: how many units may be used; the work grows with it.
         positions: candidates in order of preference.
-        weights: what an empty share of the room and of the unit room are worth; the subset that leaves the least of
-            that measure wins.
-        stop_at_full_room: True ends the search at the first exact fit in tokens, whatever units it leaves; False goes
-            on until both are full.
+        weights: penalties for an empty share of the room and of the unit room; the subset with the lowest total wins.
+        stop_at_full_room: True ends the search at the first exact fit in tokens, whatever units it leaves; False
+            continues until both are full.
 
     Returns:
         Positions whose lengths sum to at most ``room`` and whose units sum to at most ``unit_room``.

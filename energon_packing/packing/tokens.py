@@ -1,8 +1,8 @@
-"""Packing lists of tokens into padded rows, for people without Megatron: torch tensors in the end.
+"""Packs lists of tokens into padded rows of torch tensors, for users without Megatron.
 
-The two functions have the names, arguments and results that fast-axolotl documents, and add what keeps samples apart
-in attention: positions that restart and `cu_seqlens`. Samples longer than a row raise, unless told to be dropped,
-truncated or split.
+The two functions have the names, arguments and results that fast-axolotl documents. They add what keeps samples apart
+in attention: positions that restart, and `cu_seqlens`. A sample longer than a row raises an error unless `oversize`
+drops, truncates or splits it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class PackedRows(tuple[Any, ...]):
         labels: ``[R, max_length]`` int64.
         attention_mask: ``[R, max_length]`` int64; 0 on padding.
         position_ids: ``[R, max_length]`` int64; restart at 0 in each segment and in the padding.
-        cu_seqlens: for each row int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its own.
-        segments: for each row its `Segment` entries, padding not among them.
-        boundaries: for each row the ``(start, end)`` of each segment.
+        cu_seqlens: for each row, int32 ``[segments + 1]``, from 0 to `max_length`; padding is a last segment of its
+            own.
+        segments: for each row, its `Segment` entries, without padding.
+        boundaries: for each row, the ``(start, end)`` of each segment.
         dropped: indices of the sequences that are in no row (empty, or too long under ``oversize="drop"``).
     """
 
@@ -55,7 +56,7 @@ class PackedRows(tuple[Any, ...]):
 
 
 class Boundaries(list[list[tuple[int, int]]]):
-    """For each row the ``(start, end)`` of each sequence in it; with what `PackedRows` has besides, by attribute.
+    """For each row, the ``(start, end)`` of each sequence in it; other results of `PackedRows` are attributes.
 
     Attributes:
         position_ids, cu_seqlens, segments, dropped: as in `PackedRows`.
@@ -103,16 +104,16 @@ def pack_sequences(
         sequences: lists, arrays or 1-D tensors of token ids. Empty ones take no room and are listed as dropped.
         max_length: tokens of a row.
         pad_token_id: fills the rest of a row.
-        return_boundaries: also return where each sequence lies.
+        return_boundaries: also return where each sequence is.
         policy: ``"next_fit"`` keeps the order; ``"best_fit"`` and ``"window"`` need up to a quarter fewer rows.
-        oversize: what becomes of a sequence longer than a row: ``"raise"``, ``"drop"``, ``"truncate"`` (its first
-            `max_length` tokens stay) or ``"split"`` (lossless, into segments of their own).
+        oversize: how to treat a sequence longer than a row: ``"raise"``, ``"drop"``, ``"truncate"`` (keeps its first
+            `max_length` tokens) or ``"split"`` (without loss, into separate segments).
 
     Returns:
         ``[R, max_length]`` int64, or this and `Boundaries`.
 
     Raises:
-        UserError: a sequence too long under ``"raise"``; names its index, length and the row's.
+        UserError: a sequence that is too long under ``"raise"``; names its index, its length and the row's.
         ConfigError: an unknown policy or oversize mode.
 
     Source: fast-axolotl's documentation of the function of that name.
@@ -142,19 +143,20 @@ def concatenate_and_pack(
     """Packs tokens, labels and attention masks together.
 
     Args:
-        input_ids, labels, attention_masks: one list each a sequence; the three of a sequence have one length.
+        input_ids, labels, attention_masks: one list per sequence each; the three lists of a sequence have equal length.
         max_length: tokens of a row.
         pad_token_id: fills the rest of a row of tokens.
         label_pad_id: fills the rest of a row of labels.
         policy, oversize: as in `pack_sequences`.
-        mask_first_label: give the first token of each segment `label_pad_id`. Set it where the model shifts the labels
-            itself (Hugging Face models do): the last token of a segment would else be trained on the first of the next.
+        mask_first_label: set the label of each segment's first token to `label_pad_id`. Use it if the model shifts the
+            labels itself (as Hugging Face models do); otherwise the last token of a segment would be trained to predict
+            the first token of the next.
 
     Returns:
         `PackedRows`: unpacks as input_ids, labels, attention_mask.
 
     Raises:
-        UserError: unequal numbers or lengths; a sequence too long under ``"raise"``.
+        UserError: unequal numbers or lengths; a sequence that is too long under ``"raise"``.
 
     Source: fast-axolotl's documentation of the function of that name.
     """
@@ -189,7 +191,7 @@ def concatenate_and_pack(
 def _rows(
     lengths: list[int], max_length: int, policy: str, oversize: Oversize
 ) -> tuple[list[list[Segment]], list[int]]:
-    """Where each piece goes, row by row, and the indices of the sequences that go nowhere."""
+    """Where each piece goes, row by row, and the indices of the sequences that are dropped."""
     if max_length < 1:
         raise ConfigError(f"max_length must be at least 1 token, not {max_length}")
     if oversize not in ("raise", "drop", "truncate", "split"):

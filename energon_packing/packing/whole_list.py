@@ -1,4 +1,4 @@
-"""`pack_lengths`: a whole list of samples, packed by any policy and checked."""
+"""`pack_lengths`: packs a whole list of samples with any policy and checks the result."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def pack_lengths(
     """Packs samples by their lengths.
 
     Args:
-        lengths: tokens of each sample, ``[N]`` positive integers, in stream order. With an alignment multiple, give
+        lengths: tokens of each sample, ``[N]`` positive integers, in stream order. With an alignment multiple, pass
             aligned lengths (or alignment units, with the capacity in units).
         capacity: tokens of a pack, in the same unit.
         policy: a name of `policy_names` or a `Policy`.
-        constraints: name -> (cost of each sample ``[N]``, limit of a pack), for example
+        constraints: name -> (cost of each sample ``[N]``, limit per pack), for example
             ``{"images": (images, 48), "segments": (np.ones(N), 64)}``; non-negative.
-        window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; the other policies do not use it.
-        oversize: what becomes of a sample that exceeds the capacity or a limit alone: ``"raise"`` a `UserError`, or
+        window: samples held by ``window``; ``max_buffer_size`` of ``internvl``; unused by the other policies.
+        oversize: how to treat a sample that exceeds the capacity or a limit by itself: ``"raise"`` a `UserError`, or
             ``"drop"`` it from the result.
         seed: for policies with random choices; the built-in ones have none.
 
     Returns:
-        Index groups (int64) in the order of emission: each index of a kept sample in exactly one group.
+        Index groups (int64) in order of emission; the index of each kept sample is in exactly one group.
 
     Raises:
-        UserError: a length that is no positive integer, an oversize sample under ``"raise"``.
+        UserError: a length that is not a positive integer, an oversize sample under ``"raise"``.
         ConfigError: an unknown policy, capacity or window below 1, an oversize mode that needs tokens.
-        PackingError: the policy's result is no partition or breaks a limit.
+        PackingError: the policy's result is not a partition or breaks a limit.
     """
     return list(
         pack_lengths_flat(
@@ -65,12 +65,12 @@ def pack_lengths_flat(
     oversize: Oversize = "raise",
     seed: int = 0,
 ) -> PackGroups:
-    """`pack_lengths` for lists of millions: the same packs in two arrays, which no array a pack is made of.
+    """`pack_lengths` for lists of millions: the same packs in two arrays, without one array per pack.
 
     Args: as `pack_lengths`.
 
     Returns:
-        a sequence of index groups that are views; ``order`` and ``offsets`` are the arrays.
+        A sequence of index groups that are views; ``order`` and ``offsets`` are the arrays.
     """
     if isinstance(capacity, bool) or int(capacity) != capacity or capacity < 1:
         raise ConfigError(f"capacity must be a whole number of at least 1 token, not {capacity!r}")
@@ -114,7 +114,7 @@ def _as_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _kept(tokens: np.ndarray, capacity: int, limits: Constraints, oversize: str) -> np.ndarray | None:
-    """Indices of the samples that fit alone, or None where all do."""
+    """Indices of the samples that fit alone, or None if all do."""
     if oversize in ("truncate", "split"):
         raise ConfigError(
             f"oversize={oversize!r} changes tokens, which pack_lengths does not see; use pack_sequences or "

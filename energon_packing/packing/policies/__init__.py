@@ -1,5 +1,5 @@
 """Packing policies: which samples share a pack. One policy per file, each registered as `POLICY`.
 
-To add one, write a file with a `registry.PackingPolicy` and name it in `registry.BUILT_IN`; users call
-`energon_packing.packing.register_policy`.
+To add a policy, write a file with a `registry.PackingPolicy` and list it in `registry.BUILT_IN`. Users call
+`energon_packing.packing.register_policy` instead.
 """

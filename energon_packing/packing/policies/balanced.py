@@ -1,9 +1,9 @@
 """Policy ``balanced``: packs of about equal cost, over a whole list.
 
-Good for: runs that sort nothing at emission and would rather spend some fill than wait for the most expensive pack.
-The list is cut into the packs that best-fit decreasing needs plus `SLACK`, and the most expensive sample left goes to
-the cheapest pack that holds it. A sample that fits none opens a pack.
-Cost: a heap and at worst one scan over the packs a sample, 15-25 microseconds. Measured: 96.5-98 % of the
+Good for: runs that do not sort packs at emission and prefer losing some fill to waiting for the most expensive pack.
+It opens as many packs as best-fit decreasing needs plus `SLACK`. The most expensive remaining sample then goes to the
+cheapest pack that holds it. A sample that fits no pack opens a new one.
+Cost: a heap and at worst one scan over the packs per sample, 15-25 microseconds. Measured: 96.5-98 % of the
 bound's fill. A segment of L tokens costs ``LINEAR * L + L**2``.
 """
 
@@ -21,9 +21,9 @@ from energon_packing.packing.policies.best_fit import LIMITED_WINDOW
 from energon_packing.packing.policies.registry import PackingPolicy
 from energon_packing.packing.policies.window import pack_window
 
-# Without slack every pack is full in tokens and nothing can be evened out; 2 % costs 2 % of the fill.
+# Without slack, every pack is full of tokens and costs cannot be evened out; 2 % of slack costs 2 % of the fill.
 SLACK = 0.02
-# Packs that are asked from the heap, cheapest first, before all of them are scanned.
+# Packs tried from the heap, cheapest first, before all packs are scanned.
 TRIES = 16
 
 
@@ -59,7 +59,8 @@ def pack_balanced(
         for entry in passed:
             heapq.heappush(cheapest, entry)
         if pack < 0:
-            # The pack with most room among those that hold it in every respect; cheap packs are mostly roomy ones.
+            # The pack with the most room among those that hold the sample under every limit; cheap packs are mostly
+            # roomy ones.
             room = np.where((left >= needs).all(axis=1), left[:, 0], -1.0) if constraints else left[:, 0]
             pack = int(room.argmax())
             if room[pack] < needs[0]:

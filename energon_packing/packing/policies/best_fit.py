@@ -1,11 +1,11 @@
 """Policy ``best_fit``: best-fit decreasing over a whole list; the default offline.
 
-Good for: lists that are known as a whole. Cost: O(N + C), about 0.1-0.3 microseconds per sample at a million samples.
+Good for: lists that are fully known. Cost: O(N + C), about 0.1-0.3 microseconds per sample at a million samples.
 Measured: the packs of textbook best-fit decreasing, 99.9-100 % of the bound's fill on lists of 100,000.
 
-With limits besides tokens this is vector bin packing, where best-fit decreasing by the largest share wastes 20-30 % of
-the packs (measured on multimodal mixes with images limited): it fills packs in one respect and leaves them empty in the
-other. So the policy is registered with ``window`` in its place under such limits, which packs 1-4 % above the bound.
+With limits other than tokens, this becomes vector bin packing. Best-fit decreasing by the largest share then wastes
+20-30 % of the packs (measured on multimodal mixes with limited images), because it fills packs with one resource and
+leaves them empty in the other. Under such limits ``window`` therefore replaces it, which packs 1-4 % above the bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
 from energon_packing.packing.policies.registry import PackingPolicy
 
-# Samples that ``window`` holds under limits: more is slower and hardly fuller.
+# Samples that ``window`` holds under limits; more would be slower and fill hardly better.
 LIMITED_WINDOW = 1024
 
 
@@ -29,7 +29,7 @@ def pack_best_fit(
     """The policy: `lengths` int64 ``[N]``; packs in the order of their oldest sample. `window` is not used.
 
     Raises:
-        PackingError: limits besides tokens, which `energon_packing.packing.pack_lengths` gives to ``window``.
+        PackingError: limits other than tokens, which `energon_packing.packing.pack_lengths` passes to ``window``.
     """
     del window, seed  # a whole list, deterministic
     if constraints:

@@ -1,13 +1,13 @@
 """Policy ``internvl``: the buffer list of InternVL's packed data set.
 
-Good for: reproducing its packs. Its losses (text of split samples) and its over-full packs are left out: samples that
-fit no pack alone never come here, and a pack never exceeds its tokens.
-Cost: up to ``max_buffer_size`` comparisons a sample. Measured: 64-94 % of the bound's fill with 48 images.
+Good for: reproducing InternVL's packs, without its losses (text of split samples) and over-full packs: samples that
+fit no pack alone never get here, and a pack never exceeds its token capacity.
+Cost: up to ``max_buffer_size`` comparisons per sample. Measured: 64-94 % of the bound's fill with 48 images.
 
-Rules: open packs stand in descending image count. A sample joins the first open pack whose images and tokens still
-fit, or opens one; the pack is put back before the first one with strictly fewer images. After each sample, packs that
-are full in tokens are emitted, then packs at the front with exactly the image limit, then the front pack for as long as
-more than ``max_buffer_size`` are open. At the end the open packs are emitted in order.
+Rules: open packs are kept in descending order of image count. A sample joins the first open pack whose images and
+tokens still fit, or opens a new one; the pack is put back before the first one with strictly fewer images. After each
+sample, packs that are full of tokens are emitted, then packs at the front with exactly the image limit, then the front
+pack as long as more than ``max_buffer_size`` are open. At the end, the open packs are emitted in order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pack_internvl(
     """The policy: `lengths` int64 ``[N]``; packs in the order of emission.
 
     Args:
-        constraints: ``images`` counts images or tiles; a sample without any counts one, for its dummy tile. Other
+        constraints: ``images`` counts images or tiles; a sample without any counts as one, for its dummy tile. Other
             limits must fit as well.
         window: its ``max_buffer_size``, the most packs that stay open.
     """
@@ -67,7 +67,7 @@ def pack_internvl(
 
 
 def _first_fit(open_: list[_Open], needs: list[float], limits: list[float], images: float, image_limit: float) -> _Open:
-    """Takes the first open pack that holds the sample out of the list, or makes a new one."""
+    """Removes and returns the first open pack that holds the sample, or a new one."""
     for at, pack in enumerate(open_):
         if pack.images + images <= image_limit and all(
             used + need <= limit for used, need, limit in zip(pack.used, needs, limits, strict=True)

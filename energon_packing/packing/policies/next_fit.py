@@ -1,7 +1,7 @@
-"""Policy ``next_fit``: in order, one open pack.
+"""Policy ``next_fit``: samples in order, with a single open pack.
 
 Good for: data whose order must not change at all, and for comparing with packers that work this way.
-Cost: one addition a sample. Measured: 77-91 % of the bound's fill, the price of never looking back.
+Cost: one addition per sample. Measured: 77-91 % of the bound's fill, the price of never looking back.
 """
 
 from __future__ import annotations

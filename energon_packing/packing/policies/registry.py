@@ -1,4 +1,4 @@
-"""The registry: every policy by its name, for whole lists and for streams alike."""
+"""The registry: every policy by name, for whole lists and streams alike."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from energon_packing.packing.constraints import Constraints
 Number = int | float
 
 BUILT_IN = ("window", "best_fit", "first_fit", "next_fit", "balanced", "internvl")
-"""Modules of `energon_packing.packing.policies`, each with a `POLICY`; imported when they are asked for."""
+"""Modules of `energon_packing.packing.policies`, each with a `POLICY`; imported on demand."""
 
 
 class Policy(Protocol):
-    """Packs a whole list: lengths in, index groups out. Pure, deterministic for one seed, NumPy only.
+    """Packs a whole list: lengths in, index groups out. Pure, deterministic for a given seed, NumPy only.
 
-    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each fits alone.
-    The groups, in the order of emission, must be a partition of ``range(N)`` within every limit; that is checked.
+    `lengths` is ``[N]`` int64, each from 1 to `capacity`; `constraints` covers the same samples, each of which fits
+    alone. The groups, in order of emission, must partition ``range(N)`` within every limit; this is checked.
     """
 
     def __call__(
@@ -32,10 +32,10 @@ class Policy(Protocol):
 
 
 class NextPack(Protocol):
-    """Takes the next pack from a sliding window: positions, ascending, position 0 (the oldest sample) among them.
+    """Takes the next pack from a sliding window: ascending positions that include position 0, the oldest sample.
 
-    `lengths` and each of `costs` are the samples held, oldest first; `limits` bounds the costs. `ended` says that the
-    stream has ended and nothing comes after what is held.
+    `lengths` and each of `costs` describe the samples held, oldest first; `limits` bounds the costs. `ended` means that
+    the stream has ended and no samples follow those held.
     """
 
     def __call__(
@@ -51,15 +51,15 @@ class NextPack(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingPolicy:
-    """What a name stands for.
+    """A registered policy.
 
     Attributes:
         whole_list: packs a list.
-        next_pack: packs a stream; None for a policy that packs the window each time, of which the pack with the oldest
+        next_pack: packs a stream; None if the policy packs the whole window each time and the pack with the oldest
             sample is used (`energon_packing.packing.online`).
         streams: whether it can pack a stream at all.
-        under_limits: where limits other than tokens apply, the policy and the window that pack a whole list in its
-            place; None where the policy keeps such limits itself.
+        under_limits: the policy and window that replace this one for whole lists under limits other than tokens; None
+            if the policy obeys such limits itself.
     """
 
     whole_list: Policy
@@ -77,12 +77,12 @@ def policy_names() -> list[str]:
 
 
 def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextPack | None = None) -> Any:
-    """Adds a policy under `name`; as a function or as a decorator.
+    """Adds a policy under `name`; usable as a function or a decorator.
 
     Args:
-        name: what ``packing.policy`` names.
+        name: the value of ``packing.policy`` that selects it.
         policy: packs whole lists.
-        next_pack: packs streams; by default `policy` packs the window, and the pack of the oldest sample is used.
+        next_pack: packs streams; by default `policy` packs the window, and the pack with the oldest sample is used.
 
     Raises:
         ConfigError: the name is taken.
@@ -101,7 +101,7 @@ def register_policy(name: str, policy: Policy | None = None, *, next_pack: NextP
 
 
 def find_policy(name: str) -> PackingPolicy:
-    """What is registered under `name`.
+    """The policy registered under `name`.
 
     Raises:
         ConfigError: unknown; lists the known names and the nearest one.

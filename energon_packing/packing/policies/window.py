@@ -1,13 +1,13 @@
 """Policy ``window``: a sliding window with carry-over; the default for streams.
 
-Good for: endless streams. At most ``window`` samples are held, the oldest is in the next pack (so no sample waits for
-more packs than the window holds samples), and the rest of the pack is filled exactly by subset sum, oldest first.
-Cost: 2-4 microseconds a sample on text of an eighth of the capacity, about 20 where two samples fill a pack.
-Measured with 256 held: 99.99-100 % of the bound's fill on multimodal mixes, 99.6 % where samples are half a pack.
+Good for: endless streams. At most ``window`` samples are held. The oldest is always in the next pack, so no sample
+waits for more packs than the window holds samples. The rest of the pack is filled exactly by subset sum, oldest first.
+Cost: 2-4 microseconds per sample for texts of an eighth of the capacity, about 20 if two samples fill a pack.
+Measured with 256 held: 99.99-100 % of the bound's fill on multimodal mixes, 99.6 % if samples are half a pack.
 
-Everything is a pure function of the samples held: whoever keeps the samples elsewhere (a savable loader) calls
-`select_from_window` once for each pack while the stream runs and `drain_window` once it has ended. `WindowPacker` is
-the same thing with its own storage.
+Everything is a pure function of the samples held. Code that stores the samples elsewhere (a savable loader) calls
+`select_from_window` once per pack while the stream runs and `drain_window` once it has ended. `WindowPacker` does the
+same with its own storage.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def select_from_window(
     costs: Mapping[str, Sequence[Number]] | None = None,
     limits: Mapping[str, Number] | None = None,
 ) -> list[int]:
-    """The next pack: positions in the window, ascending, position 0 (the oldest) always among them.
+    """The next pack: ascending positions in the window, which always include position 0 (the oldest).
 
-    A pure function: no state, no randomness; equal windows give equal packs. Samples that fit no pack alone are never
-    chosen, except that the oldest has to fit.
+    A pure function: no state, no randomness; equal windows yield equal packs. Samples that fit no pack alone are never
+    chosen, but the oldest must fit.
 
     Args:
         lengths: tokens (or alignment units) of the samples held, oldest first; positive integers.
         capacity: tokens (or units) of a pack.
-        costs: further costs by name, each one number a sample and non-negative; names without a limit do not count.
-        limits: for each limited cost the most that a pack may hold.
+        costs: further costs by name, one non-negative number per sample; names without a limit are ignored.
+        limits: for each limited cost, the most that a pack may hold.
 
     Raises:
-        PackingError: an empty window, or an oldest sample that fits no pack alone (whoever fills the window rejects
-            such samples by `Constraints.oversize` or by an oversize policy).
+        PackingError: an empty window, or an oldest sample that fits no pack alone (the caller must keep such samples
+            out of the window, with `Constraints.oversize` or an oversize policy).
     """
     if not lengths:
         raise PackingError("an empty window has no next pack")
@@ -68,11 +68,11 @@ def drain_window(
     costs: Mapping[str, Sequence[Number]] | None = None,
     limits: Mapping[str, Number] | None = None,
 ) -> list[list[int]]:
-    """All packs of what is left once the stream has ended; each ascending, ordered by their oldest sample.
+    """All packs of the samples left when the stream has ended; each ascending, ordered by their oldest sample.
 
-    Nothing comes after to fill gaps with, so without limits this is best-fit decreasing over all that is held. With
-    limits it is `select_from_window` until nothing is left, which is fuller there. Either way, taking the first pack
-    away and calling this for the rest gives the other packs: it can be called once, or once a pack.
+    No later samples can fill gaps, so without limits this is best-fit decreasing over all samples held. With limits it
+    repeats `select_from_window` until nothing is left, which fills better there. Either way, removing the first pack
+    and calling this for the rest returns the other packs, so it can be called once, or once per pack.
 
     Args: as `select_from_window`.
     """
@@ -108,12 +108,12 @@ def pack_window(
 class WindowPacker[Key]:
     """A window with its own storage: add samples, take packs, drain at the end.
 
-    Call `next_pack` when `full`; calling it earlier is allowed and gives a pack from what is there.
+    Call `next_pack` when `full`; calling it earlier is allowed and returns a pack of the samples held.
 
     Args:
         capacity: tokens of a pack.
-        window: most samples held.
-        limits: further limits of a pack by name.
+        window: the most samples held.
+        limits: further limits per pack, by name.
     """
 
     def __init__(self, capacity: int, window: int = 256, limits: Mapping[str, Number] | None = None) -> None:
@@ -160,14 +160,14 @@ class WindowPacker[Key]:
         return self._take(select_from_window(self._lengths, self.capacity, self._costs, self.limits))
 
     def drain(self) -> list[list[Key]]:
-        """Takes everything out, for the end of a stream: packs of keys, by their oldest member."""
+        """Takes out everything, for the end of a stream: packs of keys, ordered by their oldest sample."""
         groups = drain_window(self._lengths, self.capacity, self._costs, self.limits)
         packs = [[self._keys[position] for position in group] for group in groups]
         self._clear()
         return packs
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs: keys, lengths and costs, oldest first; plain lists."""
+        """The state for `load_state`: keys, lengths and costs as plain lists, oldest first."""
         return {
             "keys": list(self._keys),
             "lengths": list(self._lengths),
@@ -175,7 +175,7 @@ class WindowPacker[Key]:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Replaces what is held by what `state` returned.
+        """Replaces the samples held with those that `state` returned.
 
         Raises:
             PackingError: the state was made under other limits, or a sample in it does not fit.
@@ -212,7 +212,7 @@ def next_from_window(
     ended: bool,
 ) -> list[int]:
     """`select_from_window` while the stream runs, and the first pack of `drain_window` once it has ended."""
-    if ended:  # draining what is left after it gives the other packs
+    if ended:  # draining the rest returns the other packs
         return drain_window(lengths, capacity, costs, limits)[0]
     return select_from_window(lengths, capacity, costs, limits)
 

@@ -1,8 +1,8 @@
 """THD rows: what a packed row holds, how it is assembled and checked, and how context parallelism cuts it.
 
-THD is the layout of packed attention in Megatron-Core and Transformer Engine: the tokens of all samples lie in one row,
-and cumulative lengths say where each sample begins. Start with `assemble` and `PackedBatch`. The package needs NumPy
-and PyTorch, nothing else; Megatron is imported by the functions that return its containers.
+THD is the layout of packed attention in Megatron-Core and Transformer Engine: the tokens of all samples share one row,
+and cumulative lengths mark where each sample begins. Start with `assemble` and `PackedBatch`. The package needs only
+NumPy and PyTorch; functions that return Megatron's containers import Megatron.
 
 Names are loaded on first use (PEP 562), because configurations read `alignment_multiple` and must not load PyTorch.
 """

@@ -1,4 +1,4 @@
-"""The length multiple that parallelism asks of every packed segment. No torch: the static checks import this."""
+"""The length multiple that parallelism requires of every packed segment. No torch: the static checks import this."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ def alignment_multiple(
     sequence_parallel: bool = False,
     eval_context_parallel: int | None = None,
 ) -> int:
-    """Tokens that every segment of a pack is padded to a multiple of.
+    """The multiple, in tokens, to which every segment of a pack is padded.
 
-    Context parallelism cuts each segment into ``2 * CP`` pieces (zigzag), sequence parallelism scatters the row of one
-    context-parallel rank over TP ranks. The rule is the one of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2:
+    Context parallelism cuts each segment into ``2 * CP`` pieces (zigzag); sequence parallelism scatters the row of one
+    context-parallel rank over TP ranks. The rule is that of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2:
     ``lcm(2*CP if CP > 1 else 1, CP*TP if sequence_parallel and TP > 1 else 1)`` over the training and evaluation CP.
 
     Args:
         tensor_parallel: TP size.
         context_parallel: CP size in training.
         sequence_parallel: whether sequence parallelism is on; it has no effect at TP 1.
-        eval_context_parallel: CP size in evaluation, None where it is the same.
+        eval_context_parallel: CP size in evaluation; None if it is the same.
 
     Returns:
-        The multiple in tokens; 1 where nothing has to be padded.
+        The multiple in tokens; 1 if no padding is needed.
 
     Raises:
         ConfigError: a size below 1.

@@ -1,14 +1,14 @@
-"""Assembly of THD rows: samples of one length each become one row with boundaries, masks and positions.
+"""Assembly of THD rows: samples are joined into one row with boundaries, masks and positions.
 
-The rules about boundaries:
+The rules for boundaries:
 
 * ``cu_seqlens`` sums real lengths, ``cu_seqlens_padded`` physical ones. An alignment multiple above 1 always emits
-  both, also where they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
+  both, even if they are equal; a multiple of 1 never does, because padded boundaries select a slower kernel.
 * A row of fixed width leaves a tail, which becomes one last, fully masked segment: a segment, never a sample.
-* No kernel has to guess (`energon_packing.thd.visible_padding`): with a multiple above 1 a row is wholly aligned,
-  and then both boundaries are one tensor; or some padding stands before the start of its last segment. Where the last
-  sample alone would be padded, a masked segment of one multiple follows it.
-* ``max_seqlen`` is the longest *physical* segment, since kernels size their tiles by it.
+* No kernel has to guess whether a row is padded (`energon_packing.thd.visible_padding`). With a multiple above 1,
+  either the row is fully aligned and both boundaries are one tensor, or some padding precedes the start of its last
+  segment. If only the last sample would be padded, a masked segment of one multiple follows it.
+* ``max_seqlen`` is the longest *physical* segment, because kernels size their tiles by it.
 """
 
 from __future__ import annotations
@@ -41,38 +41,39 @@ def assemble(
     total_multiple: int = 1,
     extra_fields: Mapping[str, int | float | bool] | None = None,
 ) -> PackedBatch:
-    """Lays samples side by side in one row and computes its boundaries.
+    """Places samples side by side in one row and computes its boundaries.
 
-    Each row is a mapping of tensors (or arrays) of one common length L, and of what belongs to them:
+    Each input row is a mapping of tensors (or arrays) of one common length L and related values:
 
     * ``input_ids`` ``[L]``, ``labels`` ``[L]`` (already shifted), ``loss_mask`` ``[L]``, ``position_ids`` ``[L]`` or
       ``[3, L]`` (all rows alike): required;
     * the names of ``extra_fields``, ``[L]``: required where declared;
     * ``visual_inputs``: name -> tensor whose first axis counts this sample's media or patches; joined in row order;
-    * ``attention_mask`` ``[L]``: refused unless all true, because a processor that pads (left or right) would put
-      padding inside a segment where no boundary shows it;
-    * ``key``: the sample's name, for messages and ``sample_keys`` (its index where missing);
-    * ``position_start``: position of the first token, where that is not 0 (a piece that goes on counting);
-    * ``expected_length``: the predicted length; another length is an error, never a silent change of the plan.
+    * ``attention_mask`` ``[L]``: rejected unless all true, because a processor that pads (left or right) would put
+      padding inside a segment, where no boundary shows it;
+    * ``key``: the sample's name, for messages and ``sample_keys`` (defaults to its index);
+    * ``position_start``: position of the first token, if not 0 (a piece that continues counting);
+    * ``expected_length``: the predicted length; any other length is an error, never a silent change of the plan.
 
     Args:
         multiple: every segment is padded to a multiple of this many tokens (see `alignment_multiple`).
-        width: the row's length in tokens; None makes the row as long as its segments, and one multiple longer where
-            only its last sample is padded.
-        pad_token_id: token of padding.
-        total_multiple: the row's length becomes a multiple of this, for kernels that want one (16 for FP8, 32 for
+        width: the row's length in tokens; None makes the row as long as its segments, and one multiple longer if only
+            its last sample is padded.
+        pad_token_id: the padding token.
+        total_multiple: the row's length becomes a multiple of this, for kernels that require one (16 for FP8, 32 for
             MXFP8, times the ranks that share a row); the tail is a masked segment, as with ``width``.
         extra_fields: name -> padding value of further token-aligned fields.
 
-    Padding has label -100, weight 0, ``padding_mask`` True, and positions that go on counting from the sample's last
-    one (as Bridge's in-batch packer does; for mRoPE all three axes count on from the largest, as text would). Positions
-    of a masked tail segment count from 0.
+    Padding has label -100, weight 0, ``padding_mask`` True, and positions that continue from the sample's last one (as
+    in Bridge's in-batch packer; for mRoPE all three axes continue from the largest, as for text). Positions of a masked
+    tail segment count from 0.
 
     Raises:
         ConfigError: a multiple, width or extra field that cannot work.
-        PackingError: a row that breaks the contract above, by key; also a last token with a target (it would be the
-            first token of the next sample), a weight on a position without a target, and a width that leaves no room
-            for the masked segment after a last sample that alone is padded (`visible_order` puts another one last).
+        PackingError: a row that breaks the contract above, named by key; also a last token with a target (it would be
+            the first token of the next sample), a weight on a position without a target, and a width that leaves no
+            room for the masked segment after a last sample that is the only padded one (`visible_order` avoids this by
+            putting another sample last).
     """
     multiple = _positive("multiple", multiple)
     total_multiple = _positive("total_multiple", total_multiple)

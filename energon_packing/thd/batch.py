@@ -1,7 +1,7 @@
 """One packed row with everything a model needs to keep its samples apart.
 
-A `PackedBatch` is what `energon_packing.thd.assemble` makes and what a training step reads. It holds tensors and plain
-Python values only, so that it crosses the border of a data loader's worker as shared memory and reads back anywhere.
+`energon_packing.thd.assemble` makes a `PackedBatch`, and a training step reads it. It holds only tensors and plain
+Python values, so it leaves a data loader's worker as shared memory and can be read anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from energon_packing.errors import PackingError
 
 IGNORE_INDEX = -100
-"""The label of a position that teaches nothing (PyTorch's and Bridge's ignore index)."""
+"""The label of a position without a target (PyTorch's and Bridge's ignore index)."""
 
 TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
 """The fields of `PackedBatch` whose last axis counts tokens; the values of ``extra`` join them."""
@@ -37,38 +37,38 @@ BRIDGE_KEYS = (
     "max_seqlen_kv",
     "total_tokens",
 )
-"""Every key that `PackedBatch.to_bridge` may emit; an extra field may take none of these names."""
+"""Every key that `PackedBatch.to_bridge` may emit; no extra field may use one of these names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedBatch:
-    """A THD row of T tokens. A *segment* is a stretch between two boundaries; a *sample* is a segment with content.
+    """A THD row of T tokens. A *segment* lies between two boundaries; a *sample* is a segment with content.
 
     Attributes:
         tokens: ``[1, T]`` int64.
-        labels: ``[1, T]`` int64, already shifted: ``labels[0, i]`` is the target of token ``i``; -100 teaches nothing.
-        loss_mask: ``[1, T]`` float32, the weight of each target, 0 where nothing is learned.
+        labels: ``[1, T]`` int64, already shifted: ``labels[0, i]`` is the target of token ``i``; -100 means no target.
+        loss_mask: ``[1, T]`` float32, the weight of each target; 0 where nothing is learned.
         position_ids: ``[1, T]`` int64, or ``[3, 1, T]`` (temporal, height, width) for models that take mRoPE positions
             from the batch.
-        padding_mask: ``[1, T]`` bool, **True where the token is padding**. That is what Megatron-Core 0.19.2 computes
-            with: its router excludes ``padding_mask`` tokens from the z-loss, the load-balancing scores and the expert
-            bias by ``~padding_mask`` (the docstrings in ``router.py`` say the opposite; ``z_loss_func`` and
-            ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` say the same as here).
+        padding_mask: ``[1, T]`` bool, **True where the token is padding**. This is Megatron-Core 0.19.2's actual
+            convention: its router excludes ``padding_mask`` tokens from the z-loss, the load-balancing scores and the
+            expert bias with ``~padding_mask`` (the docstrings in ``router.py`` state the opposite; ``z_loss_func`` and
+            ``compute_routing_scores_for_aux_loss`` in ``moe_utils.py`` agree with this one).
         cu_seqlens: int32 ``[segments + 1]``, running sum of the real lengths.
         cu_seqlens_padded: int32 of the same shape, where the segments physically begin and end in the row; None for an
-            alignment multiple of 1. Where it equals ``cu_seqlens`` the two are one tensor, also after a move to a
-            device: Transformer Engine tells padding from none by that from version 2.18 on.
+            alignment multiple of 1. If it equals ``cu_seqlens``, the two are one tensor, even after a move to a device,
+            because Transformer Engine 2.18 and later detects padding by that identity.
         max_seqlen: the longest physical segment, in tokens.
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
         visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,
             ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw``, ``second_per_grid_ts``); None for text.
-        visual_counts: name -> how many entries of the first axis of that tensor each sample, then each filler, brought.
+        visual_counts: name -> how many entries on that tensor's first axis come from each sample, then each filler.
         sample_keys: one key for each sample, in order.
         sample_lengths: real length of each sample, in tokens.
-        position_starts: position of the first token of each sample; empty where all count from 0, as all do but pieces
-            of a split sample that go on counting.
-        fillers: segments after the samples that are none and hold nothing but padding: a dummy image, or the only
-            segment of a row that takes part in a step without data. They may bring media, counted in ``visual_counts``.
+        position_starts: position of the first token of each sample; empty if all count from 0, as they do except for
+            pieces of a split sample that continue counting.
+        fillers: number of segments after the samples that are not samples and hold only padding: a dummy image, or the
+            only segment of a row without data. They may have media, counted in ``visual_counts``.
         extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.
         boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
             a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
@@ -98,7 +98,7 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         real, physical = self.cu_seqlens, self.cu_seqlens_padded
-        # Not on a device, where the comparison would wait for it; there `_map` keeps what holds on the host.
+        # Only on the host: on a device the comparison would synchronise; there `_map` keeps the tensors identical.
         if physical is None or physical is real or physical.device.type != "cpu" or real.device.type != "cpu":
             return
         if physical.dtype == real.dtype and torch.equal(physical, real):
@@ -106,28 +106,28 @@ class PackedBatch:
 
     @property
     def pad_between_seqs(self) -> bool:
-        """Whether any segment is shorter than its place; Transformer Engine's argument of that name."""
+        """Whether any segment is shorter than its physical extent; Transformer Engine's argument of that name."""
         return self.cu_seqlens_padded is not None and self.cu_seqlens_padded is not self.cu_seqlens
 
     @property
     def num_samples(self) -> int:
-        """How many samples the row holds; fillers and a masked tail are none."""
+        """Number of samples in the row; fillers and a masked tail do not count."""
         return len(self.sample_lengths)
 
     @property
     def num_segments(self) -> int:
-        """How many segments attention sees, a masked tail counted and repeated boundaries left out."""
+        """Number of segments that attention sees, including a masked tail but not repeated boundaries."""
         return self.cu_seqlens.numel() - 1 - (self.boundary_padding or 0)
 
     @property
     def boundaries(self) -> torch.Tensor:
-        """Physical boundaries, int32 ``[num_segments + 1]``, without repeated ones: what slices the row."""
+        """Physical boundaries for slicing the row, int32 ``[num_segments + 1]``, without repeated ones."""
         physical = self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
         return physical[: self.num_segments + 1]
 
     @property
     def real_tokens(self) -> int:
-        """How many tokens belong to samples."""
+        """Number of tokens that belong to samples."""
         return sum(self.sample_lengths)
 
     @property
@@ -140,7 +140,7 @@ class PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
-        """The same batch in page-locked memory; a `torch.utils.data.DataLoader` with ``pin_memory=True`` calls it."""
+        """The same batch in page-locked memory; called by a `torch.utils.data.DataLoader` with ``pin_memory=True``."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedBatch:
@@ -159,13 +159,13 @@ class PackedBatch:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
-        and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is an int32 tensor without
-        axes on the host (the steps call ``.cpu()`` on it), ``total_tokens`` an int, and the padded boundaries are left
-        out where there are none. ``extra`` fields are added under their names; Bridge's own steps ignore them.
+        and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is a 0-D int32 tensor on the
+        host (the steps call ``.cpu()`` on it), ``total_tokens`` is an int, and padded boundaries are omitted if there
+        are none. ``extra`` fields are added under their names; Bridge's own steps ignore them.
 
         Raises:
-            PackingError: for a context-parallel slice (Bridge slices the whole row itself), and for a visual input that
-                the installed ``GenericVisualInputs`` has no field for.
+            PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
+                input for which the installed ``GenericVisualInputs`` has no field.
         """
         if self.cp_size != 1:
             raise PackingError(
@@ -194,7 +194,7 @@ class PackedBatch:
         return batch | dict(self.extra)
 
     def _bridge_visual_inputs(self) -> Any:
-        # One number per token, which GLM's model reads from the container even where a pack has no image.
+        # One number per token; GLM's model reads it from the container even if a pack has no image.
         types = {name: self.extra[name] for name in ("mm_token_type_ids",) if name in self.extra}
         given = {**(self.visual_inputs or {}), **types}
         if not given:

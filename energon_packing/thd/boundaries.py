@@ -1,4 +1,4 @@
-"""Boundary arrays in the forms that Megatron-Core wants: of fixed length for CUDA graphs, and as `PackedSeqParams`."""
+"""Boundary arrays in Megatron-Core's forms: with a fixed length for CUDA graphs, and as `PackedSeqParams`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     """The batch with boundary arrays of ``max_segments + 1`` entries, the last boundary repeated, for CUDA graphs.
 
     Repeated boundaries are segments of length 0, which text attention kernels skip. Models that rebuild positions from
-    boundaries reject them, so a batch with visual inputs or mRoPE positions is refused.
+    boundaries do not accept them, so a batch with visual inputs or mRoPE positions is rejected.
 
     Args:
-        max_segments: the most segments any row of the run has, a masked tail counted.
-        max_seqlen: the value of ``max_seqlen`` for all rows of the run, since a captured graph keeps the first one.
+        max_segments: the most segments in any row of the run, including a masked tail.
+        max_seqlen: the value of ``max_seqlen`` for all rows of the run, because a captured graph keeps the first one.
 
     Raises:
-        PackingError: where the batch has more segments, or a longer one, than announced, or is not text alone.
+        PackingError: the batch has more segments than announced, or a longer one, or is not text only.
     """
     if batch.visual_inputs or batch.position_ids.dim() == 3:
         raise PackingError("boundary arrays of fixed length are for text models; this batch has images or mRoPE")
@@ -40,21 +40,21 @@ def pad_cu_seqlens(batch: PackedBatch, *, max_segments: int, max_seqlen: int | N
     return replace(
         batch,
         cu_seqlens=repeat_last(batch.cu_seqlens),
-        cu_seqlens_padded=None if padded is None else repeat_last(padded),  # one tensor again where they are equal
+        cu_seqlens_padded=None if padded is None else repeat_last(padded),  # one tensor again if they are equal
         max_seqlen=batch.max_seqlen if max_seqlen is None else max_seqlen,
         boundary_padding=spare,
     )
 
 
 def packed_seq_params(batch: PackedBatch, *, total_tokens: bool = True) -> Any:
-    """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, of whatever version is installed.
+    """``megatron.core.packed_seq_params.PackedSeqParams`` for this row, for the installed version.
 
-    ``pad_between_seqs`` is set where that version has it, from what the host knows of the row, so that no release of
-    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` where the version knows it.
+    If that version has ``pad_between_seqs``, it is set from what the host knows about the row, so that no release of
+    Transformer Engine has to infer it. ``cp_partition_mode`` is ``"zigzag"`` if the version has it.
 
     Args:
-        total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``: required by state-space
-            and linear-attention layers, and a small extra computation on the device for a pure transformer.
+        total_tokens: passes the row's length, from which Megatron-Core derives ``seq_idx``. State-space and
+            linear-attention layers need it; for a pure transformer it is a small extra computation on the device.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -1,6 +1,6 @@
 """The invariants of a packed row, checked on the tensors that go to the model.
 
-`check_thd` costs a fraction of a millisecond for a row of 32,768 tokens, so a loader can leave it on. It reports, and
+`check_thd` takes a fraction of a millisecond for a row of 32,768 tokens, so a loader can leave it on. It reports and
 never repairs: a violation means that some code between assembly and the model is wrong.
 """
 
@@ -40,15 +40,16 @@ INVARIANTS = {
 
 
 def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
-    """The invariants that do not hold, empty when all do.
+    """The invariants that do not hold; empty if all hold.
 
     Args:
         batch: a batch on the host (one on an accelerator is copied, which costs more than the check).
         multiple: the alignment that the batch was assembled with.
 
     Returns:
-        sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. Where shapes, dtypes or boundaries are wrong,
-        what depends on them is not looked at. Of a context-parallel slice only metadata and shapes are checked.
+        Sentences ``"<name>: <values>"`` with the names of `INVARIANTS`. If shapes, dtypes or boundaries are wrong,
+        invariants that depend on them are not checked. In a context-parallel slice, only metadata and shapes are
+        checked.
     """
     found = list(_shapes(batch))
     if found:
@@ -72,18 +73,18 @@ def check_media(
 ) -> list[str]:
     """The samples whose placeholders and media do not match, for families with grids (Qwen2-VL and its descendants).
 
-    A sample must hold as many placeholder tokens as its own grids have merged patches, and as many patches as its grids
-    name: too few or too many and the model would read a neighbour's image without an error, as only sums over the row
-    are compared there.
+    A sample must have as many placeholder tokens as its own grids have merged patches, and as many patches as its grids
+    state. With any other number, the model would silently read another sample's image, because it only compares sums
+    over the row.
 
     Args:
         batch: a whole batch, not a context-parallel slice.
         merge_size: patches along one side of the square that becomes one token.
-        image_token_id: placeholder of images; None where the family has none.
-        video_token_id: placeholder of videos; None where the family has none.
+        image_token_id: placeholder of images; None if the family has none.
+        video_token_id: placeholder of videos; None if the family has none.
 
     Returns:
-        one sentence a mismatch, beginning with ``"media: "``, empty when all match.
+        One sentence per mismatch, beginning with ``"media: "``; empty if all match.
     """
     found: list[str] = []
     starts = batch.boundaries.tolist()
@@ -189,7 +190,7 @@ def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Itera
 
 
 def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
-    """As Transformer Engine 2.2 to 2.17.1 compares the two; a row that looks unpadded there has to be unpadded."""
+    """Compares the two as Transformer Engine 2.2 to 2.17.1 does; a row that looks unpadded to it must be unpadded."""
     if real[-1] != physical[-1] and (real[:-1] == physical[:-1]).all():
         yield (
             f"padding_is_visible: only the last segment is padded, {real[-1] - real[-2]} tokens in a place of "
@@ -199,7 +200,7 @@ def _visibility(real: np.ndarray, physical: np.ndarray) -> Iterator[str]:
 
 def _samples(batch: PackedBatch, real: np.ndarray) -> Iterator[str]:
     samples, keys = batch.num_samples, len(batch.sample_keys)
-    rows = samples + batch.fillers  # that fillers hold nothing but padding, `_content` checks
+    rows = samples + batch.fillers  # `_content` checks that fillers hold only padding
     tails = real.size - rows
     if rows < 1 or keys != samples or tails not in (0, 1):
         yield f"samples: {keys} keys and {samples} lengths for {real.size} segments"
@@ -220,7 +221,7 @@ def _content(batch: PackedBatch, physical: np.ndarray) -> Iterator[str]:
     )
     labels, loss_mask, padding = labels[0], loss_mask[0], padding[0]
     starts, lengths = physical[:-1], np.diff(physical)
-    # A masked tail segment is all padding, whatever its boundaries call real.
+    # A masked tail segment is all padding, whatever its boundaries state.
     own = np.zeros_like(lengths)
     own[: batch.num_samples] = batch.sample_lengths
 
@@ -270,6 +271,6 @@ def _positions(positions: np.ndarray, starts: np.ndarray, lengths: np.ndarray, f
 
 
 def _first(wrong: Any) -> int | None:
-    """Index of the first True, or None: `argmax` stops early and builds no list of indices."""
+    """Index of the first True, or None; `argmax` stops early and builds no list of indices."""
     at = int(wrong.argmax()) if wrong.size else -1
     return at if at >= 0 and wrong[at] else None

@@ -1,8 +1,8 @@
 """Which tokens of a packed row each context-parallel rank holds, and the slices made from it.
 
-Causal attention gives late tokens more work than early ones, so Transformer Engine cuts every segment into
-``2 * cp_size`` equal pieces and gives rank ``r`` the pieces ``r`` and ``2 * cp_size - 1 - r``: the zigzag. The indices
-here equal those of its compiled ``thd_get_partitioned_indices``, and need neither a GPU nor Transformer Engine.
+In causal attention, late tokens take more work than early ones. Transformer Engine therefore cuts every segment into
+``2 * cp_size`` equal pieces and assigns rank ``r`` the pieces ``r`` and ``2 * cp_size - 1 - r``: the zigzag. The
+indices here equal those of its compiled ``thd_get_partitioned_indices`` but need neither a GPU nor Transformer Engine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
     begin = np.empty((lengths.size, 2), dtype=np.int64)
     begin[:, 0] = starts + cp_rank * size
     begin[:, 1] = starts + (pieces - 1 - cp_rank) * size
-    # A piece is a run of consecutive positions: shift one long arange by piece.
+    # A piece is a run of consecutive positions: shift one long arange piece by piece.
     sizes = np.repeat(size, 2)
     shift = begin.reshape(-1) - (np.cumsum(sizes) - sizes)
     local = np.repeat(shift, sizes)
@@ -65,7 +65,7 @@ def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_r
     """Positions of the full row that a rank holds, in its order, int64 ``[T / cp_size]``.
 
     ``row.index_select(-1, context_parallel_indices(...))`` is the rank's part of a token-aligned row. Boundaries on an
-    accelerator are copied to the host first (one synchronisation); the result is on their device.
+    accelerator are first copied to the host (one synchronisation); the result is on their device.
 
     Args:
         cu_seqlens_padded: physical boundaries ``[segments + 1]`` without repeated ones (`PackedBatch.boundaries`).
@@ -81,14 +81,14 @@ def context_parallel_indices(cu_seqlens_padded: torch.Tensor, cp_size: int, cp_r
 
 
 def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -> PackedBatch:
-    """What one context-parallel rank sees of a batch.
+    """The part of a batch that one context-parallel rank sees.
 
-    Every token-aligned field is sliced along its last axis, mRoPE positions ``[3, 1, T]`` and extra fields included.
-    Boundaries, ``max_seqlen`` and ``total_tokens`` stay those of the whole row, as attention wants them, and vision
-    inputs stay whole: a rank may hold no token of an image that another rank's tokens belong to.
+    Every token-aligned field is sliced along its last axis, including mRoPE positions ``[3, 1, T]`` and extra fields.
+    Boundaries, ``max_seqlen`` and ``total_tokens`` stay those of the whole row, as attention needs them. Visual inputs
+    stay whole, even those of images whose tokens are all on other ranks.
 
     Raises:
-        ConfigError, PackingError: as `context_parallel_indices`; also for a batch that is a slice already.
+        ConfigError, PackingError: as `context_parallel_indices`; also for a batch that is already a slice.
     """
     if batch.cp_size != 1:
         raise PackingError(f"this batch is a slice of context-parallel rank {batch.cp_rank} already")
@@ -98,10 +98,10 @@ def slice_for_context_parallel(batch: PackedBatch, cp_size: int, cp_rank: int) -
 
 
 def reassemble(slices: Sequence[PackedBatch]) -> PackedBatch:
-    """The whole batch from the slices of all context-parallel ranks, in any order: for debugging and tests.
+    """Rebuilds the whole batch from the slices of all context-parallel ranks, in any order; for debugging and tests.
 
     Raises:
-        PackingError: unless there is one slice for each rank, with equal boundaries.
+        PackingError: there is not exactly one slice per rank, or their boundaries differ.
     """
     if not slices:
         raise PackingError("no slices to reassemble")

@@ -1,7 +1,7 @@
-"""The rows that a pack is assembled from: what a sample brings, and the checks that it must pass.
+"""The rows that a pack is assembled from: the data of each sample, and the checks that it must pass.
 
-`energon_packing.thd.assemble` documents the contract; here it is enforced, one sample at a time, with the sample's key
-in every message.
+`energon_packing.thd.assemble` documents the contract. This module enforces it, one sample at a time, with the sample's
+key in every message.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
 def verify_targets(
     keys: Sequence[str], starts: np.ndarray, lengths: np.ndarray, labels: np.ndarray, loss_mask: np.ndarray
 ) -> None:
-    """Labels and weights of a joined row: none reaches into the next sample, and every weight has a target.
+    """Checks that no label of a joined row reaches into the next sample and that every weight has a target.
 
     Args:
-        keys: of the ``B`` samples.
+        keys: keys of the ``B`` samples.
         starts: ``[B + 1]``, where each sample begins in the row.
-        lengths: ``[B]`` real tokens of each.
+        lengths: ``[B]``, real tokens of each sample.
         labels: ``[T]`` int64, already shifted.
         loss_mask: ``[T]`` weights.
 
     Raises:
-        PackingError: a sample's last token has a target; a weight is negative, infinite or none; a token with a weight
+        PackingError: a sample's last token has a target; a weight is negative, infinite or NaN; a token with a weight
             has no label. The message names the sample and the token.
     """
     ends = starts[:-1] + lengths - 1
@@ -101,11 +101,11 @@ def verify_targets(
 def join_extra(
     arrays: Sequence[Mapping[str, Any]], extra_fields: Mapping[str, Any], starts: np.ndarray, width: int
 ) -> dict[str, torch.Tensor]:
-    """A user's token-aligned fields of all samples as rows ``[1, width]``, each in the dtype of the first sample.
+    """The extra token-aligned fields of all samples as rows ``[1, width]``, each in the dtype of the first sample.
 
     Args:
-        arrays: one mapping a sample, with every field as ``[length]``.
-        extra_fields: name to the value that padding gets.
+        arrays: one mapping per sample, with every field as ``[length]``.
+        extra_fields: name -> padding value.
         starts: ``[B + 1]``, where each sample begins in the row.
         width: tokens of the row.
     """
@@ -124,10 +124,10 @@ def join_visual_inputs(
     """The samples' visual inputs, joined along their first axis in the order of the samples.
 
     Returns:
-        Name to tensor, None where no sample has any; and name to how many entries of that axis each sample has.
+        Name -> tensor, or None if no sample has any; and name -> how many entries of the first axis each sample has.
 
     Raises:
-        PackingError: an input has no axis, or other axes or another dtype than the same input of an earlier sample.
+        PackingError: an input has no axes, or its axes or dtype differ from the same input of an earlier sample.
     """
     parts: dict[str, list[torch.Tensor]] = {}
     counts: dict[str, list[int]] = {}
@@ -153,10 +153,10 @@ def join_visual_inputs(
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts one after the other in memory of their own, also a single one: a view would drag its whole storage along.
+    """Joins parts in new memory, even a single part, because a view would keep its whole storage alive.
 
-    In a data loader's worker that memory is shared from the start, as in torch's own collation: the tensor is sent to
-    the training process, and 100 MB of pixels would be copied once more for it.
+    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. Otherwise, sending
+    the tensor to the training process would copy 100 MB of pixels once more.
     """
     if torch.utils.data.get_worker_info() is None:
         return torch.cat(list(parts))
@@ -170,11 +170,11 @@ def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
     """The rows that the batch was assembled from, without padding: the inverse of `energon_packing.thd.assemble`.
 
     Returns:
-        one mapping a sample with ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or
-        ``[3, L]``), every extra field and, where the sample brought any, ``visual_inputs``; all tensors are views.
+        One mapping per sample with ``key``, ``input_ids``, ``labels``, ``loss_mask``, ``position_ids`` (``[L]`` or
+        ``[3, L]``), every extra field and, if the sample had any, ``visual_inputs``; all tensors are views.
 
     Raises:
-        PackingError: for a context-parallel slice, which holds pieces of its samples only.
+        PackingError: the batch is a context-parallel slice, which holds only pieces of its samples.
     """
     if batch.cp_size != 1:
         raise PackingError("a context-parallel slice holds pieces of samples; reassemble the slices, then unpack")

@@ -1,6 +1,6 @@
-"""Columns of a record that nothing reads: refused where they change what the record means, counted otherwise.
+"""Columns of a record that nothing reads: rejected if they change what the record means, counted otherwise.
 
-Refused are columns that data sets and trainers in use give a meaning to: LLaMA-Factory (``label``/``kto_tag``,
+Columns are rejected if data sets and trainers in use give them a meaning: LLaMA-Factory (``label``/``kto_tag``,
 ``audios``, ``history``), ms-swift (``label``, ``audios``, ``objects``, ``rejected_images``), TRL (``label``,
 ``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``).
 """
@@ -41,7 +41,7 @@ _GROUNDING = ("<bbox>", "<ref-object>")
 
 
 def is_preference_label(value: Any) -> bool:
-    """Whether a label calls an answer, its steps or its tokens wanted or unwanted; names of classes do not."""
+    """Whether a label marks an answer, its steps or its tokens as wanted or unwanted; class names do not."""
     if isinstance(value, str):
         return value.strip().lower() in _LABEL_WORDS
     if isinstance(value, list):
@@ -52,7 +52,7 @@ def is_preference_label(value: Any) -> bool:
 def check_columns(
     record: Mapping[str, Any], read: Collection[str], turns: Sequence[Turn], media: Sequence[MediaReference]
 ) -> set[str]:
-    """Looks at every column that nothing reads.
+    """Checks every column that nothing reads.
 
     Args:
         record: the parsed JSON.
@@ -60,7 +60,7 @@ def check_columns(
         turns, media: what was found in them.
 
     Returns:
-        Names of columns that hold something and do not count.
+        Names of filled columns that do not change the meaning.
 
     Raises:
         SampleRejected: ``unsupported_column`` for one that changes the meaning, with its name.
@@ -80,7 +80,7 @@ def check_columns(
 
 
 def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]) -> str | None:
-    """Why a filled column may not be left out; None where it may."""
+    """Why a filled column may not be ignored; None if it may."""
     value = record[name]
     if name in _AUDIO_COLUMNS:
         return "holds audio, which is not supported"

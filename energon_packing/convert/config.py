@@ -1,4 +1,4 @@
-"""What a conversion is asked to do, checked when it is made."""
+"""The options of a conversion, checked when they are created."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MediaCheck = Literal["full", "header"]
 
 DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
-"""Frames a second of a list of images that does not say its own; what LLaMA-Factory and qwen-vl-utils assume, too."""
+"""Frames per second of a list of images that states no rate; LLaMA-Factory and qwen-vl-utils assume the same."""
 RECORD_COLUMNS = frozenset(
     (
         *("id", "messages", "conversations", "prompt", "chosen", "rejected", "system", "tools"),
@@ -32,7 +32,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def default_workers() -> int:
-    """Threads that probe media where nobody says how many."""
+    """Default number of threads that probe media."""
     return min(8, os.cpu_count() or 1)
 
 
@@ -42,27 +42,27 @@ class ConvertConfig:
 
     Attributes:
         sources: files (JSON array, JSON Lines) or directories of such files.
-        out: directory of the data set; made, or replaced as a whole.
-        media_root: media paths are looked up in it and may not leave it; None is the directory of each source file.
-        format: layout of the records; ``auto`` looks at each record for a conversation. ``text-to-video`` is another
+        out: directory of the data set; created, or replaced as a whole.
+        media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
+        format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
             kind of data (docs/wan.md).
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
-        split: name -> share; normalised to 1, decided by a hash of the sample's key.
-        samples_per_shard: samples of one tar; Energon slices inside shards, so it only sets file sizes.
-        media_shard_bytes: bytes after which the next media tar is begun (polylithic).
-        workers: threads that read and check media; 0 does it in the calling thread. The output does not depend on it.
+        split: name -> share; normalised to 1. A hash of the sample's key decides its split.
+        samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
+        media_shard_bytes: bytes after which the next media tar begins (polylithic).
+        workers: threads that read and check media; 0 uses the calling thread. The output does not depend on it.
         check_media: ``full`` decodes every image and every frame of every video once; ``header`` reads headers, and
             decodes the first frame of a video.
         max_pixels: largest image or frame, width times height.
         max_media_bytes: largest media file.
         max_record_bytes: longest line of a JSON Lines file, and longest element of an array (in characters).
-        frame_fps: frames a second of a video that is a list of images and does not say its own.
-        extra_columns: columns of a record that hold extras (values of the trained tokens) under their own names,
-            besides those in the column ``extras``.
+        frame_fps: frames per second of a video that is a list of images and states no rate.
+        extra_columns: columns of a record that hold extras (values of the trained tokens) under their own names, in
+            addition to those in the column ``extras``.
         max_rejects: share of rejected records above which the conversion counts as failed; in [0, 1].
-        resume: skip a finished conversion of the same sources and options, go on with an interrupted one.
-        overwrite: replace a data set that is there already.
+        resume: skip a finished conversion of the same sources and options; continue an interrupted one.
+        overwrite: replace an existing data set.
     """
 
     sources: tuple[Path, ...]
@@ -86,7 +86,7 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         sources = (self.sources,) if isinstance(self.sources, str | Path) else self.sources
-        # Frozen, so that nobody changes it later; paths may still come in as strings.
+        # The dataclass is frozen, so convert paths that were passed as strings here.
         object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
         object.__setattr__(self, "out", Path(self.out))
         if self.media_root is not None:
@@ -119,7 +119,7 @@ class ConvertConfig:
             raise ConfigError(f"max_rejects is {self.max_rejects}; it is a share and must lie between 0 and 1")
 
     def fingerprint_options(self) -> dict[str, object]:
-        """The options that decide what the data set holds; resuming under others is refused by name."""
+        """The options that decide the data set's content; resuming with different ones is refused, naming them."""
         names = ("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media")
         options: dict[str, object] = {name: getattr(self, name) for name in names}
         options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
@@ -133,7 +133,7 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
     """Shares that add up to 1, in the given order.
 
     Raises:
-        ConfigError: no split, a name that cannot start a file name, a share that is negative or not finite, all zero.
+        ConfigError: no split, a name that cannot start a file name, a negative or non-finite share, or all shares zero.
     """
     for name, share in split.items():
         if not _SPLIT_NAME.fullmatch(name):

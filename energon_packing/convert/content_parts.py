@@ -13,13 +13,13 @@ _PLACEHOLDER = re.compile(r"<(image|video)>")
 
 
 def read_content(content: Any, number: int, media: RecordMedia, column: str) -> tuple[Part, ...]:
-    """Text and media in reading order; text is kept to the letter, adjacent texts are joined.
+    """Text and media in reading order; text is kept verbatim, adjacent texts are joined.
 
     Args:
         content: text, or a list of texts and parts.
         number: of the turn, for messages.
-        media: of the record; gets the media that the content names and the fields that nothing reads.
-        column: where the content stands, such as ``messages[].content``.
+        media: the record's media; receives the media that the content names and the fields that nothing reads.
+        column: where the content is, such as ``messages[].content``.
 
     Raises:
         SampleRejected: ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
@@ -51,7 +51,7 @@ def joined(pieces: list[Part]) -> tuple[Part, ...]:
 
 
 def split_text(text: str, media: RecordMedia, pieces: list[Part]) -> None:
-    """Appends a text to ``pieces``, its placeholders taken out."""
+    """Appends a text to ``pieces``, with its placeholders replaced by media."""
     end = 0
     for match in _PLACEHOLDER.finditer(text):
         pieces.append(text[end : match.start()])

@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 def require_energon() -> None:
-    """Fails early, before hours of reading, where Energon is missing.
+    """Fails early, before hours of reading, if Energon is missing.
 
     Raises:
         UserError: Energon is not installed.
@@ -48,12 +48,12 @@ def prepare(
         directory: holds the shards.
         shards: shard name -> number of samples; names begin with their split.
         splits: names of the splits.
-        media: entry name in the data set and the file that was stored there.
+        media: entry name in the data set and the file stored there.
         workers: processes that index shards.
         subflavors: the mark of the samples.
 
     Raises:
-        PackingError: Energon counts other samples than were written.
+        PackingError: Energon's sample count differs from the number written.
     """
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
@@ -81,11 +81,10 @@ def prepare(
 
 
 def _write_media_metadata(index: Path, media: Iterable[tuple[str, MediaFile | TensorFile]]) -> None:
-    """Writes the table that ``energon prepare --media-metadata-by-extension`` would write, from what we know already.
+    """Writes the table of ``energon prepare --media-metadata-by-extension`` from what is already known.
 
-    Energon would decode every file a second time, and leaves out a whole shard when one file fails. As in Energon's
-    own table, sizes are those of the stored pixels, before EXIF or container rotation; the records hold the displayed
-    ones.
+    Energon would decode every file again, and omits a whole shard if one file fails. As in Energon's own table, sizes
+    are those of the stored pixels, before EXIF or container rotation; the records hold the displayed sizes.
     """
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter

@@ -1,4 +1,4 @@
-"""Further values of the trained tokens, as a record holds them: advantages, log-probabilities, rewards."""
+"""Additional values of the trained tokens from a record: advantages, log-probabilities, rewards."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _ANSWERS = ("chosen", "rejected")
 
 
 def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
-    """The column ``extras`` (name -> value) and each named column of its own.
+    """Reads the column ``extras`` (name -> value) and each separately named column.
 
-    A value is one number for all trained tokens or a list with one for each. Of a pair it is one number for both
-    answers or ``{"chosen": ..., "rejected": ...}`` of either, which may also stand in two columns, ``chosen_NAME`` and
-    ``rejected_NAME`` or ``NAME_chosen`` and ``NAME_rejected``.
+    A value is one number for all trained tokens, or a list with one number per token. For a pair, it is one number for
+    both answers, or ``{"chosen": ..., "rejected": ...}`` of numbers or lists. These may also be in two columns:
+    ``chosen_NAME`` and ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``.
 
     Args:
         record: the parsed JSON.
         columns: names of further columns; a record may lack any of them.
-        pair: whether the record is a chosen and a rejected answer.
+        pair: whether the record holds a chosen and a rejected answer.
 
     Raises:
-        SampleRejected: ``bad_extra`` for what is no such value, ``conflicting_columns`` where a name has two.
+        SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
     """
     found = record.get("extras")
     if found is None:
@@ -54,7 +54,7 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
 
 
 def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
-    """Every column that `parse_extras` looks at, for these names."""
+    """Every column that `parse_extras` checks for these names."""
     names = set(columns)
     for name in columns if pair else ():
         names.update(column for both in _names_of_pair(name) for column in both)

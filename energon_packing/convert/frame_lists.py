@@ -1,4 +1,4 @@
-"""Videos that a record gives as a list of images, sampled by whoever made them."""
+"""Videos that a record holds as a list of images, already sampled by the data set's authors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 
 def frame_rate(value: Any) -> float | None:
-    """Frames a second as a record gives them: None, a number, or a number as text.
+    """Frames per second from a record: None, a number, or a number as text.
 
     Raises:
         SampleRejected: ``bad_frames``.
@@ -33,7 +33,7 @@ def frame_rate(value: Any) -> float | None:
 
 
 def frame_times(value: Any, frames: int) -> tuple[float, ...]:
-    """Seconds at which each frame is shown; empty where the record gives none.
+    """Seconds at which each frame is shown; empty if the record has none.
 
     Raises:
         SampleRejected: ``bad_frames``.
@@ -51,15 +51,15 @@ def frame_times(value: Any, frames: int) -> tuple[float, ...]:
 
 
 def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
-    """A video of checked images.
+    """A video made of checked images.
 
     Args:
-        frames: name in the store and file of each, in order.
-        fps: frames a second.
-        times: seconds of each frame, or empty; of two frames or more they say the rate, whatever ``fps`` is.
+        frames: name in the store and file of each frame, in order.
+        fps: frames per second.
+        times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
 
     Raises:
-        SampleRejected: ``unequal_frames`` where they are not of one size.
+        SampleRejected: ``unequal_frames`` if the frames differ in size.
     """
     size = frames[0][1].width, frames[0][1].height
     for number, (_, file) in enumerate(frames):

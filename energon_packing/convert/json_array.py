@@ -1,7 +1,7 @@
 """A JSON array, one element at a time, with the standard library's own scanner.
 
-Why not ijson: its fast parser (measured with 3.6) silently turns a lone surrogate into ``?``, ends the file at an
-integer above 64 bits, and has no limit for one element. Here an element means what `json.loads` says it means.
+Why not ijson: its fast parser (measured with 3.6) silently turns a lone surrogate into ``?``, stops reading the file at
+an integer above 64 bits, and has no limit per element. Here each element has the value that `json.loads` returns.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Element:
     """One element of an array.
 
     Attributes:
-        value: the parsed JSON; None where `error` is set.
+        value: the parsed JSON; None if `error` is set.
         error: why this element could not be read.
-        last: True where nothing behind it could be told apart, so that reading ended.
+        last: True if nothing after this element could be separated, so that reading ended.
     """
 
     value: Any = None
@@ -39,23 +39,23 @@ def _refuse(word: str) -> Any:
 
 
 _STRICT = json.JSONDecoder(parse_constant=_refuse)
-# Finds the end of an element that is well-formed, but holds what the strict one refuses: NaN, a number of 5000 digits.
+# Finds the end of a well-formed element with values that the strict decoder rejects: NaN, a number of 5000 digits.
 _LENIENT = json.JSONDecoder(parse_constant=str, parse_int=str, parse_float=str)
 
 
 class _Text:
-    """A window over the decoded file: `text` from `at` on has not been used yet."""
+    """A window over the decoded file: `text` from `at` on is still unread."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        # A byte that is no UTF-8 becomes a lone surrogate: it costs the record that holds it, not the file.
+        # A byte that is not UTF-8 becomes a lone surrogate: only its record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self.text = ""
         self.at = 0
         self.ended = False
 
     def more(self) -> bool:
-        """Reads on, at least as much as is held already, so that a long element costs linear time; False at the end."""
+        """Reads at least as much as is already held, so a long element takes linear time; False at the end."""
         if self.ended:
             return False
         block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.at))
@@ -65,7 +65,7 @@ class _Text:
         return not self.ended
 
     def peek(self) -> str:
-        """The next character that is no white space; empty at the end of the file."""
+        """The next non-whitespace character; empty at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
             self.at = match.end() if match else self.at
@@ -76,11 +76,11 @@ class _Text:
 
 
 def iterate_array(stream: BinaryIO, *, max_element: int) -> Iterator[Element]:
-    """The elements of the array that begins at the stream's position (white space may precede it).
+    """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
 
     Args:
         stream: UTF-8.
-        max_element: characters that one element may have; it bounds the memory.
+        max_element: the most characters per element; bounds the memory.
     """
     source = _Text(stream)
     if source.peek() != "[":
@@ -123,7 +123,7 @@ def _element(source: _Text, max_element: int) -> Element:
         except RecursionError:
             return Element(error="the element is nested too deeply", last=True)
         except json.JSONDecodeError as broken:
-            # Broken, or not read to its end yet: only more text tells.
+            # Broken or not fully read yet: only more text can tell.
             if len(source.text) - source.at > max_element:
                 return Element(error=f"the element is broken, or longer than {max_element} characters", last=True)
             if source.more():
@@ -131,6 +131,6 @@ def _element(source: _Text, max_element: int) -> Element:
             return Element(error=f"{broken.msg} (character {broken.pos - source.at} of the element)", last=True)
         number = _NUMBER.match(source.text, source.at)
         if number is not None and number.end() == len(source.text) and source.more():
-            continue  # a number may go on: "1" and "1e" are both the start of "1e5"
+            continue  # a number may continue: "1" and "1e" are both the start of "1e5"
         source.at = end
         return Element(value=value, error=error)

@@ -8,11 +8,11 @@ from typing import Any
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 MAX_KEY_LENGTH = 72
-"""Characters; a tar header keeps 100 for the whole name, and longer ones need extension records."""
+"""Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
 
 
 class KeyAssigner:
-    """Gives every record a key, in reading order.
+    """Assigns every record a key, in reading order.
 
     Rejected records get one too, so that a key in the rejects file never names a sample of the data set.
     """
@@ -25,13 +25,13 @@ class KeyAssigner:
         """The key of one record.
 
         Args:
-            record: the parsed JSON, of any type; an ``id`` that is text or a number is used.
-            source_name: path of the source file; with `number` it names a record that has no ``id``.
+            record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
+            source_name: path of the source file; with `number`, it names a record without ``id``.
             number: line or index of the record.
 
         Returns:
             The key and the warnings: ``sanitised_id`` (the id had characters that a key cannot have),
-            ``duplicate_id`` (another record has it already; a suffix was added), ``unusable_id`` (neither text nor
+            ``duplicate_id`` (another record already has it; a suffix was added), ``unusable_id`` (neither text nor
             number; ignored).
         """
         warnings: list[str] = []
@@ -65,9 +65,9 @@ class KeyAssigner:
 
 
 def safe_key(text: str) -> str:
-    """Letters, digits, ``-`` and ``_`` only: a dot would split a WebDataset key, a slash would make a folder.
+    """Keeps only letters, digits, ``-`` and ``_``: a dot would split a WebDataset key, a slash would create a folder.
 
-    Long names keep their end, where ids usually differ.
+    Long names keep their end, because ids usually differ there.
     """
     key = _UNSAFE.sub("_", text)
     return key[-MAX_KEY_LENGTH:] if key.strip("_") else "record"

@@ -1,4 +1,4 @@
-"""Where things lie in a converted data set, and what Energon needs to open it.
+"""The files of a converted data set, and what Energon needs to open it.
 
 Polylithic (text and media apart)::
 
@@ -28,13 +28,13 @@ from energon_packing.convert.config import Layout, RecordFormat
 from energon_packing.errors import UserError
 
 SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; a cooker asks for it."""
+"""Marks every sample of a converted data set; cookers select samples by it."""
 
 TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
 """The mark of text-to-video samples, which no conversation cooker takes."""
 
 MEDIA_AUX = "media"
-"""Name of the auxiliary data set that a cooker of a polylithic data set gets as keyword argument."""
+"""Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
 
 TEXT_DIRECTORY = "text"
 MEDIA_DIRECTORY = "media"
@@ -44,17 +44,17 @@ INFO_FILE = ".info.json"
 
 
 def dataset_entry(path: str | Path) -> str:
-    """What `megatron.energon.get_train_dataset` takes for a data set.
+    """The path of a data set to pass to `megatron.energon.get_train_dataset`.
 
     Args:
-        path: a directory that `convert` made, any prepared Energon WebDataset, a metadataset YAML file, or the
+        path: a directory made by `convert`, any prepared Energon WebDataset, a metadataset YAML file, or the
             ``msc://`` address of one of them.
 
     Returns:
         ``DIR/dataset.yaml`` of a polylithic data set, the directory of a WebDataset, or the file itself.
 
     Raises:
-        UserError: there is nothing, or something that is no data set.
+        UserError: the path does not exist or is not a data set.
     """
     if "://" in str(path):
         from megatron.energon.epathlib import EPath
@@ -87,7 +87,7 @@ def subflavors_of(record_format: RecordFormat) -> dict[str, str]:
 def write_metadataset(
     directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
 ) -> None:
-    """Writes ``dataset.yaml`` of a polylithic data set; paths in it are relative, so the directory can be moved."""
+    """Writes ``dataset.yaml`` of a polylithic data set; its paths are relative, so the directory can be moved."""
     references = {}
     for split in splits:
         reference: dict[str, Any] = {"path": f"./{TEXT_DIRECTORY}", "split_part": split, "subflavors": dict(subflavors)}
@@ -103,8 +103,8 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
 
     Args:
         layout: polylithic records use the names of the media store as they are. Monolithic records use
-            ``.<i>.<extension>``, which Energon's `PrimaryFileStore` completes with the sample's key; `i` counts the
-            distinct files of the record.
+            ``.<i>.<extension>``, to which Energon's `PrimaryFileStore` adds the sample's key; `i` counts the distinct
+            files of the record.
         names: one per mention, ``<digest>.<extension>``.
     """
     if layout == "polylithic":

@@ -1,4 +1,4 @@
-"""How much a message says that it is trained: one weight from the fields in which data sets write it.
+"""The loss weight of a message, read from the fields that data sets use for it.
 
 * ``weight``: OpenAI's fine-tuning format and ShareGPT exports, 0 or 1;
 * ``loss``: ms-swift, true or false;
@@ -19,19 +19,19 @@ LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
 
 
 def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | None:
-    """The weight of a message; None where no field gives one.
+    """The weight of a message; None if no field sets one.
 
-    A truth value says whether the message is trained, a number how much; several fields have to agree. Turns of other
-    roles than the assistant are never trained, so a 0 there says what holds anyway and any other weight is refused.
+    A boolean states whether the message is trained, a number how strongly; several fields must agree. Only assistant
+    turns are trained, so on other turns 0 is accepted without effect and any other weight is rejected.
 
     Args:
-        message: as the record holds it.
-        number: of the turn, for messages.
-        role: of the turn.
+        message: as in the record.
+        number: number of the turn, for messages.
+        role: role of the turn.
 
     Raises:
-        SampleRejected: ``bad_weight`` for anything but truth values and numbers from 0 on and for fields that
-            contradict each other, ``unsupported_weight`` where a turn asks for training that is not of the assistant.
+        SampleRejected: ``bad_weight`` for anything but booleans and numbers of at least 0, and for fields that
+            contradict each other; ``unsupported_weight`` if a turn of another role than the assistant is to be trained.
     """
     given = {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}
     if not given:

@@ -1,4 +1,4 @@
-"""Media files of a conversion: found inside their root, checked once each, named by their content."""
+"""Media files of a conversion: resolved inside their root, checked once each, named by their content."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaFile:
-    """One distinct medium, checked.
+    """One distinct image or video, checked.
 
     Attributes:
         kind: ``image`` or ``video``.
@@ -89,7 +89,7 @@ class MediaFile:
 
 
 def media_of_file(name: str, file: MediaFile) -> Media:
-    """What a record says of a checked file that is stored under a name."""
+    """The record's entry for a checked file that is stored under a name."""
     return Media(
         kind=file.kind,
         name=name,
@@ -190,7 +190,7 @@ def _check_tensor(path: Path, role: TensorRole, config: ConvertConfig) -> Tensor
 
 
 def open_regular(path: Path) -> Any:
-    """Opens a resolved path for reading; a link that took its place meanwhile is not followed."""
+    """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime."""
     return os.fdopen(_regular(path), "rb")
 
 
@@ -216,16 +216,16 @@ FileKind = MediaKind | TensorRole
 
 
 class MediaChecker:
-    """Checks each distinct file once, in threads, and remembers the outcome, over an interruption too.
+    """Checks each distinct file once, in threads, and remembers the result, even across an interruption.
 
-    Pillow and FFmpeg release the interpreter while they decode, so threads are enough and nothing needs pickling.
+    Pillow and FFmpeg release the GIL while they decode, so threads are enough and nothing needs pickling.
     """
 
     def __init__(self, config: ConvertConfig, journal: Path | None = None) -> None:
         """
         Args:
             config: limits and the number of threads.
-            journal: file of outcomes; read if it is there, then appended to.
+            journal: file of results; read if it exists, then appended to.
         """
         self._config = config
         self._outcomes: dict[tuple[str, FileKind], Outcome | Future[Outcome]] = {}
@@ -236,7 +236,7 @@ class MediaChecker:
         self.recalled = 0
 
     def submit(self, path: Path, kind: FileKind) -> None:
-        """Asks for a file's check; asking twice costs nothing."""
+        """Submits a file for checking; submitting it twice costs nothing."""
         place = (str(path), kind)
         if place in self._outcomes:
             return
@@ -250,7 +250,7 @@ class MediaChecker:
             self._outcomes[place] = self._pool.submit(self._check, path, kind)
 
     def result(self, path: Path, kind: FileKind) -> MediaFile | TensorFile:
-        """The outcome of a file that was submitted; waits for it.
+        """Waits for and returns the result for a submitted file.
 
         Raises:
             SampleRejected: see `check_media` and `check_tensor`.
@@ -288,7 +288,7 @@ class MediaChecker:
         self._journal.write(json.dumps({"place": [*place, *_stamp(path)], **entry}) + "\n")
 
     def close(self) -> None:
-        """Stops the threads; outcomes already noted stay in the journal."""
+        """Stops the threads; results already recorded stay in the journal."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         if self._journal is not None:
@@ -296,7 +296,7 @@ class MediaChecker:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Size in bytes and change time in nanoseconds: what makes a remembered outcome valid."""
+    """Size in bytes and change time in nanoseconds; a remembered result is valid while they are unchanged."""
     try:
         status = path.stat()
     except OSError:
@@ -326,7 +326,7 @@ def _read_journal(journal: Path) -> dict[tuple[Any, ...], Outcome]:
 
 @contextmanager
 def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
-    """Lets Pillow open what the conversion allows: its own limit is lifted to ours, and its warning silenced."""
+    """Lets Pillow open what the conversion allows: raises its limit to ours and silences its warning."""
     before = Image.MAX_IMAGE_PIXELS
     if before is not None and before < max_pixels:
         Image.MAX_IMAGE_PIXELS = max_pixels

@@ -1,4 +1,4 @@
-"""Names that look like a misspelt or differently named column or field that would be read."""
+"""Finds names that look like a misspelling or variant of a column or field that would be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OTHER_NAMES = {
 }
 _OTHER_FIELDS = dict.fromkeys(("think", "thought", "thoughts", "cot", "analysis"), "reasoning_content")
 _ALIKE = 0.82
-"""Share of common letters, as `difflib` counts them: ``vidoes`` is alike (0.83), ``image_ids`` is not (0.80)."""
+"""Share of common letters, as `difflib` counts them: ``vidoes`` is near (0.83), ``image_ids`` is not (0.80)."""
 
 
 def near_name(place: str) -> str | None:

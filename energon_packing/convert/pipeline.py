@@ -1,8 +1,8 @@
 """`convert`: from files of conversations to an Energon data set.
 
-Two passes. The first reads, audits and checks, and writes what is good into a spool file; then the number of samples
-and their splits are known. The second writes the shards, and Energon indexes them. Neither holds the data in memory:
-of each record only its key and a number, of each media file a few hundred bytes.
+There are two passes. The first reads and checks records and media and writes good records to a spool file; after it,
+the number of samples and their splits are known. The second writes the shards, and Energon indexes them. Neither holds
+the data in memory, only a key and a number per record and a few hundred bytes per media file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     ``config.out`` in one step when it is complete.
 
     Raises:
-        UserError: nothing to read, nothing usable in a source, an output that may not be written.
+        UserError: nothing to read, nothing usable in a source, or an output that may not be written.
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
@@ -244,7 +244,7 @@ def _spool_line(
 
 
 def _unusable_source(config: ConvertConfig, reading: _Reading) -> str | None:
-    """A sentence about the first source that gave no sample; None where each gave one."""
+    """A sentence about the first source without any sample; None if each has one."""
     for origin, named in enumerate(config.sources):
         if reading.written_of_origin[origin] == 0:
             first = reading.first_reject.get(origin, "it is an empty list")
@@ -253,7 +253,7 @@ def _unusable_source(config: ConvertConfig, reading: _Reading) -> str | None:
 
 
 def _short(detail: str) -> str:
-    """A detail may quote its input, which may be of any length."""
+    """Shortens a detail, because it may quote input of any length."""
     return detail if len(detail) <= 600 else detail[:597] + "..."
 
 

@@ -1,11 +1,11 @@
-"""Preference records: which messages are the common beginning, and which the chosen and the rejected answer.
+"""Preference records: which messages are the shared beginning, and which are the chosen and the rejected answer.
 
-Read are the shapes in which such data are published:
+These published layouts are read:
 
 * ``conversations`` or ``messages`` (the beginning), ``chosen`` and ``rejected`` (a text, a message, or a list of them);
 * ``prompt`` (a text or a list of messages), ``chosen`` and ``rejected``;
 * ``chosen`` and ``rejected`` alone, two whole conversations that begin alike;
-* ``messages`` with the chosen answer in it, and ``rejected_response`` or ``rejected_messages``.
+* ``messages`` that include the chosen answer, and ``rejected_response`` or ``rejected_messages``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ALIASES = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawPair:
-    """The messages of a pair as the record holds them, not looked into yet: the beginning and the two answers.
+    """The unparsed messages of a pair: the beginning and the two answers.
 
     Attributes:
         beginning, chosen, rejected: lists of messages.
-        columns: where each of the three stands in the record.
+        columns: where each of the three is in the record.
     """
 
     beginning: list[Any]
@@ -37,10 +37,10 @@ class RawPair:
 
 
 def find_pair(record: Mapping[str, Any]) -> RawPair | None:
-    """Takes a preference record apart; None for a record that is none.
+    """Splits a preference record into its parts; None for any other record.
 
     Raises:
-        SampleRejected: ``bad_pair`` where a part is missing or the answers do not follow one beginning.
+        SampleRejected: ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
     """
     answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
     other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
@@ -77,7 +77,7 @@ def _bad(detail: str) -> SampleRejected:
 
 
 def _messages(value: Any, column: str, speaker: str) -> list[Any]:
-    """A text becomes one message of ``speaker``, a message a list of one."""
+    """Turns a text into one message by ``speaker``, and a single message into a list."""
     if isinstance(value, str):
         return [{"role": speaker, "content": value}]
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def _messages(value: Any, column: str, speaker: str) -> list[Any]:
 
 
 def _speech(message: Any) -> Any:
-    """Who says what, however the fields are called."""
+    """Who speaks and what they say, whatever the names of the fields."""
     if not isinstance(message, dict):
         return message
     role = message.get("role", message.get("from"))
@@ -98,7 +98,7 @@ def _speech(message: Any) -> Any:
 
 
 def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
-    """An answer that repeats the whole beginning, as some data sets write it, without that beginning."""
+    """Removes the beginning from an answer that repeats it, as some data sets do."""
     head = answer[: len(beginning)]
     if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
         return answer[len(beginning) :]
@@ -106,7 +106,7 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
 
 
 def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> RawPair:
-    """Two whole conversations: what they share before they first differ is the beginning."""
+    """Two whole conversations; their shared messages before the first difference are the beginning."""
     shared = 0
     most = min(len(chosen), len(rejected)) - 1
     while shared < most and _speech(chosen[shared]) == _speech(rejected[shared]):
@@ -118,7 +118,7 @@ def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> 
 
 
 def _replaced(whole: list[Any] | None, rejected: Any, columns: tuple[str, str]) -> RawPair:
-    """``messages`` that end with the chosen answer, and what stands in its place in the rejected one."""
+    """``messages`` that end with the chosen answer, and the rejected answer that replaces it."""
     first, column = columns
     if whole is None:
         raise _bad(f"{column!r} stands alone; the chosen answer is the end of 'messages'")

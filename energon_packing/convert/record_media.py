@@ -1,4 +1,4 @@
-"""The media of one record: paths out of its columns and content parts, in the order in which its text names them."""
+"""The media of one record: paths from its columns and content parts, in the order in which its text names them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _RATES, _TIMES = "video_fps", "video_timestamps"
 READ_COLUMNS = frozenset((*COLUMNS["image"], *COLUMNS["video"], _RATES, _TIMES))
 """Columns of a record that media come from."""
 FRAME_TIMING = ("sample_fps", "fps", "timestamps")
-"""Fields of a list of frames; a file says them itself."""
+"""Fields of a list of frames; a video file contains this information itself."""
 _CUTS = ("video_start", "video_end", "start", "end", "start_time", "end_time")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileReference:
-    """A file as the record names it, and what it has to be: frames are images."""
+    """A file as the record names it, and its required kind; frames are images."""
 
     kind: MediaKind
     path: str
@@ -30,14 +30,14 @@ class FileReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaReference:
-    """A medium as the record names it.
+    """An image or video as the record names it.
 
     Attributes:
         kind: ``image`` or ``video``.
         paths: one file, or the frames of a video that is a list of images.
-        is_frames: whether the paths are such a list (which may be of one image).
-        fps: of a list of frames; None for a file, which says it itself.
-        times: seconds of each frame, where the record says them.
+        is_frames: whether the paths are such a list (which may hold a single image).
+        fps: rate of a list of frames; None for a file, which states its own.
+        times: seconds of each frame, if the record has them.
     """
 
     kind: MediaKind
@@ -69,7 +69,7 @@ class RecordMedia:
 
         Args:
             record: the parsed JSON.
-            frame_fps: frames a second of lists of frames that do not say their own.
+            frame_fps: frames per second of lists of frames that state no rate.
 
         Raises:
             SampleRejected: ``conflicting_columns``, ``non_string_value``, ``bad_frames``, ``unsupported_field``.
@@ -80,11 +80,11 @@ class RecordMedia:
         return media
 
     def ignore(self, value: Mapping[str, Any], read: Collection[str], place: str) -> None:
-        """Notes the fields of an object besides those that were read; ``place`` is where it stands."""
+        """Records the fields of an object that were not read; ``place`` is where the object is."""
         self.ignored |= unread(value, read, f"{place}.")
 
     def add(self, reference: MediaReference) -> MediaPart:
-        """The place of a medium that the text names here."""
+        """The place of an image or video that the text names here."""
         self.references.append(reference)
         return MediaPart(index=len(self.references) - 1)
 
@@ -97,10 +97,10 @@ class RecordMedia:
         return self.add(column[index] if index < len(column) else MediaReference(kind=kind, paths=("",)))
 
     def check(self, hint: str = "") -> None:
-        """Whether each entry of the columns has its placeholder.
+        """Checks that each entry of the columns has its placeholder.
 
         Args:
-            hint: added to the message where it has not.
+            hint: added to the message if the check fails.
 
         Raises:
             SampleRejected: ``placeholder_mismatch``.
@@ -119,14 +119,15 @@ class RecordMedia:
 def reference_of(
     entry: Any, kind: MediaKind, where: str, frame_fps: float, rate: Any = None, times: Any = None
 ) -> MediaReference:
-    """One medium: a path, ``{"path": ...}``, or of a video a list of frames or ``{"frames": [...]}`` with their time.
+    """One image or video: a path or ``{"path": ...}``; for a video also a list of frames or a timed
+    ``{"frames": [...]}``.
 
     Args:
-        entry: what stands in a column or a content part.
-        kind: of the medium.
+        entry: value of a column or a content part.
+        kind: ``image`` or ``video``.
         where: column or part, for messages.
-        frame_fps: frames a second where nothing says them.
-        rate, times: of a list of frames, from columns of their own; those in the entry go first.
+        frame_fps: frames per second if no rate is stated.
+        rate, times: of a list of frames, from separate columns; those in the entry take precedence.
 
     Raises:
         SampleRejected: ``non_string_value``, ``bad_frames``.
@@ -148,7 +149,7 @@ def reference_of(
 
 
 def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> list[MediaReference]:
-    """What a record lists for one kind; empty where it lists nothing."""
+    """The record's entries for one kind; empty if it lists none."""
     filled = [name for name in COLUMNS[kind] if record.get(name) not in (None, "", [])]
     if not filled:
         return []
@@ -182,12 +183,12 @@ def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media
 
 
 def refuse_cut(value: Mapping[str, Any], kind: MediaKind, reason: str, where: str) -> None:
-    """Refuses an object that asks for a part of a video file: all of it would be shown.
+    """Rejects an object that asks for a part of a video file, because the whole file would be shown.
 
     Args:
-        value: a record, an entry of a column, a content part.
-        kind: of its medium; images have no parts.
-        reason: for the rejection.
+        value: a record, an entry of a column, or a content part.
+        kind: ``image`` or ``video``; images have no parts.
+        reason: reason of the rejection.
         where: what the object is, for the message.
 
     Raises:
@@ -209,6 +210,6 @@ def _path(entry: Any, name: str) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, for a sentence."""
+    """The type of a JSON value, in words for a message."""
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
     return names.get(type(value).__name__, "a number")

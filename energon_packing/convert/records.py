@@ -1,9 +1,9 @@
-"""One record of a source -> turns and the media that they name. Looks at no file.
+"""Parses one record of a source into turns and the media that they name. Opens no files.
 
-Two layouts are read: ShareGPT (``conversations`` of ``from``/``value``; LLaVA writes the same) and OpenAI
-(``messages`` of ``role``/``content``), and of both the preference records of `energon_packing.convert.preference`.
-Media stand in the text as ``<image>`` and ``<video>``, filled in order from the columns ``images``/``image`` and
-``videos``/``video``, or as parts that carry their own path.
+Two layouts are read: ShareGPT (``conversations`` of ``from``/``value``; LLaVA uses the same) and OpenAI (``messages``
+of ``role``/``content``), each also with the preference records of `energon_packing.convert.preference`. Media appear
+in the text as ``<image>`` and ``<video>``, filled in order from the columns ``images``/``image`` and
+``videos``/``video``, or as parts with their own path.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from energon_packing.convert.turns import read_turns
 from energon_packing.errors import SampleRejected
 
 _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
-"""Columns that are read of every record, whatever its layout."""
+"""Columns that are read from every record, whatever its layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedRecord:
-    """A record that was understood.
+    """A parsed record.
 
     Attributes:
         turns: in order; their `MediaPart` indices count up from 0 over the whole record.
-        references: what the indices stand for.
+        references: the media that the indices refer to.
         tools: definitions for the chat template, or None.
-        warnings: names of what was odd, but accepted.
-        ignored: columns, and fields as ``messages[].name``, that hold something and that nothing reads; sorted.
-        chosen, rejected: of a preference record, the turns of each answer; empty for any other.
-        extras: further values of the trained tokens, see `energon_packing.convert.extras`.
+        warnings: names of oddities that were accepted.
+        ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
+        chosen, rejected: for a preference record, the turns of each answer; empty for any other.
+        extras: additional values of the trained tokens, see `energon_packing.convert.extras`.
     """
 
     turns: tuple[Turn, ...]
@@ -55,7 +55,7 @@ class ParsedRecord:
 
     @property
     def media(self) -> tuple[FileReference, ...]:
-        """The files that the record names, in order; of a list of frames each one."""
+        """The files that the record names, in order, including each file in a list of frames."""
         return tuple(file for reference in self.references for file in reference.files)
 
     def record(self, key: str, names: Sequence[str], files: Sequence[object]) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def parse_record(
 
     Args:
         value: the parsed JSON.
-        layout: ``sharegpt`` or ``openai`` refuse the other one; ``auto`` looks.
+        layout: ``sharegpt`` or ``openai`` rejects the other layout; ``auto`` detects it.
         extra_columns: columns that hold extras under their own names.
-        frame_fps: frames a second of lists of frames that do not say their own.
+        frame_fps: frames per second of lists of frames that state no rate.
 
     Raises:
         SampleRejected: ``unknown_layout``, ``unknown_role``, ``empty_turn``, ``empty_conversation``,
@@ -127,7 +127,7 @@ def parse_record(
     turns = read_turns(messages, fields, media, warnings, columns[0])
     turns = _with_system_column(value, turns)
     read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
-    # Before media are compared with placeholders, whose number a column that nothing reads may explain.
+    # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check(_hint(media.ignored))
     chosen: list[Turn] = []
@@ -187,7 +187,7 @@ def _of_list(turns: list[Any], layout: RecordFormat, value: Mapping[str, Any]) -
 
 
 def _fields(message: Any, layout: RecordFormat) -> Fields | None:
-    """The names of the fields of a message, from one of them; None where they are not of the layout."""
+    """The field names of a message, inferred from one message; None if they do not fit the layout."""
     first = message if isinstance(message, dict) else {}
     if "from" in first and "role" not in first and layout != "openai":
         return "from", "value"
@@ -207,7 +207,7 @@ def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRej
 
 
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
-    """The turns of one answer of a pair: text that begins with the assistant."""
+    """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     fields = _fields(messages[0], "auto") if messages else None
     turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
@@ -234,7 +234,7 @@ def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Tur
 
 
 def _oddities(turns: list[Turn]) -> list[str]:
-    """Warnings: two turns of a role in a row, a late system prompt, an answer to a tool call that nobody made."""
+    """Warnings: consecutive turns with the same role, a late system prompt, a result without a tool call."""
     found = []
     made = {call.get("id") for turn in turns for call in turn.tool_calls}
     if any(turn.tool_call_id is not None and turn.tool_call_id not in made for turn in turns):

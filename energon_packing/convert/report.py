@@ -1,4 +1,4 @@
-"""What a conversion did: `conversion.json`, beside `rejects.jsonl` and `warnings.jsonl`."""
+"""The report of a conversion: `conversion.json`, next to `rejects.jsonl` and `warnings.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from energon_packing.convert.near_names import near_name
 
 CONVERSION_VERSION = 3
-"""Changes whenever the files that a conversion writes change their form; part of the fingerprint."""
+"""Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
 REJECTS_FILE = "rejects.jsonl"
@@ -31,16 +31,16 @@ class ConversionReport:
         rejected: reason -> number of records.
         warnings: name -> number of records that were accepted although odd.
         ignored_columns: name of a column, or of a field as ``messages[].name``, that nothing reads -> ``records``, the
-            number of written samples whose record fills it, and ``did_you_mean`` where a name that is read is near.
+            number of written samples whose record fills it, and ``did_you_mean`` if the name is near one that is read.
         splits: name -> number of samples.
-        images, videos, tensors: media that samples name, repetitions included.
+        images, videos, tensors: number of media that samples name, including repetitions.
         media_files: distinct media, by content.
         media_bytes: bytes of media in the data set.
         record_bytes: bytes of the JSON records in the data set.
         shards: number of tar files.
         seconds: wall time.
-        skipped: True where `resume` found the conversion finished.
-        fingerprint: version, digests of the sources and the options that decide the content.
+        skipped: True if `resume` found the conversion finished.
+        fingerprint: version, digests of the sources, and the options that decide the content.
     """
 
     out: str
@@ -65,7 +65,7 @@ class ConversionReport:
 
     @property
     def reject_share(self) -> float:
-        """Rejected records over records read."""
+        """Rejected records divided by records read."""
         return sum(self.rejected.values()) / self.read if self.read else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ConversionReport:
         return asdict(self)
 
     def ignored_lines(self) -> list[str]:
-        """A sentence about each ignored column, those first whose name is near to one that is read."""
+        """A sentence about each ignored column; those with names near one that is read come first."""
         lines = []
         for name, found in sorted(self.ignored_columns.items(), key=lambda entry: "did_you_mean" not in entry[1]):
             near = found.get("did_you_mean")
@@ -98,7 +98,7 @@ def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
 
 
 def read_report(directory: Path) -> dict[str, Any] | None:
-    """The content of a finished conversion's `conversion.json`; None where there is none, or it is not ours."""
+    """The content of a finished conversion's `conversion.json`; None if there is none or it is not ours."""
     try:
         value = json.loads((directory / CONVERSION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def read_report(directory: Path) -> dict[str, Any] | None:
 
 
 def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:
-    """The first field that differs, as ``name: found, wanted``; None where all are equal."""
+    """The first field that differs, as ``name: found, wanted``; None if all are equal."""
     for group in ("version", "sources", "options"):
         old, new = found.get(group), wanted[group]
         if old == new:

@@ -1,4 +1,4 @@
-"""Tar shards, written so that the same input gives the same bytes."""
+"""Tar shards, written so that the same input produces the same bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ShardWriter:
         self.shards: dict[str, int] = {}
         """Shard name -> number of samples."""
         self.bytes = 0
-        """Bytes of all members, tar headers left out."""
+        """Bytes of all members, without tar headers."""
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -45,7 +45,7 @@ class ShardWriter:
         self.close()
 
     def begin_sample(self) -> None:
-        """Must precede the members of each sample: a sample never spans two shards."""
+        """Begins a sample; call it before adding members. A sample never spans two shards."""
         full = self._max_samples is not None and self._samples_in_shard >= self._max_samples
         full |= self._max_bytes is not None and self._bytes_in_shard >= self._max_bytes
         if self._tar is None or full:
@@ -63,7 +63,7 @@ class ShardWriter:
         self._add(name, len(content), io.BytesIO(content))
 
     def add_media(self, name: str, media: MediaFile | TensorFile) -> None:
-        """Copies a checked file into the current sample and makes sure that it still is what was checked.
+        """Copies a checked file into the current sample and verifies that it has not changed since the check.
 
         Raises:
             UserError: the file changed or vanished after it was checked.

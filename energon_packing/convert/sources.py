@@ -1,6 +1,6 @@
-"""Records out of files: JSON arrays and JSON Lines, streamed, one `RawRecord` for each, also for those that are broken.
+"""Streams records from JSON arrays and JSON Lines files, one `RawRecord` per record, including broken ones.
 
-A file is never held in memory as a whole: a 2 GB array costs as much memory as its largest record.
+A file is never held in memory as a whole: a 2 GB array takes as much memory as its largest record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SourceFile:
 
     Attributes:
         path: where it is.
-        name: its path as the reports show it, relative to the directory that was named; unique in a conversion.
+        name: its path in reports, relative to the directory that was named; unique in a conversion.
         origin: index into `ConvertConfig.sources`.
     """
 
@@ -37,13 +37,13 @@ class SourceFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
-    """One record as it stands in its file.
+    """One record as it is in its file.
 
     Attributes:
         source: the file.
         number: line of a JSON Lines file, from 1; index in an array, from 0.
         where: ``name:line`` or ``name[index]``, for a reader.
-        value: the parsed JSON; None where `error` is set.
+        value: the parsed JSON; None if `error` is set.
         error: why it could not be parsed.
         position: bytes of the file read so far, for progress.
     """
@@ -61,7 +61,7 @@ def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -
 
     Args:
         sources: files and directories.
-        exclude: directories whose content is never a source: the output.
+        exclude: directories whose content is never a source, such as the output.
 
     Raises:
         UserError: a path is missing, a directory holds no JSON file, a named file is empty.
@@ -105,9 +105,9 @@ def content_digest(path: Path) -> str:
 
 
 def read_records(source: SourceFile, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Every record of a file in order; a broken one has `RawRecord.error` set, and the rest goes on where it can.
+    """Yields every record of a file in order; a broken one has `RawRecord.error` set, and reading continues if it can.
 
-    A JSON array that breaks off yields one error for the place where it does: what comes after it cannot be told apart.
+    A JSON array that breaks off yields one error at that place, because later elements cannot be separated.
 
     Raises:
         UserError: the file cannot be opened.
@@ -149,9 +149,9 @@ def _first_character(stream: BinaryIO) -> bytes:
 
 
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
-    """Whether one of the first two lines is a JSON object of its own: JSON Lines, though the suffix is ``.json``.
+    """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``.
 
-    Two, since the first line may be the broken one; in an indented object neither is whole.
+    Two lines are checked because the first may be broken; in an indented object neither is complete.
     """
     lines = 0
     while lines < 2 and (line := stream.readline(limit)):

@@ -15,8 +15,8 @@ def position_of(key: str) -> float:
 def assign_splits(positions: Sequence[float], split: Mapping[str, float]) -> list[str]:
     """The split of each sample.
 
-    A split with a share above 0 gets at least one sample where there are enough of them: with the 2 % of a small data
-    set nobody wants an empty validation set. It takes the sample nearest to its own range from the fullest split.
+    A split with a share above 0 gets at least one sample if there are enough, because nobody wants an empty validation
+    set from 2 % of a small data set. It takes the sample nearest to its own range from the fullest split.
 
     Args:
         positions: `position_of` every key.

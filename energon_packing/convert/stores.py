@@ -1,4 +1,4 @@
-"""Where the samples of a conversion go, one class for each layout."""
+"""The stores for the samples of a conversion, one class per layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredShards:
-    """What a store holds in the end: bytes of media and of records (tar headers left out), and the number of tars."""
+    """The final size of a store: bytes of media and of records (without tar headers), and the number of tars."""
 
     media_bytes: int
     record_bytes: int
@@ -35,13 +35,13 @@ class StoredShards:
 
 
 class SampleStore(Protocol):
-    """Where samples go, for one layout."""
+    """Stores samples in one layout."""
 
     def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
         """Writes one sample; `names` are the content names of its media, one per mention."""
 
     def finish(self, splits: list[str], tell: Progress) -> StoredShards:
-        """Lets Energon index the shards; called when the exit stack that the store was given has closed them."""
+        """Lets Energon index the shards; called after the exit stack that the store was given has closed them."""
 
 
 class PolylithicStore:
@@ -64,7 +64,7 @@ class PolylithicStore:
         )
 
     def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes the record, and those of its media that no earlier sample had."""
+        """Writes the record and any of its media that no earlier sample had."""
         self._text[split].begin_sample()
         self._text[split].add_bytes(f"{key}.json", record)
         for name in names:
@@ -98,7 +98,7 @@ class PolylithicStore:
 
 
 class MonolithicStore:
-    """Each sample's record and media side by side in one WebDataset."""
+    """Each sample's record and media together in one WebDataset."""
 
     def __init__(
         self, config: ConvertConfig, media: dict[str, MediaFile | TensorFile], build: Path, stack: ExitStack
@@ -114,7 +114,7 @@ class MonolithicStore:
         }
 
     def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes the record and each of its distinct media beside it."""
+        """Writes the record and, next to it, each of its distinct media."""
         writer = self._shards[split]
         writer.begin_sample()
         writer.add_bytes(f"{key}.json", record)

@@ -1,4 +1,4 @@
-"""What a record holds and nothing reads: the names are counted, so that no column vanishes without a word."""
+"""Columns and fields that nothing reads: their names are counted, so that no column silently disappears."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ LONGEST_NAME = 80
 
 
 def says_nothing(value: Any) -> bool:
-    """Whether a value is empty: null, or text, list or object without content. Tables fill columns up with such."""
+    """Whether a value is empty: null, or an empty text, list or object. Tables fill columns with such values."""
     return value is None or value == "" or value == [] or value == {}
 
 
 def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> set[str]:
-    """Names of what an object holds besides ``read``, empty values left out.
+    """Names of an object's non-empty fields other than ``read``.
 
     Args:
         value: a record, a message, a content part.
         read: names that have a meaning.
-        place: what stands before each name, such as ``messages[].``; nothing for columns of the record.
+        place: prefix of each name, such as ``messages[].``; empty for columns of the record.
     """
     return {place + name[:LONGEST_NAME] for name, held in value.items() if name not in read and not says_nothing(held)}

@@ -1,4 +1,4 @@
-"""The directory in which a data set grows, beside its final place, so that nothing half-made ever looks whole."""
+"""The directory in which a data set is built, next to its final place, so that a partial one never looks complete."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def partial_directory(out: Path) -> Path:
 
 
 def check_out(config: ConvertConfig) -> None:
-    """Refuses, before anything is read, an output that must not be written.
+    """Rejects an output that must not be written, before anything is read.
 
     Raises:
-        UserError: `out` is a file, holds something else than a converted data set, is not to be replaced, or contains
+        UserError: `out` is a file, holds something other than a converted data set, must not be replaced, or contains
             a source.
     """
     out = config.out
@@ -57,7 +57,7 @@ def check_out(config: ConvertConfig) -> None:
 
 
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished conversion of the same sources and options, where `resume` may skip it.
+    """The report of a finished conversion of the same sources and options, if `resume` may skip it.
 
     Raises:
         UserError: the data set there was made from something else, and `overwrite` is not set.
@@ -76,14 +76,14 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
 def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator[tuple[Path, Path]]:
     """A directory to build in, locked against a second conversion to the same place.
 
-    What an interrupted conversion left is thrown away, but for the journal of checked media where `resume` is set and
-    the options are the same: checking media is what takes the time.
+    The leftovers of an interrupted conversion are deleted. The journal of checked media is kept if `resume` is set and
+    the options are the same, because checking media takes the most time.
 
     Yields:
         The directory to build in, empty, and the journal's path.
 
     Raises:
-        UserError: another conversion is running there, or the place cannot be written.
+        UserError: another conversion is running there, or the directory cannot be written.
     """
     partial = partial_directory(config.out)
     try:
@@ -126,7 +126,7 @@ def _clear(partial: Path, *, keep_journal: bool) -> None:
 
 
 def publish(build: Path, out: Path) -> None:
-    """Moves the finished directory to its place in one step, and removes what stood there and the workspace.
+    """Moves the finished directory to its place in one step, and removes the previous content and the workspace.
 
     Raises:
         UserError: the place cannot be written.

@@ -1,6 +1,6 @@
 """`PackedEnergonDatasetConfig`: online packing of conversations as a Megatron-Bridge data set.
 
-What it shares with that of clips, and with Bridge's contract, is in `energon_packing.bridge.provider`.
+`energon_packing.bridge.provider` holds what it shares with the data set of clips, and Bridge's contract.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from energon_packing.validate.views.container import view_of
 
 @dataclass(kw_only=True)
 class PackedEnergonDatasetConfig(PackProvider):
-    """Packs an Energon data set of conversations online, one THD row a micro-batch; or feeds Bridge single samples.
+    """Packs an Energon data set of conversations online, one THD row per micro-batch; or feeds Bridge single samples.
 
-    Mutable, because Bridge and Hydra override fields of a recipe's configuration; everything is validated in
-    `finalize`, which ``ConfigContainer.validate()`` calls. What Bridge reads stands here, everything else in the three
-    sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
+    Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
+    ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here, all others in the
+    three sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
     ``dataset.encoder.max_pixels=200704``, ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
     """
 
     processor: str = ""
     """Directory or hub name of the model's Hugging Face processor (or tokenizer, for text models)."""
     seq_length: int = 4096
-    """Tokens of a row; equal to ``model.seq_length``."""
+    """Tokens per row; equal to ``model.seq_length``."""
     micro_batch_size: int = 1
-    """Rows of a micro-batch: 1 for packed data, as in Bridge; samples of it in the other modes."""
+    """Rows per micro-batch: 1 for packed data, as in Bridge. In the other modes, samples per micro-batch."""
     mode: Literal["packs", "in_batch", "padded"] = "packs"
     """``packs``: rows are packed here. ``in_batch``: Bridge's in-batch packer joins the samples of a micro-batch, which
-    has 2 or more. ``padded``: one sample a row."""
+    has 2 or more. ``padded``: one sample per row."""
     defer_in_batch_packing_to_step: bool = False
-    """With ``in_batch``: the forward step packs, as Bridge's ``qwen3_vl_step`` does; it gets one sample a row."""
+    """With ``in_batch``: the forward step packs, as Bridge's ``qwen3_vl_step`` does; it receives one sample per row."""
     pad_to_multiple_of: int = PAD_TO_MULTIPLE_OF
-    """Width of rows of one sample, as on Bridge's data sets."""
+    """Width of single-sample rows is a multiple of it, as on Bridge's data sets."""
     pad_to_max_length: bool = False
-    """Rows of full length; Bridge turns it on for pipeline and expert parallelism."""
+    """Pads rows to full length; Bridge turns it on for pipeline and expert parallelism."""
     skip_getting_attention_mask_from_dataset: bool = True
     """Packed rows have no attention mask: attention follows ``cu_seqlens``."""
 
@@ -75,7 +75,7 @@ class PackedEnergonDatasetConfig(PackProvider):
     def enable_offline_packing(self) -> bool:
         """Read by ``validate()`` and ``gpt_step``: rows arrive packed.
 
-        It brings Bridge's own checks for packed rows (micro-batch 1, CUDA graphs), and makes middle pipeline stages
+        It turns on Bridge's own checks for packed rows (micro-batch 1, CUDA graphs), and makes middle pipeline stages
         fetch ``cu_seqlens``, without which they would attend across samples.
         """
         return self.mode == "packs"
@@ -126,7 +126,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         return build_loader(config, task_encoder=self._task_encoder(config), **arguments)
 
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
-        """See `PackProvider.make_form`; the modes without packs of ours are formed by Bridge's own functions."""
+        """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""
         return to_bridge if self.mode == "packs" else form_of(self, config.parallel.multiple)
 
     def _task_encoder(self, config: RunConfig) -> PackingTaskEncoder:
@@ -141,7 +141,7 @@ class PackedEnergonDatasetConfig(PackProvider):
         )
 
 
-# Bridge instantiates what a YAML file names in ``_target_`` only from modules that it was told of: these, and no more.
+# Bridge instantiates a class that a YAML file names in ``_target_`` only from registered modules: these and no others.
 for _class in (PackedEnergonDatasetConfig, *SECTIONS.values()):
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
 
@@ -149,8 +149,8 @@ for _class in (PackedEnergonDatasetConfig, *SECTIONS.values()):
 def _enforce_rules(container: ConfigContainer) -> None:
     """Enforces every rule of severity error that a container can break, as ``energon-packing validate`` does.
 
-    Bridge's ``validate()`` applies several of its own to its own data set classes only, and knows none of the others: a
-    run that breaks them starts all the same, and trains wrongly or dies on the GPUs.
+    Bridge's ``validate()`` applies several of its rules to its own data set classes only, and has none of the others. A
+    run that breaks them starts anyway, and then trains wrongly or dies on the GPUs.
     """
     for judgement in violations(view_of(container, world_size=get_world_size_safe())):
         if judgement.finding is not None:
@@ -158,8 +158,8 @@ def _enforce_rules(container: ConfigContainer) -> None:
 
 
 def _refuse_skipped_steps(container: ConfigContainer) -> None:
-    """Bridge's dummy step for a skipped iteration reads on the first and last pipeline stage only; the stages between
-    them would go on with the boundaries of the packs that were skipped."""
+    """Refuses skipped iterations in pipelines: Bridge's dummy step reads on the first and last pipeline stage only, so
+    the stages between would continue with the boundaries of the skipped packs."""
     if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
         raise ConfigError(
             "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first and "

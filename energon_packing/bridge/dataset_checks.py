@@ -1,4 +1,4 @@
-"""What is checked of a data set's fields before anything else: names, types, and settings that have one value here."""
+"""The first checks of a data set's fields: names, types, and settings that have only one value here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from energon_packing.errors import ConfigError
 
 
 def check_types(dataset: Any) -> None:
-    """Holds the fields outside the sections to their annotations, as a configuration file would be."""
+    """Checks the fields outside the sections against their annotations, as for a configuration file."""
     hints = typing.get_type_hints(type(dataset))
     plain = [entry.name for entry in dataclasses.fields(dataset) if hints[entry.name] is not Any]
     shape = dataclasses.make_dataclass("Dataset", [(name, hints[name], None) for name in plain])
@@ -24,9 +24,9 @@ def check_types(dataset: Any) -> None:
 
 
 def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
-    """Refuses an attribute that was meant as a setting: misspelt, or one of a section.
+    """Refuses an attribute that was meant as a setting: a misspelt one, or one that belongs to a section.
 
-    Others are let through: Bridge itself hangs objects on a data set (its tokenizer, paddings).
+    Other attributes pass: Bridge itself attaches objects to a data set (its tokenizer, paddings).
 
     Args:
         sections: class of each section by the name of its field.
@@ -49,7 +49,7 @@ FIXED_SETTINGS = {
     "drop_last": "packs come without end, so there is no last batch to keep",
     "persistent_workers": "Energon keeps its loader processes for the whole run",
 }
-"""Settings that Bridge gives every data set and that its other loaders read; here each has one value, true."""
+"""Settings that Bridge gives every data set and that its other loaders read; here each must be true."""
 
 
 def refuse_fixed_settings(dataset: Any) -> None:
@@ -63,9 +63,9 @@ def refuse_fixed_settings(dataset: Any) -> None:
 def container_under_validation() -> ConfigContainer | None:
     """The ``ConfigContainer`` whose ``validate()`` is calling ``finalize()``; None for a direct call.
 
-    ``finalize()`` gets no argument, and a data set is never told of the model: the caller's frame is the only place
-    where both are in sight before any GPU is taken. It serves to enforce rules; the layout is read later, see
-    `PackProvider.follow`. A test holds this against the installed Bridge.
+    ``finalize()`` takes no argument, and a data set never learns of the model: the caller's frame is the only place
+    where both are visible before any GPU is taken. It is used to enforce rules; the layout is read later, see
+    `PackProvider.follow`. A test checks this against the installed Bridge.
     """
     frame = sys._getframe(1)
     for _ in range(9):

@@ -1,8 +1,8 @@
 """The sections of our Bridge data sets: mutable twins of our frozen configuration classes.
 
 Bridge and Hydra set attributes of nested dataclasses in place, which a frozen one ignores with a warning. The twins are
-generated, so that a field that is added to one of them can be overridden in Bridge from that moment on.
-They hold no rules: `frozen` hands their values to the classes that do. Imports neither torch nor Bridge.
+generated, so a field that is added to a frozen class can be overridden in Bridge at once. The twins validate nothing:
+`frozen` hands their values to the classes that do. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from energon_packing.errors import ConfigError
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig
 
 SECTIONS: dict[str, type] = {}
-"""Every generated class by its name in this module: what Bridge's YAML names in ``_target_``."""
+"""Every generated class by its name in this module, which Bridge's YAML uses in ``_target_``."""
 
 
 def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
-    """A mutable dataclass with the fields and defaults of ``config``, as a name of this module.
+    """A mutable dataclass with the fields and defaults of ``config``, added to this module under its name.
 
-    Slots, so that setting a misspelt field raises at once.
+    It has slots, so that setting a misspelt field raises at once.
 
     Args:
         config: one of our frozen dataclasses, nested ones allowed.
-        left_out: fields that have their one place elsewhere.
+        left_out: fields that are set elsewhere.
     """
     name = config.__name__.removesuffix("Config") + "Section"
     hints = typing.get_type_hints(config)

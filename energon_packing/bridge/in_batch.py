@@ -1,8 +1,8 @@
-"""Micro-batches in the form of Megatron-Bridge's collators: packed in the batch, or padded one sample a row.
+"""Micro-batches in the form of Megatron-Bridge's collators: packed in the batch, or padded with one sample per row.
 
-What is made here is made by Bridge's own functions from the samples of one micro-batch, with the values that its
-Qwen-VL collator gives them (padding is token 0). A run that stays on Bridge's in-batch packing keeps Bridge's rows, and
-gets our measuring, limits, ledger, resume and one reader a replica under them.
+Bridge's own functions make them from the samples of one micro-batch, with the values of its Qwen-VL collator (padding
+is token 0). A run that stays on Bridge's in-batch packing keeps Bridge's rows, and adds our measuring, limits, ledger,
+resume and one reader per replica.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 PAD_TO_MULTIPLE_OF = 128
-"""Bridge's default for the width of rows of one sample."""
+"""Bridge's default multiple for the width of single-sample rows."""
 PAD_TOKEN = 0
-"""Bridge's in-batch packer and its padding use it whatever the tokenizer's pad token is; every vocabulary has it."""
+"""Bridge's in-batch packer and padding use this token whatever the tokenizer's pad token is; every vocabulary has
+it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +35,11 @@ class MicroBatchForm:
     """How the samples of a micro-batch are laid out; call it with each batch.
 
     Attributes:
-        packed: True makes one THD row ``[1, T]`` by Bridge's in-batch packer; False rows ``[samples, T]``, which a step
-            may pack itself (``defer_in_batch_packing_to_step``).
-        samples: rows of an unpacked micro-batch; where fewer samples came, masked rows of one token take their place.
-        seq_length: longest sample in tokens.
-        multiple: what layout of the run asks each sample (packed) or the width (unpacked) to be a multiple of.
+        packed: True makes one THD row ``[1, T]`` with Bridge's in-batch packer; False makes rows ``[samples, T]``,
+            which a step may pack itself (``defer_in_batch_packing_to_step``).
+        samples: rows of an unpacked micro-batch; masked rows of one token replace missing samples.
+        seq_length: limit on a sample, in tokens.
+        multiple: the run's layout needs each sample (packed) or the width (unpacked) to be a multiple of it.
         pad_to_multiple_of: as in Bridge: the width of unpacked rows is a multiple of it, up to ``seq_length``.
         pad_to_max_length: unpacked rows are ``seq_length`` wide.
     """
@@ -57,7 +58,7 @@ class MicroBatchForm:
             batch: samples without padding, as `MicroBatchTaskEncoder` assembles them.
 
         Raises:
-            PackingError: no sample, or positions that are not ``[1, T]``; Bridge's packer takes no others.
+            PackingError: no sample, or positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
         """
         if not batch.sample_lengths:
             raise PackingError("a batch of no sample, such as `padding_pack` makes, has no form in Bridge's collators")
@@ -80,7 +81,7 @@ class MicroBatchForm:
         asks: dict[str, Any] = {}
         if "emit_padding_mask" in inspect.signature(build_mcore_thd_sequence_batch_from_rows).parameters:
             asks["emit_padding_mask"] = True  # from 0.7 on, where no row may bring a mask
-        else:  # 0.6 fills a field of our own too: what it adds between samples is padding, whence the mask
+        else:  # 0.6 pads a field of our own too: what it adds between samples is padding, so the mask follows from it
             fills["padding_mask"] = True
             for row in rows:
                 row["padding_mask"] = torch.zeros_like(row["input_ids"], dtype=torch.bool)
@@ -119,10 +120,10 @@ class MicroBatchForm:
 
 
 def check_mode(dataset: Any) -> None:
-    """Validates what ``mode`` of a `PackedEnergonDatasetConfig` reads, and refuses what it does not.
+    """Validates the settings that ``mode`` of a `PackedEnergonDatasetConfig` reads, and refuses those it does not.
 
     Raises:
-        ConfigError: a micro-batch size or a setting that does not go with the mode.
+        ConfigError: a micro-batch size or a setting that does not fit the mode.
     """
     mode, size = dataset.mode, dataset.micro_batch_size
     if mode == "packs" and size != 1:
@@ -166,7 +167,7 @@ def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
     """The form of a `PackedEnergonDatasetConfig` whose mode is ``in_batch`` or ``padded``.
 
     Args:
-        multiple: alignment of the run's layout.
+        multiple: alignment that the run's layout needs.
     """
     return MicroBatchForm(
         packed=dataset.mode == "in_batch" and not dataset.defer_in_batch_packing_to_step,
@@ -179,7 +180,7 @@ def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
 
 
 def _masked_row(extra: tuple[str, ...]) -> dict[str, Any]:
-    """Stands for a sample that could not be rendered: teaches nothing."""
+    """The row that replaces a sample that could not be rendered; it has no loss."""
     return {
         "input_ids": torch.full((1,), PAD_TOKEN),
         "labels": torch.full((1,), IGNORE_INDEX),
@@ -190,6 +191,6 @@ def _masked_row(extra: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _counted_on(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Positions that go on behind their end, as Bridge's do."""
+    """Positions that count on after their end, as Bridge's do."""
     last = int(positions[-1])
     return torch.cat([positions, torch.arange(last + 1, last + 1 + width - len(positions))])

@@ -1,4 +1,4 @@
-"""The iterator that Bridge trains on: packs of this rank's replica, with a state that Bridge's checkpoints save."""
+"""The iterator that Bridge trains on: packs for this rank's replica, with a state that Bridge's checkpoints save."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from energon_packing.thd.batch import PackedBatch
 
 
 def to_bridge(batch: Any) -> dict[str, Any]:
-    """The mapping that Bridge's forward step reads of a packed row."""
+    """A packed row as the mapping that Bridge's forward step reads."""
     made: dict[str, Any] = batch.to_bridge()
     return made
 
 
 class EndlessPacks:
-    """Batches of a loader without an end, with its state."""
+    """A loader's batches without end, with the loader's state."""
 
     def __init__(self, loader: PackLoader) -> None:
         self._loader = loader
@@ -53,12 +53,12 @@ class BridgePackIterator:
 
     ``setup_data_iterators`` wraps it for reruns; ``checkpointing`` calls `save_state` on the first tensor-, context-
     and pipeline-parallel rank, which is the one that reads, and `restore_state` on every rank. With virtual pipeline
-    stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so there is one iterator
-    and one state on a rank.
+    stages Bridge itself hands each model chunk the same batches (``make_data_iterator_list``), so a rank has one
+    iterator and one state.
 
     Args:
-        reader: gives the batches.
-        form: makes of each what Bridge's steps read; packed rows by default.
+        reader: yields the batches.
+        form: turns each batch into what Bridge's steps read; packed rows by default.
     """
 
     def __init__(self, reader: OneReader | EveryReader, form: Callable[[Any], dict[str, Any]] = to_bridge) -> None:
@@ -72,7 +72,7 @@ class BridgePackIterator:
         return self._form(next(self._reader))
 
     def save_state(self) -> Any:
-        """State after the last batch; holds builtins and Energon's own state classes only."""
+        """State after the last batch; it holds only builtins and Energon's own state classes."""
         return self._reader.save_state()
 
     def restore_state(self, state: Any) -> None:

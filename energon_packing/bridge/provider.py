@@ -1,6 +1,6 @@
 """What our Bridge data sets share: Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated.
 
-What Bridge reads by name from a data set, and when, is told at each field here and in the two classes:
+Each field here and in the two classes states what Bridge reads by name from a data set, and when:
 `energon_packing.bridge.dataset` for conversations and `energon_packing.bridge.wan_dataset` for clips.
 """
 
@@ -31,11 +31,11 @@ from energon_packing.validate.views.container import finalised
 
 @dataclass(kw_only=True)
 class PackProvider(DatasetProvider):
-    """An Energon data set whose packs Bridge trains on, one a micro-batch.
+    """An Energon data set whose packs Bridge trains on, one per micro-batch.
 
-    Mutable, because Bridge and Hydra override fields of a recipe's configuration; everything is validated in
-    `finalize`, which ``ConfigContainer.validate()`` calls. What Bridge reads stands here and in the subclass,
-    everything else in the subclass's sections; each setting has one place, and all values are plain.
+    Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
+    ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here and in the
+    subclass, all others in the subclass's sections. Each setting has one place, and all values are plain.
 
     A subclass defines `sections`, `run_config`, `make_loader`, `check_fields` and `check_run`.
     """
@@ -43,7 +43,7 @@ class PackProvider(DatasetProvider):
     path: str = ""
     """Data set that ``energon-packing convert`` wrote, or another prepared Energon data set."""
     micro_batch_size: int = 1
-    """Rows of a micro-batch: 1 for packed data, as in Bridge."""
+    """Rows per micro-batch: 1 for packed data, as in Bridge."""
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""
 
@@ -54,16 +54,16 @@ class PackProvider(DatasetProvider):
 
     readers: Literal["one", "every"] = "one"
     """``one``: one rank of a replica (its tensor-, context- and pipeline-parallel ranks) reads, decodes and passes its
-    packs on. ``every``: each rank reads for itself, which saves the passing on and costs the decoding on every rank;
-    what they read is compared, and the first difference stops the run."""
+    packs on. ``every``: each rank reads for itself, which saves the transfer and costs decoding on every rank; the
+    packs are compared between ranks, and the first difference stops the run."""
     compare_every: int = 1
-    """With ``readers="every"``: compare each so many packs."""
+    """With ``readers="every"``: packs between two comparisons."""
 
     _run = None
-    """The ``ConfigContainer`` of the run, see `follow`. No annotation: it is no setting."""
+    """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
 
     _evaluation_groups = None
-    """Process groups of an evaluation with another layout, see `evaluate_on`; no setting either."""
+    """Process groups of an evaluation with another layout, see `evaluate_on`; not a setting either."""
 
     def sections(self) -> dict[str, type]:
         """Class of each section by the name of its field."""
@@ -87,11 +87,11 @@ class PackProvider(DatasetProvider):
         raise NotImplementedError
 
     def make_form(self, config: Any) -> Callable[[Any], dict[str, Any]]:
-        """Makes of each batch of the loader what Bridge's steps read."""
+        """Returns a function that turns each batch of the loader into what Bridge's steps read."""
         return to_bridge
 
     def check_fields(self) -> None:
-        """Checks what the subclass adds to the fields; first of all checks of values.
+        """Checks the fields that the subclass adds; the first check of values.
 
         Raises:
             ConfigError: a field that cannot work.
@@ -102,7 +102,7 @@ class PackProvider(DatasetProvider):
         """Checks the fields against the model and the trainer, which Bridge does for its own classes only.
 
         Raises:
-            ConfigError: they do not go together.
+            ConfigError: they do not fit together.
         """
         raise NotImplementedError
 
@@ -162,25 +162,25 @@ class PackProvider(DatasetProvider):
         )
 
     def follow(self, container: ConfigContainer) -> None:
-        """Names the run whose layout rows are aligned to; it is read when the iterators are built.
+        """Sets the run to whose layout rows are aligned. The layout is read when the iterators are built.
 
-        A data set is not told of sequence parallelism and of the evaluation's context parallelism, and models change
-        the first in their own ``finalize()``, which runs after that of the data set. So nothing is read here, and the
-        final values count. `use_packed_data` and ``validate()`` call this; where neither does, call it yourself, for
+        Bridge does not tell a data set about sequence parallelism or the evaluation's context parallelism, and models
+        change the former in their own ``finalize()``, which runs after the data set's. So nothing is read here, and the
+        final values count. `use_packed_data` and ``validate()`` call this; if neither does, call it yourself, for
         example in an ``on_data_init_start`` callback. Without a run, rows are aligned as if there were sequence
-        parallelism, which wastes at most ``CP * TP - 1`` tokens a sample, and a warning says so.
+        parallelism, which wastes at most ``CP * TP - 1`` tokens per sample, and a warning says so.
 
         Args:
-            container: of this run; with this data set.
+            container: the run's, with this data set.
         """
         self._run = container
 
     def evaluate_on(self, groups: Any) -> None:
-        """Names the process groups of the evaluation, where they are not those of the training.
+        """Sets the process groups of the evaluation where they differ from the training's.
 
-        Bridge takes an evaluation with another context-parallel size from ``GlobalState._eval_pgs``, which the caller
-        sets, and never tells a data set of it. Call this where you set that, before the iterators are built (for
-        example in an ``on_data_init_start`` callback), on every rank.
+        Bridge reads the groups of an evaluation with another context-parallel size from ``GlobalState._eval_pgs``,
+        which the caller sets, and never tells a data set. Call this where you set them, before the iterators are built
+        (for example in an ``on_data_init_start`` callback), on every rank.
 
         Args:
             groups: a ``ProcessGroupCollection``, or None for the training's own.
@@ -190,8 +190,8 @@ class PackProvider(DatasetProvider):
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
         """Builds the endless training and validation iterators of this rank.
 
-        Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. A
-        collective call of all ranks, as Bridge's ``setup`` makes it.
+        Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. This is
+        a collective call: all ranks make it, as in Bridge's ``setup``.
 
         Raises:
             UserError: no data set at ``path``, a missing split, or an unusable processor.

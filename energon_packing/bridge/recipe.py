@@ -1,4 +1,4 @@
-"""From a Bridge recipe to packed training: what changes besides the data set, in one call."""
+"""From a Bridge recipe to packed training in one call: the data set and everything else that must change."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def use_packed_data(
     global_batch_size: int | None = None,
     num_workers: int = 4,
 ) -> Any:
-    """Gives a Bridge configuration packed data, and what packed data needs.
+    """Gives a Bridge configuration packed data and the settings that packed data needs.
 
-    Besides ``cfg.dataset``: one row a micro-batch in training and evaluation; the loss of a step divided by its trained
-    tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core refuses
-    with it; the model's length. Everything can be changed afterwards.
+    Besides ``cfg.dataset`` it sets: one row per micro-batch in training and evaluation; the loss of a step divided by
+    its trained tokens, because rows hold different numbers of them; no averaging in the collective, which Megatron-Core
+    refuses together with that loss; the model's length. Everything can be changed afterwards.
 
     Args:
-        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. With the model of a Wan recipe, the
-            data set is one of clips.
+        cfg: a ``ConfigContainer``, for example from a recipe; changed in place. If its model is that of a Wan recipe,
+            the data set is one of clips.
         path: data set that ``energon-packing convert`` wrote, or another prepared Energon data set or blend.
         processor: of the model; None takes the one that the recipe names. A Wan model has none.
-        seq_length: tokens (patches) of a row; None keeps the model's.
-        global_batch_size: packs of a step; None keeps the recipe's number, which then are packs instead of samples.
-        num_workers: loader processes of a rank.
+        seq_length: tokens (patches) per row; None keeps the model's.
+        global_batch_size: packs per step; None keeps the recipe's number, which then counts packs instead of samples.
+        num_workers: loader processes per rank.
 
     Returns:
         ``cfg``.

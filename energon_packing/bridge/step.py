@@ -1,17 +1,17 @@
-"""A forward step for packed rows: Bridge's own, plus what the installed Bridge drops on the way to the model.
+"""A forward step for packed rows: Bridge's own, plus what the installed Bridge does not pass to the model.
 
 `forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds three things:
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
-  tokens too; of 0.7 ``gpt_step`` passes it, and ``vlm_step`` leaves Qwen3-VL to make one of the boundaries, for which
-  the masked rest of a row is a sample. Here every layer with experts gets the mask of its own tokens. It travels on the
-  row's ``PackedSeqParams``, which Megatron-Core hands to every layer of every pipeline stage, and again to a layer that
-  is recomputed; so the mask is that of the right micro-batch where several are in flight.
+  tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the
+  masked rest of a row as a sample. Here every layer with experts gets the mask of its own tokens. The mask travels on
+  the row's ``PackedSeqParams``, which Megatron-Core hands to every layer of every pipeline stage, and again to a layer
+  that is recomputed. So it is the mask of the right micro-batch even where several are in flight.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
   declare packed rows; those stages would attend across samples.
 * **Attention is told whether samples are padded.** Bridge leaves ``PackedSeqParams.pad_between_seqs`` unset, and
-  Transformer Engine then infers it: up to 2.17.1 wrongly where the last sample alone is padded, from 2.18 on as True
-  also where nothing is. Here it is what the host knows; without padding both boundaries are one tensor, too.
+  Transformer Engine then infers it: up to 2.17.1 wrongly if only the last sample is padded, from 2.18 on as True even
+  if nothing is padded. Here the host's knowledge sets it; without padding, both boundaries are also one tensor.
 
     from energon_packing.bridge.step import forward_step
     pretrain(cfg, forward_step)
@@ -45,9 +45,9 @@ def forward_step(
 
     Args:
         state: of the run.
-        data_iterator: gives batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
+        data_iterator: yields batches as `PackedBatch.to_bridge` makes them; batches of other data sets pass through.
         model: the model chunk of this rank, wrapped or not.
-        return_schedule_plan: as in Bridge; refused for packed rows, but for ``gpt_step`` of 0.7.
+        return_schedule_plan: as in Bridge; refused for packed rows, except with ``gpt_step`` of 0.7.
 
     Returns:
         The model's output and its loss function.
@@ -55,7 +55,7 @@ def forward_step(
     Raises:
         ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
             plans take no boundaries, so every token would attend to the samples before its own. ``gpt_step`` of 0.7
-            gives them boundaries and mask.
+            passes them boundaries and mask.
     """
     inner = _innermost(model)
     step = _bridge_step(inner)
@@ -83,8 +83,8 @@ def forward_step(
 def pads_between_sequences(batch: Mapping[str, Any]) -> bool:
     """Whether any segment of a packed row is shorter than its place.
 
-    By value on the host. Boundaries that lie on a device are not waited for: two tensors count as padding there, which
-    is right for every row, and slower than needed for one without padding.
+    Boundaries on the host are compared by value. Boundaries on a device are not waited for: two tensors count as
+    padding there, which is correct for every row and slower than necessary for one without padding.
 
     Args:
         batch: with ``cu_seqlens_q`` and, where segments are aligned, ``cu_seqlens_q_padded``; int32.
@@ -142,14 +142,14 @@ def _bridge_step(inner: Any) -> Any:
 
 
 def _forwards_batches_whole(step: Any) -> bool:
-    """Whether a step of the installed Bridge gives models and schedule plans boundaries and mask: gpt_step of 0.7."""
+    """Whether a Bridge step passes boundaries and mask to models and schedule plans: gpt_step of 0.7."""
     view = RunView.of(bridge_version=installed_version("megatron-bridge"), step=step.__module__.rpartition(".")[2])
     return view.bridge_release >= (0, 7) and view.goes_through_gpt_step
 
 
 @contextlib.contextmanager
 def _declared_packed(dataset: Any) -> Iterator[None]:
-    """Lets ``gpt_step`` see that rows are packed, for the length of the call."""
+    """Makes ``gpt_step`` see rows as packed for the duration of the call."""
     names = ("enable_offline_packing", "enable_in_batch_packing")
     if any(getattr(dataset, name, False) for name in names):
         yield
@@ -166,9 +166,9 @@ def _declared_packed(dataset: Any) -> Iterator[None]:
 
 
 def _hook_expert_layers(inner: Any) -> bool:
-    """Makes the layers with experts look for a mask on their ``packed_seq_params``; whether there is such a layer.
+    """Makes layers with experts read a mask from their ``packed_seq_params``; returns whether there is such a layer.
 
-    Once for each model; the hooks do nothing for a row without a mask.
+    Hooks each model once; the hooks do nothing for a row without a mask.
     """
     found: bool | None = getattr(inner, _HOOKED, None)
     if found is None:
@@ -181,15 +181,15 @@ def _hook_expert_layers(inner: Any) -> bool:
 
 
 def _refuse_graphs(model: Any, step: Any) -> None:
-    """Refuses Transformer Engine's CUDA graphs, which call layers past their hooks.
+    """Refuses Transformer Engine's CUDA graphs, which bypass the hooks of layers.
 
     As the rule ``ours/padding-mask-under-graphs`` does.
 
-    For every batch, whatever its mask holds: ranks must not differ. ``gpt_step`` of 0.7 passes the mask itself, and has
-    a check of its own.
+    It refuses them for every batch, whatever its mask holds, because ranks must not differ. ``gpt_step`` of 0.7 passes
+    the mask itself, and has its own check.
 
     Raises:
-        ConfigError: ``cuda_graph_impl`` is ``transformer_engine`` and nobody else passes the mask.
+        ConfigError: ``cuda_graph_impl`` is ``transformer_engine`` and nothing else passes the mask.
     """
     graphs = getattr(get_model_config(model), "cuda_graph_impl", "none")
     if graphs == "transformer_engine" and not _forwards_batches_whole(step):
@@ -204,17 +204,17 @@ def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: di
     mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
     if mask is None:
         return None
-    # Also over a mask that is there: Qwen3-VL of Bridge 0.7 makes one of the boundaries, for which the masked rest of a
-    # row is a sample as good as any.
+    # Replaces an existing mask too: Qwen3-VL of Bridge 0.7 derives one from the boundaries, which count the masked rest
+    # of a row as a sample.
     return arguments, {**keywords, "padding_mask": mask}
 
 
 @contextlib.contextmanager
 def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any) -> Iterator[None]:
-    """Puts what the host knows on the ``PackedSeqParams`` that the model is called with."""
+    """Adds what the host knows to the ``PackedSeqParams`` that the model is called with."""
 
     def attach(_module: Any, _arguments: Any, keywords: dict[str, Any]) -> None:
-        """Completes the boundaries of the call: padding or none, and this rank's part of the mask ``[1, tokens]``."""
+        """Adds to the call's boundaries whether there is padding, and this rank's part of the mask ``[1, tokens]``."""
         params = keywords.get("packed_seq_params")
         if params is None:
             return

@@ -27,14 +27,14 @@ from energon_packing.wan.loader import build_text_to_video_loader
 
 @dataclass(kw_only=True)
 class PackedWanDatasetConfig(PackProvider):
-    """Packs an Energon data set of clips and captions online, one row of patches and one of text a micro-batch.
+    """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
 
-    Mutable and plain, as `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`; Hydra reaches every setting:
+    Mutable, with plain values, like `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`. Hydra reaches all of them:
     ``dataset.encoder.compat=bridge``, ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
     """
 
     seq_length: int = 75_600
-    """Latent patches of a row, alignment padding included."""
+    """Latent patches per row, alignment padding included."""
 
     data: Any = field(default_factory=DataSection)
     """Reading: split, shuffling, seed. The fields of `energon_packing.config.DataConfig`."""
@@ -51,7 +51,7 @@ class PackedWanDatasetConfig(PackProvider):
         """The same settings as our own configuration.
 
         Raises:
-            ConfigError: a value that cannot work, ``seq_length`` off the alignment among them.
+            ConfigError: a value that cannot work, for example a ``seq_length`` that the alignment does not divide.
         """
         return TextToVideoRunConfig(
             data=frozen(DataConfig, self.data, where="dataset.data", path=self.path, workers=self.num_workers),
@@ -80,7 +80,7 @@ class PackedWanDatasetConfig(PackProvider):
         """Checks the run; see `PackProvider.check_run`. Bridge checks nothing of a Wan data set.
 
         Raises:
-            ConfigError: the rows are not what the model takes, or its step would train on them wrongly.
+            ConfigError: the model cannot take the rows, or its step would train on them wrongly.
         """
         model = container.model
         if not hasattr(model, "patch_spatial"):
@@ -107,8 +107,8 @@ class PackedWanDatasetConfig(PackProvider):
             if size not in (None, 1):
                 raise ConfigError(f"{name} is {size}; a pack of clips is a whole micro-batch, so it is 1.")
         if model.pipeline_model_parallel_size > 1:
-            # WanForwardStep runs FlowMatchingPipeline.step on every stage, and that draws them anew; Bridge's
-            # initialize._set_random_seed adds 100 a stage to the seed.
+            # WanForwardStep runs FlowMatchingPipeline.step on every stage, which draws them anew; Bridge's
+            # initialize._set_random_seed adds 100 per stage to the seed.
             raise ConfigError(
                 f"model.pipeline_model_parallel_size is {model.pipeline_model_parallel_size}, but each pipeline stage "
                 "of Bridge's Wan step draws noise and time of its own, so that the last one compares the prediction "
@@ -117,7 +117,7 @@ class PackedWanDatasetConfig(PackProvider):
         self._check_layout(container)
 
     def _check_layout(self, container: ConfigContainer) -> None:
-        """Refuses rows that the run could not divide among its ranks."""
+        """Refuses rows that the run cannot divide among its ranks."""
         model = container.model
         parallel = ParallelConfig(
             tensor_parallel=model.tensor_model_parallel_size,

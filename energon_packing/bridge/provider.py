@@ -57,7 +57,7 @@ class PackProvider(DatasetProvider):
     packs on. ``every``: each rank reads for itself, which saves the transfer and costs decoding on every rank; the
     packs are compared between ranks, and the first difference stops the run."""
     compare_every: int = 1
-    """With ``readers="every"``: packs between two comparisons."""
+    """With ``readers="every"``: interval of the comparison, in packs."""
 
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""

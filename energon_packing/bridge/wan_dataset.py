@@ -29,7 +29,7 @@ from energon_packing.wan.loader import build_text_to_video_loader
 class PackedWanDatasetConfig(PackProvider):
     """Packs an Energon data set of clips and captions online, one row of patches and one of text per micro-batch.
 
-    Mutable, with plain values, like `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`. Hydra reaches all of them:
+    Mutable and plain, like `energon_packing.bridge.dataset.PackedEnergonDatasetConfig`. Hydra reaches every setting:
     ``dataset.encoder.compat=bridge``, ``dataset.packing.window=256``, ``dataset.data.shuffle_buffer=1000``.
     """
 

@@ -1,6 +1,6 @@
-"""Attention on a CPU: what stands in for Transformer Engine's, one segment at a time.
+"""Attention on a CPU: a stand-in for Transformer Engine's, one segment at a time.
 
-Exact (fp32, no approximation) and slow. `stand_ins` puts it into Bridge's models; it needs Megatron-Core alone.
+Exact (fp32, no approximation) and slow. `stand_ins` puts it into Bridge's models; it needs only Megatron-Core.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ignore_boundaries = False
 
 
 class SegmentAttention(MegatronModule):
-    """Attention by `torch.nn.functional.scaled_dot_product_attention`, one call a segment.
+    """Attention by `torch.nn.functional.scaled_dot_product_attention`, one call per segment.
 
-    Stands in for Transformer Engine's ``DotProductAttention`` with ``qkv_format="thd"``: segment ``i`` lies at
+    Stands in for Transformer Engine's ``DotProductAttention`` with ``qkv_format="thd"``: segment ``i`` starts at
     ``cu_seqlens_q_padded[i]`` (``cu_seqlens_q[i]`` where there are no padded boundaries) and has the real length
     ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]``. Tokens between the real end of a segment and its physical end neither
     attend nor are attended to; their output is zero. Causal for language layers, full for the vision tower.
@@ -46,7 +46,7 @@ class SegmentAttention(MegatronModule):
         super().__init__(config=config)
         if config.context_parallel_size > 1 and pg_collection is None:
             raise UserError("The CPU stand-in for attention needs the process groups for context parallelism.")
-        # Under this name Bridge exchanges the group for an evaluation with another context-parallel size.
+        # Bridge replaces the group under this name for an evaluation with another context-parallel size.
         self.cp_group = None if pg_collection is None else pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -147,7 +147,7 @@ def physical_segments(packed: PackedSeqParams) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def ignore_boundaries() -> Iterator[None]:
-    """The control of every parity test: while it is open, causal attention runs over the whole row."""
+    """The control of every parity test: inside the block, causal attention runs over the whole row."""
     global _ignore_boundaries
     before, _ignore_boundaries = _ignore_boundaries, True
     try:

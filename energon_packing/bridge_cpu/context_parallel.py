@@ -1,8 +1,8 @@
 """Context parallelism of the CPU stand-in for attention: every rank sees the keys and values of all ranks.
 
 Transformer Engine passes keys and values round a ring; here they are gathered, and each rank's queries attend to what
-the whole row would have let them see. Which token lies on which rank is told by
-`energon_packing.thd.context_parallel.context_parallel_indices`, which a test holds equal to Transformer Engine's.
+they would see in the whole row. `energon_packing.thd.context_parallel.context_parallel_indices` determines which token
+lies on which rank; a test checks that it equals Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from energon_packing.thd.context_parallel import context_parallel_indices
 
 
 class _GatherTokens(torch.autograd.Function):
-    """The tokens of all ranks, one rank after the other; each rank's gradients go back to the rank they belong to."""
+    """Gathers the tokens of all ranks, one rank after the other; gradients return to the rank that owns the token."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -53,10 +53,10 @@ def attend_over_ranks(
         key: as ``query``.
         value: as ``query``.
         segments: ``(start, real end)`` of each segment in the whole row.
-        boundaries: int32, physical boundaries of the whole row: what the row was sliced by.
-        group: the context-parallel process group; every rank of it calls.
+        boundaries: int32, physical boundaries of the whole row, which it was sliced by.
+        group: the context-parallel process group; all of its ranks call.
         causal: no token sees a later one of its segment.
-        scale: of the logits; None is ``width ** -0.5``.
+        scale: of the logits; None means ``width ** -0.5``.
         dropout: probability.
 
     Returns:
@@ -64,7 +64,7 @@ def attend_over_ranks(
     """
     by_rank = [context_parallel_indices(boundaries, group.size(), rank) for rank in range(group.size())]
     place = torch.empty(sum(indices.numel() for indices in by_rank), dtype=torch.long)
-    place[torch.cat(by_rank)] = torch.arange(place.numel())  # where each token of the row lies among the gathered ones
+    place[torch.cat(by_rank)] = torch.arange(place.numel())  # index of each token of the row among the gathered ones
     keys, values = (_GatherTokens.apply(tensor, group)[place] for tensor in (key, value))
     own = by_rank[group.rank()]
     out = query.new_zeros(*query.shape[:-1], value.size(-1))
@@ -87,7 +87,7 @@ def attend_over_ranks(
 
 
 class PartitionedIndices:
-    """Stands in for the extension module ``transformer_engine_torch`` where Megatron-Core slices packed rows."""
+    """Stands in for the extension module ``transformer_engine_torch`` when Megatron-Core slices packed rows."""
 
     @staticmethod
     def thd_get_partitioned_indices(

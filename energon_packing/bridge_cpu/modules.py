@@ -1,4 +1,4 @@
-"""Norms and linear layers on a CPU: what stands in for Transformer Engine's in the layers of Megatron-Core."""
+"""Norms and linear layers on a CPU: stand-ins for Transformer Engine's in the layers of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class CpuSpecProvider(LocalSpecProvider):
-    """Which modules a "Transformer Engine" layer specification gets: the same slots, filled with modules for a CPU."""
+    """The modules of a "Transformer Engine" layer specification: the same slots, filled with modules for a CPU."""
 
     def column_parallel_layer_norm_linear(self) -> type:
         """Instead of ``TELayerNormColumnParallelLinear``."""
         return NormColumnParallelLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """As Transformer Engine: layers then have no norm of their own before a linear."""
+        """True, as for Transformer Engine: layers then have no separate norm before a linear layer."""
         return True
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """Instead of ``TENorm``, whichever norm it is for."""
+        """Instead of ``TENorm``, for every norm."""
         return TorchNorm
 
     def core_attention(self) -> type:

@@ -1,4 +1,4 @@
-"""Importing Megatron-Bridge where Transformer Engine is absent: placeholders for its one import without a guard."""
+"""Placeholders for Bridge's one unguarded import of Transformer Engine, for machines without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class _Absent(type):
-    """The type of placeholder classes: each of their attributes is a placeholder class again (``te.ops.Linear``)."""
+    """The metaclass of placeholder classes: each of their attributes is a placeholder class too (``te.ops.Linear``)."""
 
     def __getattr__(cls, attribute: str) -> type:
         if attribute.startswith("_"):
@@ -22,7 +22,7 @@ class _Absent(type):
 
 
 def _placeholder(name: str) -> types.ModuleType:
-    """A module whose attributes are empty classes: enough for ``import transformer_engine.pytorch as te``."""
+    """A module whose attributes are empty classes, which is enough for ``import transformer_engine.pytorch as te``."""
     module = types.ModuleType(name)
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
@@ -39,13 +39,13 @@ def _placeholder(name: str) -> types.ModuleType:
 
 
 class _PlaceholdersFor(importlib.abc.MetaPathFinder):
-    """Lets one module import Transformer Engine placeholders; every other module goes on seeing that TE is absent."""
+    """Lets one module import Transformer Engine placeholders; for every other module TE stays absent."""
 
     def __init__(self, module: str) -> None:
         self.module = module
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """The usual place of the one module, with a loader that lends it the placeholders; None for others."""
+        """The usual spec of the one module, with a loader that lends it the placeholders; None for other modules."""
         if fullname != self.module:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -54,7 +54,7 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            """Runs the module while the placeholders can be imported, and takes them away again."""
+            """Runs the module while the placeholders can be imported, and removes them afterwards."""
             names = ("transformer_engine", "transformer_engine.pytorch")
             placeholders = [_placeholder(name) for name in names]
             placeholders[0].pytorch = placeholders[1]  # type: ignore[attr-defined]
@@ -70,10 +70,10 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
 
 
 def import_bridge(*, placeholders: bool) -> None:
-    """Imports Bridge's training modules; one of them, which all others reach, imports TE without a guard.
+    """Imports Bridge's training modules. One of them, which all others import, imports TE without a guard.
 
     Args:
-        placeholders: whether Transformer Engine is absent, so that this one module needs something to import.
+        placeholders: whether Transformer Engine is absent, so that this one module needs placeholders.
     """
     finder = _PlaceholdersFor("megatron.bridge.peft.lora_layers")
     if placeholders:

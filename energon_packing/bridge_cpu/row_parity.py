@@ -1,8 +1,7 @@
-"""Does a packed row equal its samples one a row? Logits, loss, gradient and rotary positions, by Bridge's model.
+"""Does a packed row equal its samples, one per row? Compares logits, loss, gradient and positions of a Bridge model.
 
-Everything here works on a model and on batches; where they come from is the caller's business. A batch goes to the
-model as Bridge's ``vlm_step`` sends it, with the helpers of that step, so that a field which the step drops or reads
-differently shows up in the comparison.
+The functions take a model and batches from the caller. A batch goes to the model as Bridge's ``vlm_step`` sends it,
+through the helpers of that step, so a field that the step drops or reads differently shows up in the comparison.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from energon_packing.bridge_cpu import stand_ins
 from energon_packing.bridge_cpu.attention import ignore_boundaries
 
 LOGIT_LIMIT = 1e-5
-"""Largest difference of a logit, fp32."""
+"""Largest allowed difference of a logit, fp32."""
 LOSS_LIMIT = 1e-4
-"""Largest difference of the loss, and of a gradient's entry, fp32."""
+"""Largest allowed difference of the loss and of a gradient entry, fp32."""
 CONTROL_LIMIT = 1e-2
-"""A run that ignores the boundaries must differ by more, or the comparison proves nothing."""
+"""A run that ignores the boundaries must differ by more than this, or the comparison proves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentDifference:
-    """One sample in the pack against the sample alone.
+    """One sample in the pack compared with the sample alone.
 
     Attributes:
         index: place in the pack, from 0.
         tokens: real length.
         logits: largest absolute difference of a logit.
-        positions: largest absolute difference of a rotary position; None where the model makes none of its own.
+        positions: largest absolute difference of a rotary position; None if the model does not compute its own.
     """
 
     index: int
@@ -49,10 +48,10 @@ class ParityReport:
     Attributes:
         segments: one entry for each sample.
         packed_loss: weighted token loss of the row, divided by its weights.
-        single_loss: the same over the samples one a row.
-        gradient: largest absolute difference of a gradient's entry over all parameters.
-        gradient_scale: largest absolute entry of the gradient, to judge ``gradient`` by.
-        control: largest logit difference with boundaries ignored; None where it was not asked for.
+        single_loss: the same over the samples, one per row.
+        gradient: largest absolute difference of a gradient entry over all parameters.
+        gradient_scale: largest absolute entry of the gradient, as the scale for ``gradient``.
+        control: largest logit difference with boundaries ignored; None if it was not requested.
     """
 
     segments: tuple[SegmentDifference, ...]
@@ -73,7 +72,7 @@ class ParityReport:
         return abs(self.packed_loss - self.single_loss)
 
     def failures(self, *, logits: float = LOGIT_LIMIT, loss: float = LOSS_LIMIT) -> list[str]:
-        """What does not hold, one sentence each; empty where the pack equals its samples."""
+        """One sentence per failed comparison; empty if the pack equals its samples."""
         found = [
             f"segment {segment.index} ({segment.tokens} tokens): logits differ by {segment.logits:.2e} > {logits:.0e}"
             for segment in self.segments
@@ -97,7 +96,7 @@ class ParityReport:
 
 
 def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each sample as a batch of its own, without any packing: what Bridge's steps get from an unpacked data set.
+    """Each sample as its own batch, without packing, as Bridge's steps get it from an unpacked data set.
 
     Args:
         rows: as `energon_packing.thd.assemble` takes them and `energon_packing.thd.unpack` returns them: 1-D tensors
@@ -129,7 +128,7 @@ def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def masked_row() -> dict[str, Any]:
-    """A batch of one token that teaches nothing: fills a step up to its number of micro-batches."""
+    """A batch of one masked token, to fill a step up to its number of micro-batches."""
     return row_batches(
         [
             {
@@ -143,16 +142,16 @@ def masked_row() -> dict[str, Any]:
 
 
 def one_a_row(packs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[str, Any]], int]:
-    """The samples of each pack one a row, so that a training step of the same samples has the same weights.
+    """The samples of each pack, one per row, for training steps with the same samples and the same weights.
 
-    A step of Bridge has a fixed number of micro-batches, and packs hold different numbers of samples; `masked_row`
-    fills the gap. With ``calculate_per_token_loss`` it changes neither loss nor gradient.
+    A Bridge step has a fixed number of micro-batches, and packs hold different numbers of samples. `masked_row` fills
+    the gap; with ``calculate_per_token_loss`` it changes neither loss nor gradient.
 
     Args:
         packs: rows of each pack, in the order of the steps.
 
     Returns:
-        the batches, and how many of them make one step (the run's global batch size at data-parallel size 1).
+        the batches, and how many of them form one step (the run's global batch size at data-parallel size 1).
     """
     size = max(len(rows) for rows in packs)
     batches: list[dict[str, Any]] = []
@@ -163,7 +162,7 @@ def one_a_row(packs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[list[dict[s
 
 
 def forward(model: torch.nn.Module, batch: Mapping[str, Any], *, with_labels: bool) -> torch.Tensor:
-    """One forward pass as ``vlm_step.forward_step`` makes it.
+    """One forward pass, as ``vlm_step.forward_step`` makes it.
 
     Returns:
         token losses ``[1, T]`` with labels, else logits ``[1, T, vocabulary]``.
@@ -172,7 +171,7 @@ def forward(model: torch.nn.Module, batch: Mapping[str, Any], *, with_labels: bo
     from megatron.bridge.training import vlm_step
     from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_params
 
-    # vlm_step writes into the visual inputs that it is given; a copy keeps the caller's.
+    # vlm_step writes into the visual inputs that it receives; a copy protects the caller's.
     source = dict(batch)
     if source.get("visual_inputs") is not None:
         source["visual_inputs"] = type(source["visual_inputs"])(**source["visual_inputs"].as_model_kwargs())
@@ -202,12 +201,12 @@ def compare(
     *,
     control: bool = True,
 ) -> ParityReport:
-    """Runs the pack and its samples one a row through the model.
+    """Runs the pack, and its samples one per row, through the model.
 
     Args:
-        model: a Bridge model, not wrapped for data parallelism; put into evaluation mode for the comparison.
+        model: a Bridge model, not wrapped for data parallelism; the comparison runs it in evaluation mode.
         packed: `PackedBatch.to_bridge` of the pack.
-        singles: `row_batches` of the samples, in the order of the pack. A masked tail segment has none.
+        singles: `row_batches` of the samples, in the order of the pack; none for a masked tail segment.
         control: also measure the difference with boundaries ignored (CPU stand-ins only).
     """
     spans = _spans(packed, len(singles))
@@ -253,7 +252,7 @@ def compare(
 def loss_and_gradient(
     model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
 ) -> tuple[float, dict[str, torch.Tensor]]:
-    """Weighted token loss over all batches divided by all weights, and its gradient by parameter name."""
+    """Weighted token loss over all batches, divided by the sum of weights, and its gradient by parameter name."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = sum(float(batch["loss_mask"].sum()) for batch in batches)
     total = 0.0
@@ -270,7 +269,7 @@ def loss_and_gradient(
 
 
 def rotary_positions(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor | None:
-    """The positions ``[3, 1, T]`` that the model gives its rotary embedding; None for models without mRoPE."""
+    """The positions ``[3, 1, T]`` that the model passes to its rotary embedding; None for models without mRoPE."""
     with _evaluating(model), torch.no_grad():
         return _logits_and_positions(model, batch)[1]
 
@@ -279,7 +278,7 @@ def _logits_and_positions(model: torch.nn.Module, batch: Mapping[str, Any]) -> t
     seen: list[torch.Tensor] = []
 
     def note(_module: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Keeps the positions ``[3, 1, T]`` of a call of the rotary embedding."""
+        """Records the positions ``[3, 1, T]`` of a call of the rotary embedding."""
         value = arguments[0] if arguments else keywords.get("position_ids")
         if isinstance(value, torch.Tensor) and value.dim() == 3:
             seen.append(value)

@@ -1,10 +1,10 @@
-"""Everything that is replaced so that Megatron-Bridge's own code runs on a CPU, in one place.
+"""All replacements that let Megatron-Bridge's own code run on a CPU.
 
 Megatron-Bridge needs CUDA devices and Transformer Engine. A machine without them can still run its unmodified
 configuration, data, model, step and training code, if the lines that name a CUDA device and the Transformer Engine
-modules lead somewhere else. `REPLACED` is the complete list, with a reason for each entry; `install` carries it out
-as far as the installed release has the names (`replaced`), `uninstall` takes it back. Nothing else of Bridge or
-Megatron-Core is touched, and no file of theirs is changed.
+modules lead somewhere else. `REPLACED` is the complete list, with a reason for each entry. `install` applies the
+entries that the installed release has (`replaced`), and `uninstall` reverts them. Nothing else in Bridge or
+Megatron-Core is touched, and none of their files is changed.
 
 The stand-ins are exact (fp32, no approximation) and slow. They are for tests, the demo and `energon-packing parity`;
 on a machine with a GPU and Transformer Engine `install` replaces nothing and says so.
@@ -30,7 +30,7 @@ from energon_packing.errors import UserError
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """No warnings, no log records: Megatron says twenty times that Transformer Engine and Apex are absent."""
+    """Silences warnings and log records: Megatron reports twenty times that Transformer Engine and Apex are absent."""
     disabled = logging.root.manager.disable
     if disabled < logging.WARNING:  # each change walks over all loggers, more than a thousand with Bridge
         logging.disable(logging.WARNING)
@@ -45,7 +45,7 @@ def without_warnings() -> Iterator[None]:
 
 try:
     with without_warnings():
-        # First of all Megatron imports: it notes here whether Transformer Engine is present.
+        # The first Megatron import: it records here whether Transformer Engine is present.
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -77,12 +77,12 @@ def _no_random_state(*_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 
 class _NoStream:
-    """The CUDA stream of a machine without one: work is done in order, so there is nothing to wait for."""
+    """A CUDA stream on a machine without CUDA: work is done in order, so there is nothing to wait for."""
 
     wait_stream = synchronize = _nothing
 
     def record_event(self) -> _NoStream:
-        """An event of a stream with nothing to wait for is as good as the stream."""
+        """Returns the stream itself, since there is nothing to wait for."""
         return self
 
 
@@ -99,7 +99,7 @@ def _plain_block(*_args: Any, **_kwargs: Any) -> Iterator[None]:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory` with ``device="cuda"`` read as the CPU; every other call goes through untouched."""
+    """`factory` with ``device="cuda"`` replaced by the CPU; every other call passes unchanged."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _clip_gradients(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-    """Scales ``parameter.grad`` in place to ``max_norm`` where ``total_norm`` is above it (Megatron-Core's formula)."""
+    """Scales ``parameter.grad`` in place to ``max_norm`` if ``total_norm`` is above it (Megatron-Core's formula)."""
     if use_decoupled_grad:
         raise NotImplementedError("the CPU stand-in clips only parameter.grad")
     scale = max_norm / (float(total_norm) + 1.0e-6)
@@ -131,7 +131,7 @@ class Replacement:
 
     Attributes:
         target: ``module:attribute`` (the attribute may have dots).
-        stand_in: maps the original object to what takes its place.
+        stand_in: maps the original object to its replacement.
         reason: why Bridge cannot run on a CPU with the original, and what the stand-in does.
         since: the first release of Bridge that has the name, ``(0, 7)``; None where all supported ones have it.
     """
@@ -226,21 +226,21 @@ _originals: list[tuple[Any, str, Any]] = []
 
 
 def needed() -> bool:
-    """False where Bridge runs as it is: a CUDA device and Transformer Engine are present."""
+    """False if Bridge runs as it is, because a CUDA device and Transformer Engine are present."""
     return not (mcore_te.HAVE_TE and torch.cuda.is_available())
 
 
 def replaced() -> tuple[Replacement, ...]:
-    """The entries of `REPLACED` that the installed release of Bridge has; `install` carries out these."""
+    """The entries of `REPLACED` that the installed release of Bridge has; `install` applies these."""
     release = importlib.import_module("megatron.bridge.package_info").VERSION[:2]
     return tuple(entry for entry in REPLACED if entry.since is None or release >= entry.since)
 
 
 def install() -> str:
-    """Carries out `REPLACED`; a second call does nothing.
+    """Applies `REPLACED`; a second call does nothing.
 
     Returns:
-        One sentence that says what was done.
+        One sentence that states what was done.
     """
     if not needed():
         return "A CUDA device and Transformer Engine are present: nothing is replaced."
@@ -259,7 +259,7 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Puts every original back."""
+    """Restores every original."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)

@@ -1,8 +1,8 @@
 """Tiny, randomly initialised Megatron-Bridge models: the real classes, two layers, a few hundred thousand weights.
 
-`provider` writes a tiny Hugging Face configuration and hands it to Bridge's own `AutoBridge`, which makes the model
-provider just as it does for a real checkpoint. Vocabulary and special token ids are arguments, because they come from
-the processor that made the data.
+`provider` writes a tiny Hugging Face configuration and passes it to Bridge's own `AutoBridge`, which makes the model
+provider as for a real checkpoint. Vocabulary size and special token ids are arguments, because they depend on the
+processor that made the data.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class SpecialTokens:
     Attributes:
         vision_start: ``<|vision_start|>``, before each image, video or video frame.
         vision_end: ``<|vision_end|>``.
-        image: ``<|image_pad|>``, once for each visual token of an image.
-        video: ``<|video_pad|>``, once for each visual token of a video.
+        image: ``<|image_pad|>``, once per visual token of an image.
+        video: ``<|video_pad|>``, once per visual token of a video.
     """
 
     vision_start: int
@@ -103,12 +103,12 @@ def hugging_face_config(
         vocab_size: rows of the embedding; larger than every token id.
         tokens: needed by the vision families.
         seq_length: longest row in tokens.
-        experts: of each layer, two of them for a token; 0 makes a dense model. Not for ``qwen2_5_vl``; ``text`` becomes
-            a Qwen3 mixture of experts.
+        experts: per layer, two of which each token uses; 0 makes a dense model. Not for ``qwen2_5_vl``; ``text``
+            becomes a Qwen3 mixture of experts.
         layers: transformer layers.
 
     Raises:
-        ConfigError: for an unknown family, one without a mixture of experts, and missing or too large token ids.
+        ConfigError: for an unknown family, experts for a family without them, and missing or too large token ids.
     """
     import transformers
 
@@ -164,7 +164,7 @@ def provider(
     layers: int = _LAYERS,
 ) -> Any:
     """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
-    # Here and not above: `hugging_face_config` serves machines without Megatron-Core too.
+    # Imported here, because `hugging_face_config` also serves machines without Megatron-Core.
     from energon_packing.bridge_cpu import stand_ins
 
     stand_ins.install()
@@ -200,7 +200,7 @@ def provider(
         fields["mrope_section"] = _QWEN25_SECTIONS
     if family == "qwen3_vl":
         fields["language_max_sequence_length"] = seq_length
-    if experts:  # grouped and fused expert kernels are CUDA code as well
+    if experts:  # grouped and fused expert kernels are CUDA code too
         fields |= {"moe_grouped_gemm": False, "moe_permute_fusion": False, "moe_router_fusion": False}
         fields |= {"moe_token_dispatcher_type": "alltoall", "moe_shared_expert_overlap": False}
     for name, value in fields.items():

@@ -1,9 +1,9 @@
 """A training run on the CPU through Bridge's own code: validate, data iterators, setup, train, evaluate.
 
-The order of calls is that of ``megatron.bridge.training.pretrain.pretrain``, which itself cannot be imported without
-NVIDIA's resiliency extension: ``runtime_config_update`` (which calls ``ConfigContainer.validate``),
-``get_dataset_provider``, ``setup``, ``train``, ``evaluate``. All of these are Bridge's, unmodified; what they reach
-below is listed in `energon_packing.bridge_cpu.stand_ins.REPLACED`.
+The calls follow ``megatron.bridge.training.pretrain.pretrain``, which itself cannot be imported without NVIDIA's
+resiliency extension: ``runtime_config_update`` (which calls ``ConfigContainer.validate``), ``get_dataset_provider``,
+``setup``, ``train``, ``evaluate``. All of these are Bridge's, unmodified;
+`energon_packing.bridge_cpu.stand_ins.REPLACED` lists what is replaced underneath them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StepReport:
     Attributes:
         step: from 1.
         loss: sum of the token losses of the step divided by its trained tokens.
-        grad_norm: norm of the whole gradient before clipping; None where Bridge gives none.
+        grad_norm: norm of the whole gradient before clipping; None if Bridge reports none.
     """
 
     step: int
@@ -48,7 +48,7 @@ class RunResult:
     """A finished run.
 
     Attributes:
-        steps: one report for each optimiser step.
+        steps: one report per optimiser step.
         held_out_before: loss on the held-out rows before the first step; None without ``eval_iters``.
         held_out_after: loss on the same rows after the last step.
     """
@@ -65,13 +65,13 @@ class RunResult:
 
 @contextlib.contextmanager
 def process_groups() -> Iterator[None]:
-    """A gloo process group for the length of the block, and none of Megatron's global state after it.
+    """Opens a gloo process group for the block, and removes all of Megatron's global state after it.
 
-    The world is that of the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as ``torchrun``
-    sets them), or one process.
+    The environment sets the world (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``, as from ``torchrun``);
+    without them it is one process.
 
     Raises:
-        UserError: where a process group exists already.
+        UserError: a process group exists already.
     """
     stand_ins.install()
     from megatron.bridge.training.initialize import destroy_global_state
@@ -97,7 +97,7 @@ def process_groups() -> Iterator[None]:
 def build_model(provider: Any, *, seed: int = 1234) -> Any:
     """The provider's model with random weights and without a data-parallel wrapper, inside `process_groups`.
 
-    Sets up Megatron's model-parallel groups by the provider's sizes where there are none yet.
+    Sets up Megatron's model-parallel groups with the provider's sizes if there are none yet.
     """
     stand_ins.install()
     from megatron.core import parallel_state
@@ -131,13 +131,13 @@ def make_config(
         model: a Bridge model provider (`energon_packing.bridge_cpu.tiny_models`).
         dataset: a Bridge ``DatasetProvider`` whose rows are packs.
         steps: optimiser steps.
-        global_batch_size: rows of a step over all data-parallel ranks; a micro-batch is always one row.
+        global_batch_size: rows per step over all data-parallel ranks; a micro-batch is always one row.
         learning_rate: of every step, without warm-up or decay.
         eval_iters: global batches of held-out rows; 0 evaluates nothing.
         seed: of the weights.
 
     Raises:
-        ConfigError: for a number of steps or rows below 1.
+        ConfigError: fewer than one step or row.
     """
     for name, value in (("steps", steps), ("global_batch_size", global_batch_size)):
         if value < 1:
@@ -190,7 +190,7 @@ def run(
 ) -> RunResult:
     """Trains ``config.train.train_iters`` optimiser steps on the CPU.
 
-    Must be called inside `process_groups`, once in each block: Bridge sets up global state that a second run refuses.
+    Must be called inside `process_groups`, once per block: Bridge sets up global state that a second run refuses.
 
     Args:
         config: a `ConfigContainer`, for example from `make_config`; validated here by Bridge.
@@ -200,7 +200,7 @@ def run(
         quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
 
     Raises:
-        ConfigError: for an unknown forward step.
+        ConfigError: the forward step is unknown.
     """
     if forward_step not in ("vlm", "gpt") and not callable(forward_step):
         raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or a function.')
@@ -210,7 +210,7 @@ def run(
     terminal = sys.stdout
 
     def report_on_terminal(report: StepReport) -> None:
-        """Hands the report on with the caller's standard output."""
+        """Passes the report on, with the caller's standard output restored."""
         if on_step is not None:
             with contextlib.redirect_stdout(terminal):
                 on_step(report)
@@ -221,7 +221,7 @@ def run(
 
 @contextlib.contextmanager
 def _with_output_hidden() -> Iterator[None]:
-    """Standard output, log records below a warning, and the warnings of Megatron and torch go nowhere."""
+    """Discards standard output, log records below a warning, and the warnings of Megatron and torch."""
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
     try:
@@ -267,14 +267,14 @@ def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport],
     callbacks = CallbackManager()
     callbacks.register("on_train_step_end", record)
 
-    # One set of rows for both evaluations: an endless held-out stream would compare different rows.
+    # Both evaluations use one set of rows: an endless held-out stream would compare different rows.
     held_out: list[Any] = []
     if state.train_state.do_valid:
         rows = config.validation.eval_iters * config.validation.eval_global_batch_size // config.data_parallel_size
         held_out = [next(ready.valid_data_iterator) for _ in range(rows)]
 
     def held_out_loss() -> float | None:
-        """Mean loss over the held-out rows; None where there are none."""
+        """Mean loss over the held-out rows; None if there are none."""
         if not held_out:
             return None
         losses, _, _ = evaluate(state, step_function, RerunDataIterator(iter(held_out)), ready.model, None, config)
@@ -297,7 +297,7 @@ def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport],
 
 
 def _from_last_stage(losses: Any, groups: Any) -> float:
-    """The language model's loss, which Bridge knows on the last pipeline stage only, on every rank."""
+    """Returns the language model's loss on every rank; Bridge knows it on the last pipeline stage only."""
     last = groups.pp.size() - 1
     loss = torch.zeros(1)
     if groups.pp.rank() == last:

@@ -3,8 +3,8 @@
     from energon_packing.megatron_lm.gpt import forward_step, parse_and_validate_args
     from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
 
-`energon_packing.megatron_lm.vlm` has the same three names for vision-language models. Importing this package alone
-imports neither torch nor Megatron-LM. See docs/megatron_lm.md.
+`energon_packing.megatron_lm.vlm` has the same three names for vision-language models. Importing only this package
+loads neither torch nor Megatron-LM. See docs/megatron_lm.md.
 """
 
 from __future__ import annotations

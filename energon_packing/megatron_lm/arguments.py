@@ -1,8 +1,8 @@
-"""Megatron-LM's command line: our arguments group, and the run's configuration made from all arguments together.
+"""Megatron-LM's command line: our argument group, and the run's configuration made from all arguments together.
 
 Megatron-LM's arguments are the authority on what Megatron-LM decides (parallel sizes, row length, batch sizes). A
-configuration file that says the same thing differently is refused, so that ``energon-packing validate CFG.yaml`` and
-the run can never judge two different layouts.
+configuration file that contradicts them is refused, so that ``energon-packing validate CFG.yaml`` and the run never
+judge two different layouts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from energon_packing.errors import ConfigError
 _Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 ROW_LENGTH = "packing_row_length"
-"""Where `parse_and_validate_args` keeps the length of a row: model providers of vision scripts overwrite
+"""Where `parse_and_validate_args` keeps the row length, because model providers of vision scripts overwrite
 ``seq_length``. A plain number, because Megatron-LM saves its arguments in checkpoints."""
 
-# Setting of ours -> Megatron-LM's name of it.
+# Our setting -> Megatron-LM's name for it.
 _OWNED_BY_MEGATRON = {
     "parallel.tensor_parallel": "tensor_model_parallel_size",
     "parallel.context_parallel": "context_parallel_size",
@@ -40,7 +40,7 @@ _OWNED_BY_MEGATRON = {
 def add_energon_packing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds our arguments; an ``extra_args_provider`` of Megatron-LM's ``parse_args``.
 
-    A script that has extra arguments of its own adds those first: ``--dataloader-save`` is then left to it.
+    A script with its own extra arguments adds those first; if it has ``--dataloader-save``, that one is kept.
     """
     group = parser.add_argument_group("energon packing")
     group.add_argument(
@@ -77,12 +77,12 @@ def parse_and_validate_args(
     ignore_unknown_args: bool = False,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Megatron-LM's function of this name, with our arguments group and our checks.
+    """Megatron-LM's function of this name, with our argument group and our checks.
 
     ``--dataloader-type`` is ``external`` unless it is given.
 
     Raises:
-        ConfigError: arguments that packed rows cannot be trained with; before any process group exists.
+        ConfigError: arguments that cannot work with packed rows; raised before any process group exists.
     """
     from megatron.training.arguments import parse_and_validate_args as megatrons
 
@@ -99,7 +99,7 @@ def parse_and_validate_args(
 
 
 def row_length(args: Any) -> int:
-    """Tokens of a row: ``--dataloader-seq-length`` of vision scripts where it is given, else ``--seq-length``."""
+    """Tokens per row: ``--dataloader-seq-length`` of vision scripts if it is given, else ``--seq-length``."""
     kept = getattr(args, ROW_LENGTH, None) or getattr(args, "dataloader_seq_length", None) or args.seq_length
     return int(kept)
 
@@ -111,7 +111,7 @@ def run_config_of(args: Any) -> RunConfig:
         args: Megatron-LM's namespace, parsed with `add_energon_packing_args`.
 
     Raises:
-        ConfigError: ``--packing-config`` is missing or wrong, it contradicts an argument of Megatron-LM, or an argument
+        ConfigError: ``--packing-config`` is missing or wrong, contradicts an argument of Megatron-LM, or an argument
             cannot work with packed rows.
     """
     if not getattr(args, "packing_config", None) and not getattr(args, "packing_set", None):
@@ -160,10 +160,10 @@ def run_config_of(args: Any) -> RunConfig:
 
 
 def check_arguments(args: Any) -> None:
-    """Refuses arguments of Megatron-LM that packed rows cannot be trained with.
+    """Refuses arguments of Megatron-LM that cannot work with packed rows.
 
     Raises:
-        ConfigError: the first one, with what to do.
+        ConfigError: the first such argument, and what to do about it.
     """
 
     def value(name: str) -> Any:
@@ -199,7 +199,7 @@ def check_arguments(args: Any) -> None:
 
 
 def _settings_given(path: str | None, overrides: list[str]) -> set[str]:
-    """Dotted names of the settings that the file and the overrides name."""
+    """Dotted names of the settings that the file and the overrides set."""
     import yaml
 
     values: Any = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8-sig")) or {}

@@ -1,4 +1,4 @@
-"""What a rank's forward step needs of a packed row: read by one rank of the replica, sliced and moved here."""
+"""The part of a packed row that a rank's forward step needs: one rank of the replica reads the row, each slices it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from energon_packing.thd.context_parallel import slice_for_context_parallel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageBatch:
-    """A micro-batch of one row on one rank, on the model's device. T tokens, t = T / CP of them on this rank.
+    """A micro-batch of one row on one rank, on the model's device. The row has T tokens, this rank t = T / CP of them.
 
     Attributes:
         tokens: ``[1, t]`` int64; None on stages that have no embedding.
-        position_ids: ``[1, t]`` or ``[3, 1, t]`` int64; None where ``tokens`` is.
+        position_ids: ``[1, t]`` or ``[3, 1, t]`` int64; None if ``tokens`` is.
         labels: ``[1, t]`` int64, shifted; None on stages that have no output layer.
-        loss_mask: ``[1, t]`` float32; None where ``labels`` is.
-        padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage; later stages get the part of
-            it whose tokens their layers hold, ``[1, t / TP]`` with sequence parallelism.
+        loss_mask: ``[1, t]`` float32; None if ``labels`` is.
+        padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage; later stages get the part
+            for the tokens that their layers hold, ``[1, t / TP]`` with sequence parallelism.
         packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage.
         cu_seqlens: int32, real boundaries of the whole row.
-        visual_inputs: name -> tensor of all media of the row; pixels are None on stages after the first.
+        visual_inputs: name -> tensor for all media of the row; pixels are None on stages after the first.
     """
 
     tokens: torch.Tensor | None
@@ -41,15 +41,15 @@ class StageBatch:
 
 
 def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
-    """The next micro-batch of this rank. Every rank of a replica calls it equally often.
+    """Returns the next micro-batch of this rank. Every rank of a replica calls it equally often.
 
     Args:
         data_iterator: what Megatron-LM made of a `PackDataloader`.
-        whole_row: gives every stage all token fields, without slicing them for context parallelism: for vision models,
-            which slice the embeddings that they have put pixels into.
+        whole_row: returns all token fields on every stage, not sliced for context parallelism: for vision models, which
+            slice the embeddings after pixels are inserted.
 
     Raises:
-        PackingError: the iterator gives something else than packs.
+        PackingError: the iterator yields something other than packs.
     """
     from megatron.core import parallel_state
 
@@ -64,7 +64,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     cp = parallel_state.get_context_parallel_world_size()
     if not first:
         row = without_pixels(row)
-    # On the host: the accelerator neither waits for the boundaries nor gets tokens of other ranks.
+    # Sliced on the host, so the accelerator neither waits for the boundaries nor receives tokens of other ranks.
     part = row
     if cp > 1 and not whole_row:
         part = slice_for_context_parallel(row, cp, parallel_state.get_context_parallel_rank())
@@ -86,12 +86,12 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
 
 
 def device() -> torch.device:
-    """Where the model of this process lies."""
+    """The device of this process's model."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def without_pixels(row: PackedBatch) -> PackedBatch:
-    """The row less what only the vision encoder reads, by far the largest part of it."""
+    """The row without what only the vision encoder reads, by far its largest part."""
     if not row.visual_inputs:
         return row
     kept = {name: tensor for name, tensor in row.visual_inputs.items() if not name.startswith("pixel_values")}
@@ -99,7 +99,7 @@ def without_pixels(row: PackedBatch) -> PackedBatch:
 
 
 def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:
-    """Layers of later stages get their mask as it is; the first stage's embedding scatters its own."""
+    """This rank's part of the mask. Later stages use it as it is; the first stage's embedding scatters its own."""
     from megatron.core import parallel_state
     from megatron.training import get_args
 

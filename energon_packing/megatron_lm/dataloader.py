@@ -1,4 +1,4 @@
-"""The external data loader of Megatron-LM: training, validation and test iterators of packs, with a savable state."""
+"""An external data loader for Megatron-LM: training, validation and test iterators of packs, with a savable state."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from energon_packing.thd.batch import PackedBatch
 
 
 class PackDataloader:
-    """Packs of one replica without end; what Megatron-LM wraps as its train, valid and test iterator.
+    """One replica's packs without end, which Megatron-LM wraps as its train, valid and test iterators.
 
-    Every rank of a replica has one. The reader's reads, decodes and passes packs on; the others receive them, those of
-    later pipeline stages without pixels.
+    Every rank of a replica has one. On the reader it reads, decodes and passes packs on; on the other ranks it receives
+    them, on later pipeline stages without pixels.
 
     Args:
         config: of the run.
         replica: of this rank.
         split: part of the data set.
-        data_parallel_group: of this rank, for what readers agree on.
+        data_parallel_group: of this rank, for agreement between readers.
     """
 
     def __init__(self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None) -> None:
@@ -56,8 +56,8 @@ class PackDataloader:
     def save_state(self) -> Any:
         """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read.
 
-        Megatron-LM asks the first tensor rank of the first stage, with context parallelism several of them, and writes
-        one file for all that is not None.
+        Megatron-LM calls this on the first tensor rank of the first stage (with context parallelism on several ranks),
+        and writes one file for each state that is not None.
         """
         if not self._replica.is_reader:
             return None
@@ -103,12 +103,12 @@ class _Endless:
 def train_valid_test_datasets_provider(
     train_val_test_num_samples: tuple[int | None, ...], vp_stage: int | None = None
 ) -> tuple[PackDataloader | None, PackDataloader | None, PackDataloader | None]:
-    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` that ``pretrain`` is given.
+    """Builds the iterators of this rank: the ``train_valid_test_datasets_provider`` to pass to ``pretrain``.
 
-    A collective call of all ranks, as ``pretrain`` makes it.
+    This is a collective call: all ranks make it, as in ``pretrain``.
 
     Args:
-        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built where it is 0.
+        train_val_test_num_samples: rows that Megatron-LM will ask for; no loader is built for 0.
         vp_stage: of virtual pipelines, which are refused.
 
     Raises:
@@ -128,7 +128,7 @@ def train_valid_test_datasets_provider(
         cp=parallel_state.get_context_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
     )
-    # Megatron-LM counts its evaluations itself; an epoch that ends before would end the run.
+    # Megatron-LM counts evaluation steps itself; an epoch that ended earlier would end the run.
     endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"))
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)

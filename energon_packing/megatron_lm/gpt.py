@@ -1,4 +1,4 @@
-"""GPT on packed rows: what a ``pretrain_gpt.py`` of Megatron-LM imports in place of its own data functions.
+"""GPT on packed rows: what Megatron-LM's ``pretrain_gpt.py`` imports in place of its own data functions.
 
 from energon_packing.megatron_lm.gpt import forward_step, parse_and_validate_args
 from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
@@ -39,7 +39,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         Token losses on the last stage, hidden states elsewhere; and the loss function.
 
     Raises:
-        ConfigError: a schedule plan is asked for.
+        ConfigError: a schedule plan is requested.
     """
     refuse_schedule_plan(return_schedule_plan)
     batch = read(data_iterator)
@@ -57,7 +57,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 
 def read(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
-    """`get_batch` under Megatron-LM's timer, its real tokens counted for the report of FLOPs."""
+    """`get_batch` under Megatron-LM's timer; counts the real tokens for Megatron-LM's FLOPs report."""
     from megatron.training import get_timers, training
 
     timers = get_timers()
@@ -74,7 +74,7 @@ def refuse_schedule_plan(asked: bool) -> None:
     """Refuses a schedule plan.
 
     Raises:
-        ConfigError: it is asked for.
+        ConfigError: it is requested.
     """
     if asked:
         raise ConfigError(

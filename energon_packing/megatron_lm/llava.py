@@ -1,8 +1,8 @@
-"""Rows for Megatron-Core's ``LLaVAModel``, which wants one token where our rows hold one for every embedding.
+"""Rows for Megatron-Core's ``LLaVAModel``, which expects one token per image where our rows hold one per embedding.
 
 The model finds the token ``image_token_index`` (-200), puts the embeddings of that image's tiles in its place, and
-moves labels and loss mask along. So a run of placeholders is cut down to its last token, and the model makes the row
-again: as long as it was, with the boundaries that the row has.
+moves labels and loss mask along. So each run of placeholders is cut to its last token, and the model expands the row
+again to its full length and the same boundaries.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from energon_packing.megatron_lm.batch import StageBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LlavaInputs:
-    """What ``LLaVAModel.forward`` takes. S is T less what the runs of placeholders lost.
+    """What ``LLaVAModel.forward`` takes. S is T minus the placeholders that were cut.
 
     Attributes:
-        images: ``[tiles, 3, H, W]``; without tiles where the row has no image.
+        images: ``[tiles, 3, H, W]``; zero tiles if the row has no image.
         tokens: ``[1, S]`` int64.
         position_ids: ``[1, S]`` int64, of the expanded row.
         labels: ``[1, S]`` int64.
         loss_mask: ``[1, S]`` float32.
-        tiles: int ``[runs]``, tiles of each run.
+        tiles: int ``[runs]``, tiles per run.
     """
 
     images: torch.Tensor
@@ -39,7 +39,7 @@ class LlavaInputs:
 
 
 def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int, tokens_per_tile: int) -> LlavaInputs:
-    """Cuts every run of placeholders down to one token.
+    """Cuts every run of placeholders to one token.
 
     Args:
         batch: a whole row.
@@ -48,7 +48,7 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
         tokens_per_tile: the model's ``img_seq_len``.
 
     Raises:
-        ConfigError: the runs are no whole numbers of tiles, or the model has other inputs than ``pixel_values``.
+        ConfigError: a run is not a whole number of tiles, or the row has visual inputs other than ``pixel_values``.
     """
     if batch.tokens is None or batch.labels is None or batch.loss_mask is None or batch.position_ids is None:
         raise PackingError("LLaVAModel needs the whole row on every stage; call get_batch with whole_row=True")
@@ -83,10 +83,10 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
 
 @functools.cache
 def image_placeholder() -> int:
-    """Token id of an image's placeholders, asked of the run's processor once.
+    """Token id of image placeholders, read once from the run's processor.
 
     Raises:
-        ConfigError: the processor has no placeholder of images.
+        ConfigError: the processor has no image placeholder.
     """
     from megatron.training import get_args
 
@@ -101,7 +101,7 @@ def image_placeholder() -> int:
 
 
 def check_pipeline_width(model: Any, batch: StageBatch) -> None:
-    """Pipelines of ``LLaVAModel`` pad to the language model's length: that must be the row's.
+    """Checks that the language model's length, to which ``LLaVAModel`` pads in pipelines, is the row's.
 
     Raises:
         ConfigError: it is not.

@@ -1,4 +1,4 @@
-"""The state of the loader in Megatron-LM's checkpoints: where it lies, and how it is read without running it."""
+"""The loader's state in Megatron-LM's checkpoints: where it is stored, and how to read it without running its code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from energon_packing.errors import ConfigError
 
-# What the states of Energon's loaders are made of, by running them. Anything else in a file is not a loader's state.
+# The classes in the states of Energon's loaders, found by running them. A file with any other is not a loader's state.
 _ADMITTED = {
     "builtins": {"set", "frozenset", "bytearray", "complex"},
     "collections": {"OrderedDict"},
@@ -29,7 +29,7 @@ _ADMITTED = {
 
 
 def _bytes_of(text: str, encoding: str) -> bytes:
-    """Bytes (of random-number generators), which torch.save writes as text with the name of a codec."""
+    """Bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
     return text.encode(encoding)
@@ -45,14 +45,14 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
-    """The loader's state that belongs to the checkpoint that this run continues; None for a run that begins.
+    """The loader's state for the checkpoint that this run continues from; None for a new run.
 
     Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
     ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
 
     Raises:
-        ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` says that this is
-            meant; or the file holds something else.
+        ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
+            holds something else.
     """
     if not args.iteration or args.packing_restart_data:
         return None
@@ -76,7 +76,7 @@ def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
 
 
 def read_state(path: Path) -> Any:
-    """The state in a file, read by an unpickler that knows the classes of such states and no others.
+    """The state in a file, read by an unpickler that accepts only the classes of such states.
 
     Raises:
         ConfigError: there is no such file, or it holds something else.
@@ -86,7 +86,7 @@ def read_state(path: Path) -> Any:
             f"There is no state of the loader at {path}; the world size or --dataloader-save differs from the run that "
             "saved it. Give --packing-restart-data to begin the data anew."
         )
-    # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary of a class of its own.
+    # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")
     vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
     try:

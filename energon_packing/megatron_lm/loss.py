@@ -1,4 +1,4 @@
-"""The loss of packed rows: the weighted sum of token losses, and the number that it is divided by."""
+"""The loss of packed rows: the weighted sum of token losses, and its divisor."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ LossResult = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
 
 def bound_loss(loss_mask: torch.Tensor | None) -> Callable[[torch.Tensor], LossResult]:
-    """`loss_func` for one micro-batch; stages before the last have no mask and never call it."""
+    """`loss_func` bound to one micro-batch; stages before the last have no mask and never call it."""
     return partial(loss_func, loss_mask)
 
 
 def loss_func(loss_mask: torch.Tensor | None, output_tensor: torch.Tensor) -> LossResult:
-    """A loss function of Megatron-LM's schedules, to be bound to a mask by `functools.partial`.
+    """A loss function for Megatron-LM's schedules, to be bound to a mask with `functools.partial`.
 
     Args:
-        loss_mask: weights of the targets that this rank holds, 0 where nothing is learned.
+        loss_mask: weights of the targets that this rank holds; 0 for targets that are not trained.
         output_tensor: their token losses, in the same order.
 
     Returns:
-        The weighted sum; the sum of the weights, rounded to a whole number (fractional weights of the encoder carry a
+        The weighted sum; the sum of the weights, rounded to a whole number (the encoder scales fractional weights by a
         factor that makes this exact enough); and both as ``"lm loss"`` for the report, which Megatron-LM sums over
         micro-batches and ranks and divides.
 
     Raises:
-        PackingError: there is no mask, that is, this is not the last stage.
+        PackingError: there is no mask, so this is not the last stage.
     """
     from megatron.core.rerun_state_machine import get_rerun_state_machine
     from megatron.training import get_args

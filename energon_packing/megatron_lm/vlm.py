@@ -1,10 +1,10 @@
-"""Vision-language models on packed rows: what a ``pretrain_vlm.py`` imports in place of its own data functions.
+"""Vision-language models on packed rows: what ``pretrain_vlm.py`` imports in place of its own data functions.
 
     from energon_packing.megatron_lm.vlm import forward_step, parse_and_validate_args
     from energon_packing.megatron_lm.vlm import train_valid_test_datasets_provider
 
-Two kinds of model are known by what they are: Megatron-Core's ``LLaVAModel``, and models whose forward takes the
-Hugging Face names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwen-VL classes.
+Two kinds of model are recognised: Megatron-Core's ``LLaVAModel``, and models whose forward takes the Hugging Face
+names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwen-VL classes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         Token losses on the last stage, hidden states elsewhere; and the loss function.
 
     Raises:
-        ConfigError: a schedule plan is asked for, or the processor does not fit the model.
+        ConfigError: a schedule plan is requested, or the processor does not fit the model.
     """
     from megatron.core.models.multimodal.llava_model import LLaVAModel
 
@@ -51,7 +51,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
     batch = read(data_iterator, whole_row=True)
     call = _call_llava if isinstance(innermost(model), LLaVAModel) else _call_by_name
     output = call(model, batch)
-    # A model that slices the row for context parallelism gives the mask of its own tokens back.
+    # A model that slices the row for context parallelism returns the mask of its own tokens.
     output, loss_mask = output if isinstance(output, tuple) else (output, batch.loss_mask)
     return output, bound_loss(loss_mask)
 
@@ -65,8 +65,8 @@ def _call_llava(model: Any, batch: StageBatch) -> Any:
         image_token_index=inner.image_token_index,
         tokens_per_tile=inner.img_seq_len,
     )
-    # Images by position, since the mixed-precision wrapper casts those; the mask by name, since it must not: weights
-    # of targets lose digits in 16 bits.
+    # Images are passed by position, because the mixed-precision wrapper casts those. The mask is passed by name and so
+    # is not cast: weights of targets would lose digits in 16 bits.
     return model(
         inputs.images,
         inputs.tokens,

@@ -1,8 +1,8 @@
-"""What each model family of Megatron-Bridge does with packed rows, by version, and the file that says so.
+"""What each model family of Megatron-Bridge does with packed rows, by version, and the file that shows it.
 
-One table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_family_table.py` holds every
-line against the source of the installed Bridge (and of a checkout of main). Facts, no code of Bridge. A family that is
-not in it is not judged. Imports neither torch nor Bridge.
+There is one table: the rules read it, ``docs/families.md`` shows it, and `tests/conformance/test_family_table.py`
+checks every line against the source of the installed Bridge (and of a checkout of main). It holds facts, no code of
+Bridge. A family that is not in the table is not judged. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class FamilyLine:
 
     Attributes:
         name: for people.
-        prefix: what a normalised family name begins with, see `RunView.family`; the longest one counts.
+        prefix: start of the normalised family name, see `RunView.family`; the longest match counts.
         since: first two numbers of the version.
-        packed: whether rows that hold several samples are computed as such.
+        packed: whether the family keeps the samples of a packed row apart.
         context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
         in_batch: whether Bridge's own in-batch packing serves the family.
         why: what is wrong where one of the three is False, as a clause.
         source: file below ``megatron/bridge``.
-        holds: texts that the file holds.
-        lacks: texts that it does not.
+        holds: texts that the file contains.
+        lacks: texts that it does not contain.
     """
 
     name: str
@@ -185,8 +185,8 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
 )
 """Lines of one family in the order of their versions.
 
-Qwen3-Next and GLM-4.5 are not here: their provider is that of any GPT, so a run does not tell. `NAMED_TEXT_MODELS`
-judges them where our YAML names them.
+Qwen3-Next and GLM-4.5 are not here: they share the provider of every GPT, so a run does not reveal them.
+`NAMED_TEXT_MODELS` judges them if our YAML names them.
 """
 
 NAMED_TEXT_MODELS = {
@@ -196,7 +196,7 @@ NAMED_TEXT_MODELS = {
 
 
 def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
-    """The line for a normalised family name and a version of Bridge; None where the table does not know the family."""
+    """The line for a normalised family name and a version of Bridge; None if the table does not list the family."""
     found = [line for line in FAMILY_TABLE if family.startswith(line.prefix) and line.since <= release]
     return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
 

@@ -1,4 +1,4 @@
-"""``validate --measure``: runs the encoder on a part of the data set, without pixels, and packs what it measured."""
+"""``validate --measure``: runs the encoder on part of the data set, without pixels, and packs the measured samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from energon_packing.validate.verdict import without_output
 
 
 def measure_quietly(config: RunConfig, parallel: ParallelConfig, samples: int, view: RunView) -> DataFacts:
-    """As `measure_data`, quietly and as the run of the view reads its samples.
+    """Calls `measure_data` quietly, with samples read as the view's run reads them.
 
     Raises:
-        UserError: as there, or what measuring needs is not installed.
+        UserError: as there, or a package that measuring needs is not installed.
     """
     try:
         with without_output():
@@ -30,8 +30,8 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
 
     Args:
         config: data set, processor and packing.
-        parallel: what the alignment multiple follows from.
-        samples: how many are measured; the whole split where it has fewer.
+        parallel: determines the alignment multiple.
+        samples: how many are measured; the whole split if it has fewer.
         one_a_row: the run reads single samples, so it drops chosen/rejected pairs, which are two rows.
 
     Raises:
@@ -45,10 +45,10 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from energon_packing.packing.whole_list import pack_lengths
 
     class Measuring(PackingTaskEncoder):
-        """Hands measured samples out instead of packing them."""
+        """Yields measured samples instead of packing them."""
 
         def build_batch(self, dataset: Any, **_unused: Any) -> Any:
-            """The data set of samples itself; called by Energon in place of batching."""
+            """Returns the data set of samples itself; Energon calls it in place of batching."""
             return dataset
 
     packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)

@@ -1,6 +1,6 @@
 """What is known about a run's model, tokenizer and data besides its settings.
 
-`processor_facts` and `model_facts` read JSON and need nothing installed; facts of the data are measured, see
+`processor_facts` and `model_facts` read JSON and need no extra packages. Facts about the data are measured, see
 `measurement`.
 """
 
@@ -18,18 +18,18 @@ PLACEHOLDERS = {
     "image": ("<|image_pad|>", "<IMG_CONTEXT>", "<image>"),
     "video": ("<|video_pad|>", "<video>"),
 }
-"""Texts that stand for a visual token in the vocabularies of known families, by the medium."""
+"""Texts that stand for a visual token in the vocabularies of known families, for images and for videos."""
 
 LARGEST_JSON = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFacts:
-    """Ids that a tokenizer gives, or that a model takes.
+    """Ids that a tokenizer produces, or that a model takes.
 
     Attributes:
-        size: ids are below it: the tokenizer's largest id and one, or the rows of the model's embedding; None where it
-            is not known.
+        size: upper bound of the ids, exclusive: the tokenizer's largest id plus one, or the rows of the model's
+            embedding; None if unknown.
         placeholders: ``image`` and ``video`` -> id of the token that stands for a visual token.
     """
 
@@ -39,17 +39,17 @@ class TokenFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """What measuring a part of the data set found. Lengths are tokens, padded to the alignment multiple.
+    """Results of measuring part of the data set. Lengths are tokens, padded to the alignment multiple.
 
     Attributes:
         samples: of the whole split.
         measured: samples of the part.
-        dropped: samples of the part that the encoder dropped, longer ones than a row among them.
+        dropped: samples of the part that the encoder dropped, including those longer than a row.
         too_long: samples of the part that are longer than a row.
         longest: length of the longest sample of the part, without padding.
         mean: mean length of the samples that are kept.
-        fill: real tokens over the tokens of the rows if the part is packed with the run's settings.
-        packs: rows that the part makes if it is packed.
+        fill: real tokens over row tokens if the part is packed with the run's settings.
+        packs: number of rows if the part is packed.
     """
 
     samples: int
@@ -63,17 +63,17 @@ class DataFacts:
 
     @property
     def samples_per_pack(self) -> float:
-        """Mean number of samples of a row."""
+        """Mean number of samples per row."""
         return (self.measured - self.dropped) / self.packs if self.packs else 0.0
 
     @property
     def packs_per_epoch(self) -> int:
-        """Packs of all replicas together in one epoch."""
+        """Packs per epoch over all replicas."""
         return round(self.packs * self.samples / self.measured) if self.measured else 0
 
     @property
     def samples_per_epoch(self) -> int:
-        """Samples that are kept in one epoch: the rows of a run that packs in the batch, or not at all."""
+        """Samples kept per epoch: the rows of a run that packs in the batch, or not at all."""
         return round((self.measured - self.dropped) * self.samples / self.measured) if self.measured else 0
 
 
@@ -89,7 +89,7 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
     values = _read(file)
     added = {entry["content"]: int(entry["id"]) for entry in values.get("added_tokens", [])}
     vocabulary = values.get("model", {}).get("vocab", {})
-    # Unigram tokenizers list their tokens, the others map them to ids.
+    # Unigram tokenizers list their tokens; the others map tokens to ids.
     last = max(vocabulary.values(), default=-1) if isinstance(vocabulary, dict) else len(vocabulary) - 1
     ids = {
         kind: next(added[text] for text in texts if text in added)
@@ -100,7 +100,7 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
 
 
 def model_facts(config_file: Path) -> dict[str, Any]:
-    """Fields of a `RunView` that a model's ``config.json`` tells.
+    """Fields of a `RunView` that a model's ``config.json`` determines.
 
     Raises:
         ConfigError: the file cannot be read.

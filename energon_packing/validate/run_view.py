@@ -1,6 +1,6 @@
 """`RunView`: everything that a rule reads about a training run, in groups.
 
-A rule never touches a configuration object. It reads this view, so the same rule judges our YAML (`views.config`), a
+A rule never reads a configuration object. It reads this view, so the same rule judges our YAML (`views.config`), a
 Bridge ``ConfigContainer`` (`views.container`) and Megatron-LM's arguments. Imports neither torch nor Bridge.
 """
 
@@ -33,10 +33,10 @@ from energon_packing.validate.view_groups import (
 )
 
 DatasetKind = Literal["packed_energon", "energon", "hf_sft", "mock_vlm", "gpt_sft", "gpt_pretraining", "provider"]
-"""What Bridge takes the data set for. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
+"""How Bridge classifies the data set. ``packed_energon`` is ours; ``provider`` is any other ``DatasetProvider``."""
 
 COLLATED: tuple[DatasetKind, ...] = ("packed_energon", "energon", "hf_sft", "mock_vlm")
-"""Data sets with Bridge's settings of a collator, ``pad_to_max_length`` among them; ours has them as well."""
+"""Data sets with Bridge's collator settings, such as ``pad_to_max_length``; ours has them too."""
 
 PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 """Forward steps of Bridge 0.6.2 that join the samples of a micro-batch themselves."""
@@ -44,9 +44,9 @@ PACKING_STEPS = ("qwen3_vl_step", "audio_lm_step")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunView:
-    """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs, where rows are packed).
+    """What the rules read. Lengths are tokens; batch sizes are rows of ``seq_length`` (packs if rows are packed).
 
-    None means that the source does not say; a rule that needs the value then does not apply.
+    None means that the source does not state the value; a rule that needs it then does not apply.
     """
 
     dataset_kind: DatasetKind = "packed_energon"
@@ -66,11 +66,11 @@ class RunView:
 
     @classmethod
     def of(cls, **fields: Any) -> RunView:
-        """The view with these fields of its groups; see `changed`."""
+        """A view with these fields in its groups; see `changed`."""
         return cls().changed(**fields)
 
     def changed(self, **fields: Any) -> RunView:
-        """The view with other values of fields, each named as in its group.
+        """A copy of the view with changed fields, each named as in its group.
 
         Raises:
             PackingError: no group has such a field.
@@ -86,7 +86,7 @@ class RunView:
 
     @property
     def multiple(self) -> int:
-        """Tokens that every segment is padded to a multiple of."""
+        """Every segment is padded to a multiple of this many tokens."""
         return alignment_multiple(
             self.parallel.tensor_parallel,
             self.parallel.context_parallel,
@@ -96,12 +96,12 @@ class RunView:
 
     @property
     def packed(self) -> bool:
-        """Whether rows that hold several samples reach the model."""
+        """Whether rows with several samples reach the model."""
         return self.packing.enable_offline_packing or self.packing.enable_in_batch_packing or self.packs_natively
 
     @property
     def packs_natively(self) -> bool:
-        """Whether Bridge's own online packing makes the rows; 0.6 takes ``packing_buffer_size`` and has none."""
+        """Whether Bridge's own online packing makes the rows; 0.6 accepts ``packing_buffer_size`` but does not pack."""
         return (
             self.dataset_kind == "energon"
             and self.packing.packing_buffer_size is not None
@@ -110,21 +110,21 @@ class RunView:
 
     @property
     def rows_are_packs(self) -> bool:
-        """Whether a row of the data set is a pack, so that batch sizes count packs and not samples."""
+        """Whether a row of the data set is a pack, so that batch sizes count packs, not samples."""
         return self.packing.enable_offline_packing or self.packs_natively
 
     @property
     def reaches_the_step_packed(self) -> bool:
-        """As `packed`, less the rows that the forward step packs itself."""
+        """As `packed`, without the rows that the forward step packs itself."""
         deferred = self.packing.enable_in_batch_packing and self.packing.defer_in_batch_packing_to_step
         return self.packed and not deferred
 
     @property
     def as_wide_as_its_samples(self) -> bool:
-        """Whether a row is the samples of a micro-batch joined by a collator, without a width of its own.
+        """Whether a collator joins the samples of a micro-batch into a row without a fixed width.
 
-        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` and never the row, and reads no
-        ``pad_to_max_length``. The collator of Nemotron Omni has a packer of its own, which does both.
+        Bridge's ``prepare_sequence_batch`` then limits each sample to ``seq_length`` but never the row, and ignores
+        ``pad_to_max_length``. Nemotron Omni's collator has its own packer, which limits the row and reads the setting.
         """
         if (
             not self.packing.enable_in_batch_packing
@@ -136,7 +136,7 @@ class RunView:
 
     @property
     def width_fixed_by_bridge(self) -> bool:
-        """Whether ``validate()`` turns ``pad_to_max_length`` on, for the sake of pipelines and experts."""
+        """Whether ``validate()`` turns ``pad_to_max_length`` on, for pipelines and experts."""
         return self.dataset_kind in COLLATED and (
             self.parallel.pipeline_parallel > 1 or self.parallel.expert_parallel > 1
         )
@@ -153,19 +153,19 @@ class RunView:
 
     @property
     def rows_per_epoch(self) -> int | None:
-        """What `global_batch_size` counts, in an epoch of the measured data: packs, or else the samples themselves."""
+        """Rows per epoch of the measured data, in the unit of `global_batch_size`: packs, or else samples."""
         if self.facts.data is None:
             return None
         return self.facts.data.packs_per_epoch if self.rows_are_packs else self.facts.data.samples_per_epoch
 
     @property
     def bridge_packs_natively(self) -> bool:
-        """Whether the installed Bridge has online packing of its own, which came with 0.7."""
+        """Whether the installed Bridge has its own online packing, which came with 0.7."""
         return self.bridge_release >= (0, 7)
 
     @property
     def bridge_release(self) -> tuple[int, int]:
-        """First two numbers of the installed Bridge's version; without one that of 0.6, whose rules are the stricter.
+        """First two numbers of the installed Bridge's version; without one 0.6, whose rules are stricter.
 
         A pre-release counts as the release: the development branch calls itself 0.7.0.
         """
@@ -174,7 +174,7 @@ class RunView:
 
     @property
     def goes_through_gpt_step(self) -> bool:
-        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because the model is one of text.
+        """Whether micro-batches go through Bridge's ``gpt_step``: by its name, or because it is a text model.
 
         Without a name, and with our step, the model decides (`energon_packing.bridge.step`).
         """
@@ -185,14 +185,14 @@ class RunView:
 
     @property
     def data_parallel(self) -> int:
-        """Replicas in training, rounded down where the world size does not divide."""
+        """Replicas in training, rounded down if the world size does not divide evenly."""
         return self.parallel.world_size // (
             self.parallel.tensor_parallel * self.parallel.pipeline_parallel * self.parallel.context_parallel
         )
 
     @property
     def eval_data_parallel(self) -> int:
-        """Replicas in evaluation, rounded down where the world size does not divide."""
+        """Replicas in evaluation, rounded down if the world size does not divide evenly."""
         cp = self.parallel.eval_context_parallel or self.parallel.context_parallel
         return self.parallel.world_size // (self.parallel.tensor_parallel * self.parallel.pipeline_parallel * cp)
 
@@ -243,17 +243,17 @@ class RunView:
 
     @property
     def may_show_images(self) -> bool:
-        """Whether images or videos may reach the model: not on data sets of text, nor with a tokenizer of text."""
+        """Whether images or videos may reach the model: not on text data sets, nor with a text tokenizer."""
         if self.dataset_kind in ("gpt_sft", "gpt_pretraining"):
             return False
         return self.facts.processor_tokens is None or bool(self.facts.processor_tokens.placeholders)
 
     @property
     def model_forces_sequence_parallel(self) -> bool:
-        """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever was set.
+        """Whether the model's own ``finalize()`` turns sequence parallelism on at TP > 1, whatever the setting.
 
         ``Qwen3VLMoEModelProvider.finalize`` of ``megatron/bridge/models/qwen_vl/qwen3_vl_provider.py``, 0.6.2 and 0.7.
-        A published name has its active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
+        A published name states the active parameters where Bridge's class has ``MoE``: Qwen3-VL-30B-A3B.
         """
         return re.match(r"qwen3vl.*(moe|\d+ba\d+b)", self.family) is not None
 
@@ -273,7 +273,7 @@ def _group_of() -> dict[str, str | None]:
 
 
 GROUP_OF = _group_of()
-"""Name of a field -> its group; None for those of the view itself."""
+"""Name of a field -> its group; None for fields of the view itself."""
 
 
 def smallest_world_size(
@@ -284,14 +284,14 @@ def smallest_world_size(
 
 
 _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}
-"""Distributions that often run from a checkout on the path, by their folder in ``megatron``."""
+"""Distributions that often run from a checkout on the path, with their folder in ``megatron``."""
 
 
 @functools.cache
 def installed_version(distribution: str) -> str | None:
-    """Version of what Python would import of a distribution, without importing it; None where it is absent.
+    """Version of a distribution that Python would import, without importing it; None if it is absent.
 
-    A checkout of Megatron that stands on the path before the installed distribution counts: it is what runs.
+    A checkout of Megatron that precedes the installed distribution on the path counts, because it is what runs.
     """
     if distribution in _SOURCES:
         for folder in sys.path:
@@ -302,7 +302,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _version_in(file: Path) -> str | None:
-    """``0.20.0rc1`` of Megatron's ``package_info.py``; None where it is not written as expected."""
+    """The version in Megatron's ``package_info.py``, such as ``0.20.0rc1``; None if it is not written as expected."""
     if not file.is_file():
         return None
     found = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = ['\"]?(\w*)['\"]?$", file.read_text("utf-8"), re.M))

@@ -1,6 +1,6 @@
 """The verdict of the installed Bridge: its own unmodified ``ConfigContainer.validate()`` on an equivalent run.
 
-Bridge escapes some of its rules for a ``DatasetProvider``, which our data set is. The equivalent therefore takes
+Bridge skips some of its rules for a ``DatasetProvider``, which our data set is. The equivalent run therefore uses
 Bridge's own data set classes: for ours an ``EnergonDatasetConfig`` that carries the offline-packing fields, which
 Bridge reads by name from any data set. The model is the cheapest GPT provider with the same parallel layout; nothing
 is built and no process group is opened. Without CUDA or Transformer Engine, `stand_ins` is installed first.
@@ -27,13 +27,13 @@ from energon_packing.validate.run_view import RunView, installed_version
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BridgeVerdict:
-    """What the installed Bridge says.
+    """The verdict of the installed Bridge.
 
     Attributes:
-        version: of megatron-bridge, None where it is not installed.
-        accepted: None where Bridge could not be asked.
+        version: of megatron-bridge; None if it is not installed.
+        accepted: None if Bridge could not be asked.
         message: why it rejects, or why it could not be asked.
-        rule: the rule of ours behind the rejection, None where it is about something else.
+        rule: our rule for the rejection; None if it is about something else.
     """
 
     version: str | None
@@ -61,10 +61,10 @@ def bridge_verdict(view: RunView) -> BridgeVerdict:
 
 
 def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
-    """What Bridge's ``pretrain()`` calls first, on a ``ConfigContainer``; it ends with ``validate()``.
+    """Calls what Bridge's ``pretrain()`` calls first on a ``ConfigContainer``; it ends with ``validate()``.
 
-    It changes the container: names of precisions become settings, and what follows from the rest is filled in. On a
-    machine without Transformer Engine, which Megatron-Core looks for already here, fused kernels are turned off before.
+    It changes the container: names of precisions become settings, and derived settings are filled in. On a machine
+    without Transformer Engine, which Megatron-Core already looks for here, fused kernels are turned off first.
     """
     from megatron.bridge.training.config import runtime_config_update
 
@@ -77,7 +77,7 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     environment = dict(os.environ)
     try:
         return _judged(lambda: runtime_config_update(container), world_size)
-    finally:  # a recipe brings variables of the training machine
+    finally:  # a recipe sets environment variables of the training machine
         os.environ.clear()
         os.environ.update(environment)
 
@@ -103,7 +103,7 @@ def prepare_bridge() -> None:
 
 
 def equivalent_container(view: RunView) -> Any:
-    """A ``ConfigContainer`` with Bridge's own classes that agrees with the view in everything that a rule reads.
+    """A ``ConfigContainer`` of Bridge's own classes that agrees with the view in everything that a rule reads.
 
     Raises:
         ValueError: the view's kind of data set has no equivalent here.
@@ -139,7 +139,7 @@ def equivalent_container(view: RunView) -> Any:
         cuda_graph_modules=[
             CudaGraphModule[name] for name in view.graphs.cuda_graph_modules if not name.startswith("full")
         ],
-        # What 0.19 calls full_iteration; as a module it is history that no CudaGraphModule names.
+        # What 0.19 calls full_iteration; as a module name it is obsolete and not in CudaGraphModule.
         cuda_graph_scope=["full_iteration"] if "full_iteration" in view.graphs.cuda_graph_modules else None,
     )
     if view.packs_natively:  # Bridge reads these by name from any model, and only there
@@ -216,7 +216,7 @@ def _equivalent_dataset(view: RunView) -> Any:
 
 
 def _equivalent_task_encoder(settings: type) -> Any:
-    """Settings of one of Bridge's task encoders that nothing but its class is read of."""
+    """Stand-in settings for one of Bridge's task encoders; only their class is read."""
     values = {"str": "unused", "int": 1, "float": 1.0, "bool": False, "tuple[str, ...]": ("pixel_values",)}
     needed = [entry for entry in dataclasses.fields(settings) if entry.default is dataclasses.MISSING]
     return settings(**{entry.name: values[_name(entry.type)] for entry in needed if entry.init})
@@ -228,7 +228,7 @@ def _name(annotation: Any) -> str:
 
 @contextlib.contextmanager
 def believed_world_size(size: int) -> Iterator[None]:
-    """Lets Bridge believe in a number of processes; it reads ``WORLD_SIZE`` where no process group is open."""
+    """Makes Bridge see a number of processes; it reads ``WORLD_SIZE`` if no process group is open."""
     before = os.environ.get("WORLD_SIZE")
     os.environ["WORLD_SIZE"] = str(size)
     try:
@@ -242,9 +242,9 @@ def believed_world_size(size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_output() -> Iterator[None]:
-    """Bridge prints and warns about what it lacks on a CPU; the reader of a verdict (or of JSON) wants neither."""
+    """Silences Bridge, which prints and warns about what it lacks on a CPU, so that output (also JSON) stays clean."""
     before = logging.root.manager.disable
-    # Each change walks over all loggers, more than a thousand with Bridge: most of a verdict's time.
+    # Each change walks over all loggers, more than a thousand with Bridge, which takes most of a verdict's time.
     if before < logging.CRITICAL:
         logging.disable(logging.CRITICAL)
     sink = io.StringIO()

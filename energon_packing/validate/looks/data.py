@@ -18,12 +18,12 @@ _NOTHING = "there is nothing readable to look at"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataLooks:
-    """What the looks at a data set found.
+    """The results of the looks at a data set.
 
     Attributes:
         looks: in the order of `LOOKS`.
-        readable: leaves of the training split without a flaw, with what was found in them.
-        whole: that split has no others, neither broken ones nor any on another machine.
+        readable: leaves of the training split without a flaw, with the results for each.
+        whole: whether these are all leaves of the split: none is broken or on another machine.
     """
 
     looks: list[Look]

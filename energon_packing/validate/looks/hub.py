@@ -1,4 +1,4 @@
-"""The Hugging Face hub as far as it lies on this machine: its cache. Nothing here may reach the network."""
+"""The cache of the Hugging Face hub on this machine. Nothing here may reach the network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# As the hub writes its names; a dot or a slash in front says a path, and so does a second slash.
+# The hub's form of names; a leading dot or slash marks a path, and so does a second slash.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 _FILES = ("tokenizer_config.json", "tokenizer.json", "preprocessor_config.json", "processor_config.json", "config.json")
 
@@ -18,7 +18,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def cached_directory(name: str) -> Path | None:
-    """Where the cache of this machine keeps the files of a name; None where it has none of a processor's.
+    """Where this machine's cache keeps the files of a name; None if it has no processor files for it.
 
     Raises:
         ImportError: huggingface_hub is not installed.
@@ -35,10 +35,10 @@ def cached_directory(name: str) -> Path | None:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """What is loaded inside comes from this machine or not at all, code of a repository (``auto_map``) included.
+    """Inside the block everything is loaded from this machine or not at all, repository code (``auto_map``) included.
 
-    ``local_files_only`` would not reach everything that transformers loads beside a processor; the hub's own switch
-    refuses each request. Set on the module: its environment variable is read at import only.
+    ``local_files_only`` does not reach everything that transformers loads with a processor; the hub's own switch
+    refuses each request. It is set on the module, because the environment variable is read only at import.
     """
     from huggingface_hub import constants
 

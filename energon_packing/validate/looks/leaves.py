@@ -1,7 +1,7 @@
 """The data sets behind ``data.path``: a metadataset's references, followed to the directories that hold shards.
 
-Energon's loader stops at the first reference that it cannot open. Here all are followed, so that each one that is
-missing gets named. Read is the documented YAML; nothing of it is instantiated, and Energon is not imported.
+Energon's loader stops at the first reference that it cannot open. Here all are followed, so that every missing one is
+named. Only the documented YAML is read; nothing in it is instantiated, and Energon is not imported.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Leaf:
         named_in: the metadataset that refers to it; empty for ``data.path`` itself.
         split_config, dataset_config: names of its files in ``.nv-meta``.
         aux: auxiliary data sets, name -> directory or address, as Energon takes it.
-        subflavors: which the references add to those of the directory.
-        joined: samples are made of several such directories together.
+        subflavors: added by the references to those of the directory.
+        joined: whether samples combine several such directories.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flaw:
-    """Something that stops the loader: which look it belongs to, why, and what to change."""
+    """Something that stops the loader: the look it belongs to, why it stops, and what to change."""
 
     look: str
     why: str
@@ -51,7 +51,7 @@ class Flaw:
 
 
 def leaves_of(entry: str, split: str) -> tuple[list[Leaf], list[Flaw]]:
-    """What a part of a data set consists of.
+    """The directories that a part of a data set consists of.
 
     Args:
         entry: a directory with ``.nv-meta``, or a metadataset YAML file; see `convert.layout.dataset_entry`.
@@ -96,7 +96,7 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
 
 
 def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
-    """Leaves of what stands under a split, or in a list of references."""
+    """Leaves of the entry of a split, or of a list of references."""
     listed = next((name for name in _LISTS if name in values), None)
     if listed is None:
         if not isinstance(values.get("path"), str):
@@ -167,7 +167,7 @@ def _read_yaml(file: str) -> Mapping[str, Any] | Flaw:
 
 
 def missing_split(where: str, split: str, known: Mapping[str, Any]) -> Flaw:
-    """That a data set lacks a part, with the names of those that it has."""
+    """States that a data set lacks a part, and names those that it has."""
     names = ", ".join(repr(str(name)) for name in known) or "none"
     return Flaw(
         look="data-split",

@@ -1,4 +1,4 @@
-"""Looks at the directory of the ledger: workers write it, hours into a run."""
+"""Looks at the directory of the ledger, which workers write hours into a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from energon_packing.validate.looks.look import Look
 
 
 def look_at_ledger(ledger: str | None, place: str) -> Look:
-    """Whether files can be made in the directory, or it can be made where it does not exist. Writes nothing.
+    """Whether files can be created in the directory, or the directory itself if it does not exist. Writes nothing.
 
     Args:
         ledger: ``packing.ledger``.

@@ -1,4 +1,4 @@
-"""`Look`: one thing that a run reads, and what was found when it was looked at."""
+"""`Look`: one thing that a run reads, and what a look at it found."""
 
 from __future__ import annotations
 
@@ -51,4 +51,4 @@ LOOKS = {
     "chat-template": "the chat template is there and goes with the tokenizer",
     "samples": "ten conversations can be trained on, and the template leaves nothing of them out",
 }
-"""What is true where a look ends with ``ok``, by its id, in the order of the looks."""
+"""What is true if a look ends with ``ok``, by its id, in the order of the looks."""

@@ -1,4 +1,4 @@
-"""Looks at processor and chat template: their files, and what transformers and our encoder make of them."""
+"""Looks at processor and chat template: their files, and whether transformers and our encoder can use them."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _lacking_files(directory: Path) -> str:
-    """Why a path can be no processor; empty where it may be one."""
+    """Why a path cannot be a processor; empty if it may be one."""
     if not directory.is_dir():
         return f"{directory} is a file; a processor is a directory"
     there = {file.name for file in directory.iterdir()}
@@ -126,7 +126,7 @@ def _lacking_files(directory: Path) -> str:
 
 
 def _missing_template(config: EncoderConfig, at: str) -> Look | None:
-    """The look at a template that is no file, or a file that is no prompt; None where it may be one."""
+    """The look at a template that is not a file, or a file that is not a template; None if it may be one."""
     name = config.chat_template
     known = builtin_prompts()
     if name is None or name in known:

@@ -10,13 +10,13 @@ from energon_packing.validate.verdict import without_output
 
 
 def look_at_run(reads: RunReads) -> list[Look]:
-    """Looks at everything that lies on this machine. Downloads nothing, decodes no media, starts no process.
+    """Looks at everything on this machine. Downloads nothing, decodes no media, starts no process.
 
     Files of the data set are looked at first, which takes milliseconds; torch, transformers and Energon are imported
     only where the run names a processor.
 
     Returns:
-        One look or more for each id of `LOOKS`, in that order.
+        One or more looks per id of `LOOKS`, in that order.
     """
     if reads.problem:
         wrong = Look(id="data-path", at="the run", outcome="error", why=reads.problem, fix="correct the setting")

@@ -1,7 +1,7 @@
-"""Looks at ten conversations of each data set: does the run's chat template show everything that they say?
+"""Looks at ten conversations of each data set: does the run's chat template render everything in them?
 
-They are read by Energon and measured by the run's own task encoder, in this process and without pixels, so that what is
-refused here is what the ledger of the run would name.
+Energon reads them and the run's own task encoder measures them, in this process and without pixels. So a sample that
+is refused here is one that the run's ledger would name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from energon_packing.validate.looks.look import Look, RefusedSample
 from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected
 
 SAMPLES = 10
-"""Conversations of one data set."""
+"""Conversations read per data set."""
 MOST_LEAVES = 20
 """Data sets of a blend whose conversations are read; each takes about a tenth of a second."""
 _MARK = next(iter(SUBFLAVORS))
 
 
 def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str) -> list[Look]:
-    """One look a data set.
+    """One look per data set.
 
     Args:
         config: of the run.
@@ -121,7 +121,7 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
 
 
 def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
-    """What the refusals say of the run."""
+    """What the refusals mean for the run."""
     counts = Counter(sample.reason for sample in refused)
     listed = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     if not number:
@@ -151,7 +151,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
 
 
 def is_of_the_template(reason: str) -> bool:
-    """Whether a sample is refused for what the chat template makes of it: other samples will be, too."""
+    """Whether a sample is refused because of the chat template, so that other samples will be refused too."""
     return reason.startswith("template_") or reason == "unstable_prefix"
 
 
@@ -160,26 +160,26 @@ def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSampl
 
 
 def _measuring(config: RunConfig, processor: Any) -> Any:
-    """The run's task encoder, which hands measured samples out instead of packing them."""
+    """The run's task encoder, changed to yield measured samples instead of packing them."""
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
     class Measuring(PackingTaskEncoder):
         """Ends where packing begins."""
 
         def build_batch(self, dataset: Any, **_unused: Any) -> Any:
-            """The data set of samples itself; called by Energon in place of batching."""
+            """Returns the data set of samples itself; Energon calls it in place of batching."""
             return dataset
 
-    # What is too long is dropped as the run drops it; how rows are aligned is the affair of the rules.
+    # Samples that are too long are dropped as in the run; the rules judge how rows are aligned.
     packing = dataclasses.replace(config.packing, oversize="drop", ledger=None)
     return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
 
 
 def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[tuple[str, Any]]:
-    """Key and problem (None where there is none) of the first conversations of one data set.
+    """Key and problem (None if there is none) of the first conversations of one data set.
 
-    A metadataset that refers to that directory alone is opened, so that media store and subflavors come along and a
-    small data set of a blend is not left to chance.
+    Opens a metadataset that refers to that directory alone, so that media store and subflavors are included and a small
+    data set of a blend is not left to chance.
     """
     from megatron.energon import get_loader
 

@@ -1,4 +1,5 @@
-"""One directory of shards: is everything there that Energon's loader and our cookers open? Reads JSON, YAML, SQLite."""
+"""One directory of shards: does it hold everything that Energon's loader and our cookers open? Reads JSON, YAML,
+SQLite."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Inspected:
 
 
 def inspect(leaf: Leaf) -> Inspected:
-    """Looks at a directory on this machine; what is on another one is left to the loader."""
+    """Looks at a directory on this machine; directories elsewhere are left to the loader."""
     found = Inspected()
     directory = Path(leaf.path)
     named = f" (named in {leaf.named_in})" if leaf.named_in else ""
@@ -92,7 +93,7 @@ def _no_data_set(directory: Path, named: str) -> Flaw | None:
 
 
 def _look_at_part(found: Inspected, leaf: Leaf, counts: Mapping[str, int], splits: Mapping[str, Any]) -> None:
-    """The shards of the part: listed, counted, and there with their indices."""
+    """Checks that the shards of the part are listed, counted, and present with their indices."""
     parts = splits.get("split_parts") or {}
     if leaf.split not in parts:
         found.flaws.append(missing_split(leaf.path, leaf.split, parts))
@@ -169,7 +170,7 @@ def _counts(meta: Path) -> Mapping[str, int] | None:
 
 
 def _mapping(file: Path) -> Mapping[str, Any] | None:
-    """The values of a JSON or YAML file; None where there is no such file.
+    """The values of a JSON or YAML file; None if there is no such file.
 
     Raises:
         ValueError: it cannot be read, or holds something else.
@@ -189,7 +190,7 @@ def _mapping(file: Path) -> Mapping[str, Any] | None:
 
 
 def _has_media(index: Path) -> bool | None:
-    """Whether Energon's table of media metadata has rows, which may be millions; None where there is no such table."""
+    """Whether Energon's table of media metadata has rows, maybe millions; None if there is no such table."""
     if not index.is_file():
         raise FileNotFoundError("it does not exist")
     connection = sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)

@@ -1,7 +1,7 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about batches and about what their loss divides by.
 
-Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of them. Ours is a provider and needs
-them just as much: for the kind ``packed_energon`` they all apply. Imports neither torch nor Bridge.
+Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of these rules. Ours is a provider and
+needs them just as much, so all of them apply to the kind ``packed_energon``. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
 _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
-# Which of Bridge's data set classes a rule of its tests for.
+# The data set classes that a rule of Bridge tests for.
 _FINETUNING: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft")
 
 
@@ -164,6 +164,6 @@ def _in_batch_needs_several(view: RunView) -> Finding | None:
     return Finding(
         why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
         fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off and get packed rows",
-        # Our own data set packs without it; Bridge's would become an unpacked run, which is a decision.
+        # Our own data set packs without it; a run on Bridge's would become unpacked, which the user must decide.
         changes={"enable_in_batch_packing": False} if view.dataset_kind == "packed_energon" else {},
     )

@@ -1,7 +1,7 @@
 """Rules about runs that stay on the packing of Megatron-Bridge. Imports neither torch nor Bridge.
 
-Bridge's own rules about them are in `packing_modes`, `batches` and `lengths`; what the forward steps and the loader do
-with such a run, nobody checks before GPUs are taken.
+Bridge's own rules about them are in `packing_modes`, `batches` and `lengths`. Nobody else checks what the forward steps
+and the loader do with such a run before GPUs are taken.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ FIRST_TO_TELL_BY_OBJECT = (2, 18)
 
 
 def _packer_of_bridge(view: RunView) -> str | None:
-    """The part of Bridge that lays the rows of a run out, None for rows of ours and of one sample."""
+    """The part of Bridge that lays out the run's rows; None for our rows and single-sample rows."""
     if view.packing.enable_in_batch_packing:
         return (
             f"the packer in {view.step}"
@@ -97,7 +97,7 @@ def _packer_of_bridge(view: RunView) -> str | None:
 
 
 def _cut_over_ranks(view: RunView) -> bool:
-    """Whether lengths of a row of Bridge's are cut for the steps of a ring."""
+    """Whether the lengths of Bridge's rows are cut for the steps of a ring."""
     if (
         max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) == 1
         or _packer_of_bridge(view) is None

@@ -1,4 +1,4 @@
-"""Rules that Megatron-Core holds a run to, but only when GPUs are taken. Imports neither torch nor Megatron."""
+"""Rules that Megatron-Core enforces, but only after GPUs are taken. Imports neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _core_slices_packs(view: RunView) -> Finding | None:
     if found is None:
         return None
     release = tuple(int(number or 0) for number in found.groups()[:3])
-    # As versions are ordered, a pre-release of 0.18.0 comes before it.
+    # In the order of versions, a pre-release of 0.18.0 precedes it.
     if release > (0, 18, 0) or (release == (0, 18, 0) and found[4] is None):
         return None
     return Finding(

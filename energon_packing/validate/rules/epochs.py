@@ -1,4 +1,4 @@
-"""Rules about epochs and about the data as they were measured. Imports neither torch nor Bridge."""
+"""Rules about epochs and about the measured data. Imports neither torch nor Bridge."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rules about experts under packed rows: how tokens reach them, and what padding takes from them.
+"""Rules about experts with packed rows: how tokens reach them, and what padding costs them.
 
-Nobody else says so before GPUs are taken. Imports neither torch nor Megatron.
+Nothing else reports these before GPUs are taken. Imports neither torch nor Megatron.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from energon_packing.validate.rules.rule import Finding, SourceLine, one_length,
 from energon_packing.validate.run_view import RunView
 
 HYBRIDEP_CHUNK = 128
-"""Tokens of a chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
+"""Tokens per chunk of HybridEP's kernels, DeepEP's default (``NUM_OF_TOKENS_PER_CHUNK_DISPATCH_API``)."""
 
 
 def _has_experts(view: RunView) -> bool:

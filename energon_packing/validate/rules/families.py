@@ -1,6 +1,7 @@
 """Rules about what model families do with packed rows: the family table, vision gradients, deepstack features.
 
-Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
+Nothing else reports these: the run starts, and computes something other than what it claims. Imports neither torch nor
+Bridge.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _packed_known_family(view: RunView) -> bool:
 def _known_family_with_cp(view: RunView) -> bool:
     line = line_of(view.family, view.bridge_release)
     wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
-    return line is not None and line.packed and wide  # where it takes no packs, ours/family-takes-packs speaks
+    return line is not None and line.packed and wide  # if it takes no packs, ours/family-takes-packs reports it
 
 
 def _packed_vision_ddp(view: RunView) -> bool:
@@ -44,7 +45,7 @@ def _packed_ministral(view: RunView) -> bool:
 
 
 def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...]:
-    """The lines of the table that a rule speaks of, each with the first text that its file holds."""
+    """The table lines that a rule is about, each with the first text that its file contains."""
     found = []
     for line in FAMILY_TABLE:
         later = [other.since for other in FAMILY_TABLE if other.prefix == line.prefix and other.since > line.since]
@@ -158,15 +159,15 @@ def _deepstack_gradient(view: RunView) -> Finding | None:
     ),
 )
 def _deepstack_over_tensor_ranks(view: RunView) -> Finding | None:
-    # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 against 2.5443. No version is known
-    # that has equal gradients; the first that does ends this rule.
+    # Measured at TP 2 on 0.6.2 and on the development branch: gradient norm 2.5358 compared with 2.5443. No known
+    # version has equal gradients; the first that does ends this rule.
     if not view.parallel.sequence_parallel:
         return None
     why = (
         f"sequence_parallel at TP {view.parallel.tensor_parallel}: each rank of Qwen3-VL keeps the gradients of its "
         "own stretch of the row for the deepstack features, and Bridge never adds them up"
     )
-    if view.model_forces_sequence_parallel:  # how to do without TP is a decision
+    if view.model_forces_sequence_parallel:  # how to avoid TP is the user's decision
         return Finding(
             why=f"{why}; the provider of the mixture of experts turns it on at TP > 1 whatever is set",
             fix="set tensor parallelism to 1 (experts are spread by expert parallelism, layers by pipeline "

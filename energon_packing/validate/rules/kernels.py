@@ -12,7 +12,7 @@ WIDEST_HEAD = 256
 
 
 def _packed_in_fp8(view: RunView) -> bool:
-    # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8's sake.
+    # A step that packs makes its own rows: qwen3_vl_step pads them to 16 tokens for fp8.
     return view.reaches_the_step_packed and view.network.fp8_recipe is not None
 
 
@@ -53,7 +53,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     if not view.as_wide_as_its_samples:
         return Finding(why=why, fix=f"set {fix}", changes=changes)
     why += "; pad_to_max_length widens no row that is packed in the batch"
-    if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's would be unpacked: a decision
+    if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's is unpacked: the user decides
         return Finding(why=why, fix=f"turn enable_in_batch_packing off and set {fix}, or compute without fp8")
     packs = {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
     return Finding(

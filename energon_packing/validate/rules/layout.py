@@ -1,4 +1,4 @@
-"""Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about how GPUs are shared out.
+"""Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about how GPUs are divided.
 
 Imports neither torch nor Bridge.
 """
@@ -28,7 +28,7 @@ def _comm_types(view: RunView) -> tuple[str, ...]:
     order=220,
     checks="a list of cp_comm_type names every layer",
     applies=context_parallel,
-    bridge_says=("Length of cp_comm_type",),  # Megatron-Core says it first, when the model is finalised
+    bridge_says=("Length of cp_comm_type",),  # Megatron-Core raises it first, when the model is finalised
 )
 def _comm_type_of_each_layer(view: RunView) -> Finding | None:
     kinds = view.parallel.cp_comm_type

@@ -1,7 +1,7 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about lengths of rows, packs and the model.
 
-Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of them. Ours is a provider and needs
-them just as much: for the kind ``packed_energon`` they all apply. Imports neither torch nor Bridge.
+Bridge tests for its own data set classes, so a ``DatasetProvider`` escapes some of these rules. Ours is a provider and
+needs them just as much, so all of them apply to the kind ``packed_energon``. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from energon_packing.validate.run_view import COLLATED, DatasetKind, RunView
 
 _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigContainer.validate")
 
-# Which of Bridge's data set classes a rule of its tests for.
+# The data set classes that a rule of Bridge tests for.
 _SIZED: tuple[DatasetKind, ...] = (*COLLATED, "gpt_sft", "gpt_pretraining")
 
 
@@ -27,7 +27,7 @@ def _sized(view: RunView) -> bool:
 
 
 def _needs_fixed_width(view: RunView) -> bool:
-    # The in-batch packer widens no row, whatever `pad_to_max_length` is turned to.
+    # The in-batch packer never widens a row, whatever the value of `pad_to_max_length`.
     return view.width_fixed_by_bridge and not view.as_wide_as_its_samples
 
 

@@ -6,17 +6,17 @@ from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
 BYTES_A_SAMPLE = 5_200
-"""What a sample in the window costs its worker; ``scripts/bench.py loader --memory`` measures it."""
+"""What a sample in the window costs its worker, as measured by ``scripts/bench.py loader --memory``."""
 
 BYTES_A_WORKER = 660 << 20
-"""What a worker has for itself besides the window, with large images; ``scripts/bench.py loader --realistic``."""
+"""What a worker uses besides the window, with large images, as measured by ``scripts/bench.py loader --realistic``."""
 
 LARGEST_LOADER = 64 << 30
-"""Above this a rank's loader does not fit eight times into the memory of usual nodes."""
+"""Above this limit, the loaders of eight ranks do not fit into the memory of a usual node."""
 
 
 def loader_bytes(view: RunView) -> int | None:
-    """Estimate of the memory of one rank's loader processes; None where window or workers are not known."""
+    """Estimated memory of one rank's loader processes; None if window or workers are not known."""
     if view.loader.window is None or view.loader.workers is None:
         return None
     held = view.loader.window + 8 * (view.loader.balance_window or 1)  # a finished plan holds some samples each

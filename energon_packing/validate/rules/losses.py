@@ -1,6 +1,6 @@
-"""Rules about what a packed run's loss adds up: weights of tokens, and labels that are shifted.
+"""Rules about what a packed run's loss sums: weights of tokens, and shifted labels.
 
-Nobody else says so before GPUs are taken. Imports neither torch nor Bridge.
+Nothing else reports these before GPUs are taken. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def _packed_and_bridge_is_silent_on_loss(view: RunView) -> bool:
 
 
 def _packed_not_natively(view: RunView) -> bool:
-    return view.packed and not view.packs_natively  # of its own packing Bridge says it: bridge/native-*
+    return view.packed and not view.packs_natively  # for its own packing Bridge reports it: bridge/native-*
 
 
 def _weighted(view: RunView) -> bool:
@@ -57,7 +57,7 @@ def _tokens_weigh_the_same(view: RunView) -> Finding | None:
     ),
 )
 def _no_multi_token_prediction(view: RunView) -> Finding | None:
-    # Megatron-Core shifts labels at the real boundaries (roll_tensor): right where no padding stands between samples.
+    # Megatron-Core shifts labels at the real boundaries (roll_tensor): correct if there is no padding between samples.
     if view.loss.mtp_num_layers == 0 or (view.bridge_release >= (0, 7) and view.multiple == 1):
         return None
     reason = (

@@ -1,7 +1,7 @@
-"""Rules about the online packing of Megatron-Bridge's own.
+"""Rules about Megatron-Bridge's own online packing.
 
-The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; in 0.6 the setting is there and nothing packs,
-see ``ours/bridges-own-packing``. Imports neither torch nor Bridge.
+The packing (``EnergonDatasetConfig.packing_buffer_size``) came with 0.7; 0.6 has the setting but does not pack, see
+``ours/bridges-own-packing``. Imports neither torch nor Bridge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _rule = functools.partial(rule, place="megatron.bridge.training.config.ConfigCon
 _OURS = "take energon_packing.bridge.recipe.use_packed_data"
 
 TASK_ENCODER = "QwenVLEnergonTaskEncoderConfig"
-"""The one task encoder of Bridge 0.7 that has the hooks of online packing."""
+"""The only task encoder of Bridge 0.7 with the hooks for online packing."""
 
 
 def _buffer(view: RunView) -> bool:

@@ -1,6 +1,6 @@
 """Rules of ``ConfigContainer.validate()`` in Megatron-Bridge 0.6.2 about packing modes and CUDA graphs.
 
-Bridge reads these settings by name from any data set object, so they concern every run. Imports neither torch nor
+Bridge reads these settings by name from any data set object, so the rules apply to every run. Imports neither torch nor
 Bridge.
 """
 

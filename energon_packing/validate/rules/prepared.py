@@ -1,4 +1,4 @@
-"""Rules about packs that Bridge prepares before the run, and reads back. Imports neither torch nor Bridge."""
+"""Rules about packs that Bridge prepares before the run and then reads. Imports neither torch nor Bridge."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _alignment_used(view: RunView) -> Finding | None:
         return None
     wide = max(view.parallel.context_parallel, view.parallel.eval_context_parallel or 1) > 1
     width = view.rows.packed_sequence_size or view.rows.dataset_seq_length
-    # Context parallelism slices every sample; sequence parallelism alone cuts the row, whose width then decides.
+    # Context parallelism slices every sample; sequence parallelism alone slices the row, so the row's width decides.
     if not wide and view.rows.pad_to_max_length and width % view.multiple == 0:
         return None
     return Finding(

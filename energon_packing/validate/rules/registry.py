@@ -1,7 +1,7 @@
 """All rules, and the judgement of a run by them. Needs neither torch nor Bridge, and takes microseconds.
 
-Bridge stops at its first complaint; `judge` lists every rule that does not hold, each with the values and the way out.
-A conformance test compares the verdicts with the installed Bridge, rule by rule.
+Bridge stops at its first error; `judge` lists every rule that does not hold, each with the values and the fix. A
+conformance test compares the verdicts with the installed Bridge, rule by rule.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ TOPICS = (
 
 
 def rules_of(topics: Sequence[ModuleType]) -> list[Rule]:
-    """The rules that modules define, in the order of the modules and of the definitions in them."""
+    """The rules that modules define, in the order of the modules and of their definitions."""
     return [value for topic in topics for value in vars(topic).values() if isinstance(value, Rule)]
 
 
 def in_order(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Bridge's rules in the order in which it tests them, then the others as they come.
+    """Bridge's rules in the order in which it tests them, then the others in their given order.
 
     Raises:
-        PackingError: two rules have one id or one place in Bridge's order.
+        PackingError: two rules share an id or a place in Bridge's order.
     """
     found = list(rules)
     ids = collections.Counter(rule.id for rule in found)
@@ -85,7 +85,7 @@ Outcome = Literal["ok", "error", "warning", "note", "not applicable"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judgement:
-    """What one rule says about one run; `finding` is there where the rule does not hold."""
+    """The result of one rule for one run; `finding` is set if the rule does not hold."""
 
     rule: Rule
     outcome: Outcome
@@ -96,7 +96,7 @@ def judge(view: RunView) -> list[Judgement]:
     """Applies every rule to a run.
 
     Returns:
-        One judgement a rule, in the order of `RULES`. The first error among those with ``bridge_says`` is the one that
+        One judgement per rule, in the order of `RULES`. The first error among those with ``bridge_says`` is what
         Bridge's ``validate()`` raises; only ``bridge/pack-size`` comes earlier for Bridge's own text data sets.
     """
     judgements = []
@@ -115,9 +115,9 @@ def violations(view: RunView) -> list[Judgement]:
 
 
 def rule_that_bridge_named(message: str) -> Rule | None:
-    """The rule behind a message of ``ConfigContainer.validate()``; None where it concerns something else."""
+    """The rule for a message of ``ConfigContainer.validate()``; None if it concerns something else."""
     for rule in RULES:
-        if f"(rule {rule.id})" in message:  # our data set config enforces what a provider escapes, and says so
+        if f"(rule {rule.id})" in message:  # our data set config enforces what a provider escapes, by id
             return rule
         if any(fragment in message for fragment in rule.bridge_says):
             return rule

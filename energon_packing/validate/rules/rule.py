@@ -1,4 +1,4 @@
-"""What a rule is: an identity, a question to a `RunView`, and an answer with the values and the way out."""
+"""What a rule is: an identity, a check of a `RunView`, and a finding with the values and the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from energon_packing.validate.run_view import RunView
 Severity = Literal["error", "warning", "note"]
 
 Origin = Literal["bridge", "core", "ours"]
-"""Who holds a run to a rule: Bridge's ``validate()``, Megatron-Core when GPUs are taken, or nobody but us."""
+"""Who enforces a rule: Bridge's ``validate()``, Megatron-Core after GPUs are taken, or only this package."""
 
 _ID = re.compile(r"(bridge|core|ours)/[a-z0-9-]+")
 
@@ -23,8 +23,7 @@ class Finding:
     """Why a rule does not hold, with the values, and what to change.
 
     Attributes:
-        changes: fields of the `RunView` and the values with which the rule holds, where the fix is a matter of setting
-            values; empty where it needs a decision.
+        changes: fields of the `RunView` and values with which the rule holds; empty if the fix needs a decision.
     """
 
     why: str
@@ -34,13 +33,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceLine:
-    """Where a rule can be read in the source of the program that it speaks of.
+    """The place of a rule in the source of the program that it is about.
 
     Attributes:
         file: from the root of its package: ``megatron/core/...``, ``transformer_engine/...``, ``energon_packing/...``.
-        says: text that the file holds, part of one line.
-        since: first two numbers of the version of Megatron-Bridge from which the file says so.
-        before: likewise of the first version that does not say so any more; None where every known one does.
+        says: text that the file contains, part of one line.
+        since: first two numbers of the Megatron-Bridge version from which the file contains it.
+        before: likewise of the first version that no longer contains it; None if every known one does.
     """
 
     file: str
@@ -49,7 +48,7 @@ class SourceLine:
     before: tuple[int, int] | None = None
 
     def speaks_of(self, release: tuple[int, int]) -> bool:
-        """Whether the file is to say so in this version of Megatron-Bridge, or beside it."""
+        """Whether the file must contain the text in, or alongside, this version of Megatron-Bridge."""
         return self.since <= release and (self.before is None or release < self.before)
 
 
@@ -58,19 +57,18 @@ class Rule:
     """One rule.
 
     Attributes:
-        id: stable name for people and machines, ``origin/name``; it never changes, nor is it given to another rule.
+        id: stable name for people and machines, ``origin/name``; it never changes and is never reused.
         checks: what is true when the rule holds.
         place: where the rule comes from.
         order: where Bridge's ``validate()`` tests it among its own rules, in steps of ten so that a new one fits
-            between two; None for the others. What Bridge changes without a word comes last.
+            between two; None for the others. Silent changes by Bridge come last.
         provider_escapes: whether Bridge tests it for its own data set classes only, and no other ``DatasetProvider``.
-        applies: whether the rule says anything about such a run.
-        check: None where the rule holds.
-        severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` tells what Bridge will change.
-        bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty where it has no such
-            rule.
-        since: first two numbers of the version of Megatron-Bridge from which the rule is true.
-        before: likewise of the first version in which it is not; None where every known one has it.
+        applies: whether the rule applies to such a run.
+        check: returns None if the rule holds.
+        severity: ``error`` makes the run impossible or wrong, ``warning`` may, ``note`` states what Bridge will change.
+        bridge_says: fragments of the messages that Bridge's ``validate()`` raises for it; empty if it has no such rule.
+        since: first two numbers of the Megatron-Bridge version from which the rule is true.
+        before: likewise of the first version in which it is not; None if it is true of every known one.
         sources: lines that justify a rule that nobody raises before GPUs are taken; ``bridge_says`` does it for others.
     """
 
@@ -107,7 +105,7 @@ class Rule:
         return self.since <= release and (self.before is None or release < self.before)
 
     def concerns(self, view: RunView) -> bool:
-        """Whether the rule says anything about such a run, of the Bridge that is installed."""
+        """Whether the rule applies to such a run on the installed Bridge."""
         if self.provider_escapes and view.dataset_kind == "provider":
             return False
         return self.speaks_of(view.bridge_release) and self.applies(view)
@@ -134,21 +132,21 @@ def context_parallel(view: RunView) -> bool:
 
 
 def bridge_is_silent_on_loss(view: RunView) -> bool:
-    """For rules about the loss where Bridge's own say nothing: at CP 1, and on data sets that escape them."""
+    """For rules about the loss where Bridge has none: at CP 1, and on data sets that escape its rules."""
     return view.parallel.context_parallel == 1 or view.dataset_kind in ("gpt_pretraining", "provider")
 
 
 def one_length(view: RunView, tokens: int) -> dict[str, Any]:
-    """Changes that make rows, model, and packs where they have a size of their own, ``tokens`` long."""
+    """Changes that make rows, model, and packs (if they have their own size) ``tokens`` long."""
     packs = {} if view.rows.packed_sequence_size is None else {"packed_sequence_size": tokens}
     return {"dataset_seq_length": tokens, "model_seq_length": tokens, **packs}
 
 
 def rule(**settings: Any) -> Callable[[Callable[[RunView], Finding | None]], Rule]:
-    """A decorator that makes a rule of its check function.
+    """A decorator that turns a check function into a rule.
 
     Args:
-        settings: the fields of `Rule`, all but ``check``.
+        settings: the fields of `Rule` except ``check``.
     """
 
     def made(check: Callable[[RunView], Finding | None]) -> Rule:

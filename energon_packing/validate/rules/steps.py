@@ -1,6 +1,7 @@
 """Rules about what the forward steps of Megatron-Bridge 0.6.2 do with packed rows.
 
-Nobody else says so: the run starts, and computes something else than it says. Imports neither torch nor Bridge.
+Nothing else reports these: the run starts, and computes something other than what it claims. Imports neither torch nor
+Bridge.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _step_gives_the_mask_itself(view: RunView) -> bool:
 
 
 def _model_makes_the_mask(view: RunView) -> bool:
-    """Whether the model finds padding by the boundaries itself: Qwen3-VL of 0.7, where samples are padded at all."""
+    """Whether the model itself derives padding from the boundaries: Qwen3-VL of 0.7, if samples are padded."""
     knows = view.bridge_release >= (0, 7) and view.family.startswith(("qwen3vl", "qwen35vl"))
     return knows and not view.goes_through_gpt_step and view.multiple > 1
 
@@ -234,7 +235,7 @@ def _middle_stages_see_boundaries(view: RunView) -> Finding | None:
     ),
 )
 def _no_schedule_plan(view: RunView) -> Finding | None:
-    # gpt_step of 0.7 gives its plan packed_seq_params and padding_mask; vlm_step gives neither, in both versions.
+    # gpt_step of 0.7 passes packed_seq_params and padding_mask to its plan; vlm_step passes neither, in both versions.
     if not view.experts.overlap_moe_expert_parallel_comm or (
         view.bridge_release >= (0, 7) and view.goes_through_gpt_step
     ):

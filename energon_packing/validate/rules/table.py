@@ -34,10 +34,10 @@ def _text(version: tuple[int, int]) -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the table of today.
+    """The page with the current table.
 
     Raises:
-        PackingError: the page does not mark where the table stands.
+        PackingError: the page does not mark the place of the table.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""Rules about token ids: model and tokenizer must mean the same by them. Imports neither torch nor Bridge."""
+"""Rules about token ids: model and tokenizer must agree on them. Imports neither torch nor Bridge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that Bridge's own configuration describes: from a recipe function, or from the YAML beside a checkpoint."""
+"""A run described by Bridge's own configuration: from a recipe function, or from the YAML beside a checkpoint."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ContainerRun:
                 raise ConfigError(f"--set: {' '.join(str(error).split())}.") from error
 
     def view(self) -> RunView:
-        """What the rules read, with the smallest world size that works where none was given."""
+        """What the rules read, with the smallest world size that works if none was given."""
         model, dist = self.container.model, self.container.dist
         size = self.world_size or smallest_world_size(
             model.tensor_model_parallel_size,
@@ -94,13 +94,13 @@ class ContainerRun:
             dist.eval_context_parallel_size,
         )
         experts = getattr(model, "expert_model_parallel_size", 1) or 1
-        if self.world_size is None and experts > 1:  # a group of experts as well
+        if self.world_size is None and experts > 1:  # experts form a group too
             inside = getattr(model, "expert_tensor_parallel_size", None) or model.tensor_model_parallel_size
             size = math.lcm(size, inside * model.pipeline_model_parallel_size * experts)
         return view_of(self.container, world_size=size, step=self.step, data=self.data)
 
     def measure(self, samples: int) -> None:
-        """Measures so many samples of our data set in the container; see `RunSource.measure`."""
+        """Measures this many samples of our data set in the container; see `RunSource.measure`."""
         dataset, view = self.container.dataset, self.view()
         if not hasattr(dataset, "run_config"):
             raise ConfigError(
@@ -120,16 +120,16 @@ class ContainerRun:
         return reads_of_container(self.container)
 
     def verdict(self) -> BridgeVerdict:
-        """What the installed Bridge says of the container, and of an equivalent run where its data set is ours."""
+        """Bridge's verdict on the container, and on an equivalent run if its data set is ours."""
         view = self.view()
         own = container_verdict(copy.deepcopy(self.container), world_size=view.parallel.world_size)
         if own.accepted and view.dataset_kind == "packed_energon":
-            # Bridge spares a provider some rules; its own data set class gets them all.
+            # Bridge skips some rules for a provider; its own data set class gets them all.
             return bridge_verdict(view)
         return own
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The changes as Hydra paths; what follows from other settings is left out."""
+        """The changes as Hydra paths, without those that follow from other settings."""
         settable = {entry.name for entry in dataclasses.fields(self.container.dataset)}
         found = {_IN_CONTAINER[name]: value for name, value in changes.items() if name in _IN_CONTAINER}
         if "enable_in_batch_packing" in changes:
@@ -153,14 +153,14 @@ def _bridge() -> None:
 
 
 def container_of_recipe(name: str, model_configs: Path | None) -> Any:
-    """The ``ConfigContainer`` that a recipe function gives.
+    """The ``ConfigContainer`` that a recipe function returns.
 
     Args:
-        name: ``module:function``; modules of the current folder are found as by ``python -m``.
-        model_configs: folder of ``NAME/config.json`` of models, taken instead of the hub where it has the model.
+        name: ``module:function``; modules of the current folder are found as with ``python -m``.
+        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
 
     Raises:
-        ConfigError: no such recipe, or one that stops.
+        ConfigError: no such recipe, or one that fails.
         UserError: Bridge cannot be imported.
     """
     module_name, _, function_name = name.partition(":")
@@ -187,7 +187,7 @@ def container_of_recipe(name: str, model_configs: Path | None) -> Any:
                 container = function()
         except UserError:
             raise
-        except Exception as error:  # a recipe runs foreign code: what it raises is about the recipe
+        except Exception as error:  # a recipe runs foreign code: any error is about the recipe
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             raise ConfigError(f"The recipe {name} stops with {type(error).__name__}: {reason}") from error
     finally:
@@ -209,7 +209,7 @@ def container_of_file(path: Path) -> Any:
     try:
         with without_output():
             container = ConfigContainer.from_yaml(str(path))
-    except Exception as error:  # unknown classes, wrong values, YAML: all are about the file
+    except Exception as error:  # unknown classes, wrong values, bad YAML: all are about the file
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise ConfigError(f"{path} is not a configuration that Bridge can read: {reason}") from error
     return _checked(container, str(path))

@@ -1,4 +1,4 @@
-"""A recipe is judged without a network, weights or a GPU: models come from a folder, and the GPU is an H100."""
+"""Judging a recipe without network, weights or GPU: models come from a folder, and the GPU appears to be an H100."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from energon_packing.errors import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[3] / "bridge_configs" / "hf"
-"""The configurations in a checkout of this project; absent in an installed package."""
+"""The model configurations in a checkout of this project; absent in an installed package."""
 
 
 def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
-    """``config.json`` of a model in a folder, None where the folder does not have it.
+    """``config.json`` of a model in a folder; None if the folder does not have it.
 
     Args:
         hub_name: ``Qwen/Qwen3-VL-8B-Instruct``; the folder holds it as ``Qwen3-VL-8B-Instruct/config.json``.
@@ -31,10 +31,10 @@ def config_file(hub_name: str, folder: Path | None = None) -> Path | None:
 
 @contextlib.contextmanager
 def models_from(folder: Path | None = None) -> Iterator[None]:
-    """While it is open, ``AutoBridge.from_hf_pretrained`` reads models that the folder has from there.
+    """Inside the block, ``AutoBridge.from_hf_pretrained`` reads the folder's models from there.
 
     Raises:
-        ConfigError: a given folder is none.
+        ConfigError: the given path is not a folder.
     """
     if folder is not None and not folder.is_dir():
         raise ConfigError(f"There is no folder {folder} with model configurations.")
@@ -43,7 +43,7 @@ def models_from(folder: Path | None = None) -> Iterator[None]:
     original = vars(AutoBridge)["from_hf_pretrained"]
 
     def from_folder(cls: Any, path: Any, **keywords: Any) -> Any:
-        """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration where there is one."""
+        """Stands in for ``AutoBridge.from_hf_pretrained``: the folder's configuration if there is one."""
         file = config_file(str(path), folder)
         if file is None:
             return original.__get__(None, cls)(path, **keywords)
@@ -58,9 +58,9 @@ def models_from(folder: Path | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gpu_of_recipes() -> Iterator[None]:
-    """While it is open on a machine without CUDA, a recipe that asks which GPU it runs on is told of an H100.
+    """Inside the block, on a machine without CUDA, a recipe that asks which GPU it runs on sees an H100.
 
-    Recipes of mixtures of experts choose their dispatcher by it.
+    Recipes for mixtures of experts choose their dispatcher by the GPU.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""What a run names that must lie on this machine: its data set, processor, chat template and ledger.
+"""What a run reads from this machine: its data set, processor, chat template and ledger.
 
-A `RunSource` says it in the words of its own settings; `energon_packing.validate` looks at it.
+A `RunSource` names it by its own settings; `energon_packing.validate` looks at it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from energon_packing.validate.views.megatron_arguments import grouped
 PLACES = {name: name for name in ("data.path", "data.split", "encoder.processor", "encoder.chat_template")} | {
     "packing.ledger": "packing.ledger"
 }
-"""The settings that name something, as our YAML calls them."""
+"""The settings that name something to read, as our YAML calls them."""
 
 PLACES_IN_BRIDGE = {
     "data.path": "dataset.path",
@@ -34,12 +34,12 @@ class RunReads:
     """What one run names.
 
     Attributes:
-        config: of the run; its sections ``data``, ``encoder`` and ``packing`` are read. None where ``unread`` or
-            ``problem`` says why.
+        config: of the run; its sections ``data``, ``encoder`` and ``packing`` are read. If None, ``unread`` or
+            ``problem`` states why.
         places: setting of our YAML -> its name in the run.
         other_splits: parts of the data set besides ``data.split`` (for evaluation): setting -> part.
-        unread: why the run names nothing that could be looked at.
-        problem: why what it names cannot be found out; the run would stop for the same reason.
+        unread: why the run names nothing to look at.
+        problem: why the names cannot be determined; the run would stop for the same reason.
     """
 
     config: RunConfig | None = None
@@ -53,7 +53,7 @@ def reads_of_container(container: Any) -> RunReads:
     """What a Bridge ``ConfigContainer`` names.
 
     Args:
-        container: before or after ``validate()``; its data set is ours, or another one that is left alone.
+        container: before or after ``validate()``; its data set is ours, or another one that is ignored.
     """
     dataset, validation = container.dataset, container.validation
     if not hasattr(dataset, "run_config"):

@@ -1,8 +1,8 @@
 """What `validate` is given: our YAML, a Bridge recipe, a serialised Bridge configuration, or Megatron-LM arguments.
 
-Each source gives the same four things: a `RunView` for the static rules, what the run reads from disk, a verdict of the
-installed Bridge where there is one to give, and the place of a view's field in the source, so that a fix can be
-written. Bridge is imported only by the two sources that are Bridge's.
+Each source provides the same four things: a `RunView` for the static rules, what the run reads from disk, a verdict of
+the installed Bridge if one is possible, and the place of a view's field in the source, so that a fix can be written.
+Only the two Bridge sources import Bridge.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from energon_packing.validate.views.megatron_arguments import read_arguments, vi
 
 _RECIPE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
-# Field of the view -> place in our YAML. What is not listed follows from others, or our YAML does not hold it.
+# Field of the view -> place in our YAML. Fields that are not listed follow from others, or are not in our YAML.
 _IN_YAML = {
     "context_parallel": "parallel.context_parallel",
     "eval_context_parallel": "parallel.eval_context_parallel",
@@ -56,8 +56,8 @@ class RunSource(Protocol):
 
     Attributes:
         name: as the user gave it.
-        kind: what it was taken for.
-        world_size_assumed: whether the number of GPUs is the smallest that works.
+        kind: the kind of source that was recognised.
+        world_size_assumed: whether the number of GPUs was assumed to be the smallest that works.
     """
 
     name: str
@@ -71,16 +71,16 @@ class RunSource(Protocol):
         """What the run reads from disk."""
 
     def verdict(self) -> BridgeVerdict:
-        """What the installed Bridge says."""
+        """The verdict of the installed Bridge."""
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """The changes of view fields as places of the source and their values."""
 
     def measure(self, samples: int) -> None:
-        """Measures so many samples of the data set; the view then has what was found.
+        """Measures this many samples of the data set; the view then holds the results.
 
         Raises:
-            ConfigError: there is no data set of ours to measure.
+            ConfigError: the run has no data set of ours to measure.
             UserError: the data set or the processor cannot be used.
         """
 
@@ -117,7 +117,7 @@ class YamlRun:
         return view_of_config(config, world_size=self.world_size, model_config=known, data=self.data)
 
     def measure(self, samples: int) -> None:
-        """Measures so many samples of the file's data set; see `RunSource.measure`."""
+        """Measures this many samples of the file's data set; see `RunSource.measure`."""
         config = load_config(self.name, self.overrides)
         self.data = measure_quietly(config, config.parallel, samples, self.view())
 
@@ -126,11 +126,11 @@ class YamlRun:
         return RunReads(config=load_config(self.name, self.overrides))
 
     def verdict(self) -> BridgeVerdict:
-        """What the installed Bridge says of an equivalent run."""
+        """The installed Bridge's verdict on an equivalent run."""
         return bridge_verdict(self.view())
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """The changes as ``section.key`` of the file; what it cannot hold is left out."""
+        """The changes as ``section.key`` of the file, without those that it cannot hold."""
         return {_IN_YAML[name]: value for name, value in changes.items() if name in _IN_YAML}
 
 
@@ -152,7 +152,7 @@ class ArgumentsRun:
         return view_of_arguments(self.words, world_size=self.world_size, step=self.step)
 
     def measure(self, samples: int) -> None:
-        """Refused: arguments name no data set of ours.
+        """Refused, because arguments name no data set of ours.
 
         Raises:
             ConfigError: always.
@@ -160,15 +160,15 @@ class ArgumentsRun:
         raise ConfigError("--measure has no data set to read in Megatron-LM arguments; give --tokens-per-sample.")
 
     def reads(self) -> RunReads:
-        """What the configuration file names that the arguments name."""
+        """What the run reads, from the configuration file that the arguments name."""
         return reads_of_arguments(self.words)
 
     def verdict(self) -> BridgeVerdict:
-        """That Bridge was not asked: it does not read these arguments."""
+        """A verdict that Bridge was not asked, because it does not read these arguments."""
         return BridgeVerdict(version=None, accepted=None, message="these are arguments of Megatron-LM")
 
     def places(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """No place: arguments are not rewritten."""
+        """Nothing, because arguments are not rewritten."""
         return {}
 
 
@@ -180,17 +180,17 @@ def run_source(
     step: str | None = None,
     model_configs: Path | None = None,
 ) -> RunSource:
-    """Finds out what was given.
+    """Recognises what was given.
 
     Args:
         given: one name (a YAML file, a file of arguments, ``module:function``), or the arguments themselves.
         overrides: ``section.key=value`` for our YAML, Hydra overrides for Bridge.
         world_size: GPUs; None takes the smallest number that holds one replica.
         step: forward step, for sources that do not hold it.
-        model_configs: folder of ``NAME/config.json`` of models, taken instead of the hub where it has the model.
+        model_configs: folder of ``NAME/config.json`` of models, used instead of the hub if it has the model.
 
     Raises:
-        ConfigError: nothing that could be read.
+        ConfigError: it cannot be read.
         UserError: Bridge is needed and cannot be imported.
     """
     if not given:

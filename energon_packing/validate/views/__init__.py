@@ -1,1 +1,1 @@
-"""What describes a run, as a `energon_packing.validate.run_view.RunView`: one file per kind of source."""
+"""Descriptions of a run as an `energon_packing.validate.run_view.RunView`: one file per kind of source."""

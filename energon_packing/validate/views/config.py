@@ -17,8 +17,8 @@ def view_of_config(
     Args:
         config: the configuration.
         world_size: GPUs; None takes the smallest number that holds one replica.
-        model_config: the model's ``config.json``, where there is one.
-        data: what was measured of the data set.
+        model_config: the model's ``config.json``, if there is one.
+        data: measurements of the data set.
     """
     parallel, packing, training = config.parallel, config.packing, config.training
     packed = not training.enable_in_batch_packing

@@ -1,6 +1,6 @@
 """A Bridge ``ConfigContainer`` as a `RunView`, read by attribute names as Bridge itself reads them.
 
-So it imports neither torch nor Bridge, and settings that a later Bridge adds are read where they are there.
+So it imports neither torch nor Bridge, and reads settings that a later Bridge adds if they exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
         container: the configuration, before or after ``validate()``.
         world_size: GPUs.
         step: name of the forward step, which a container does not hold.
-        data: what was measured of the data set.
+        data: measurements of the data set.
     """
     return RunView.of(
         world_size=world_size,
@@ -51,29 +51,29 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
 
 
 def finalised(model: Any) -> Any:
-    """A model provider as its own ``finalize()`` leaves it; the given one stays as it is.
+    """A copy of a model provider after its own ``finalize()``; the given one is unchanged.
 
-    ``validate()`` finalises the model after the data set, and providers change settings there: that of Qwen3-VL with
-    experts turns sequence parallelism on at TP > 1, that of any GPT turns it off at TP 1, those of Qwen3-VL and
+    ``validate()`` finalises the model after the data set, and providers change settings there. Qwen3-VL's provider with
+    experts turns sequence parallelism on at TP > 1, every GPT's turns it off at TP 1, and those of Qwen3-VL and
     Qwen3.5-VL compute the loss per token at CP > 1.
     """
     if not hasattr(model, "finalize"):
         return model
     try:
         changed = copy.deepcopy(model)
-    except (TypeError, RuntimeError):  # holds process groups: it is of a run that is set up, so it is final already
+    except (TypeError, RuntimeError):  # holds process groups: its run is set up, so it is final already
         return model
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             changed.finalize()
     except Exception:
-        pass  # Bridge's own validate() raises it next, and the settings that a provider changes are changed before
+        pass  # Bridge's own validate() raises it next; a provider changes its settings before it raises
     return changed
 
 
 def _of_model(model: Any) -> dict[str, Any]:
-    """Fields of the view that the model's provider tells."""
+    """Fields of the view that come from the model's provider."""
     final = finalised(model)
     sizes = getattr(model, "hierarchical_context_parallel_sizes", None)
     comm = getattr(model, "cp_comm_type", None)
@@ -118,7 +118,7 @@ def _of_model(model: Any) -> dict[str, Any]:
 
 
 def _of_dataset(dataset: Any, model_seq_length: int) -> dict[str, Any]:
-    """Fields of the view that the data set's configuration tells."""
+    """Fields of the view that come from the data set's configuration."""
     specs = getattr(dataset, "offline_packing_specs", None)
     keywords = getattr(dataset, "dataset_kwargs", None) or {}
     kind = _kind(dataset)
@@ -150,7 +150,7 @@ def _of_dataset(dataset: Any, model_seq_length: int) -> dict[str, Any]:
 
 
 def _of_trainer(container: Any) -> dict[str, Any]:
-    """Fields of the view that the sections around model and data set tell."""
+    """Fields of the view that come from the other sections."""
     train, validation, ddp = container.train, container.validation, container.ddp
     reruns = getattr(container, "rerun_state_machine", None)
     return {
@@ -172,7 +172,7 @@ def _quotient(model: Any, whole: str, parts: str) -> int | None:
 
 
 def _fp8_recipe(container: Any) -> str | None:
-    """The recipe by its name in Megatron-Core; Bridge takes precisions by name too (``bf16_with_mxfp8_mixed``)."""
+    """The fp8 recipe's name in Megatron-Core; Bridge also takes precisions by name (``bf16_with_mxfp8_mixed``)."""
     precision = getattr(container, "mixed_precision", None)
     if isinstance(precision, str):
         if "mxfp8" in precision:
@@ -185,7 +185,7 @@ def _fp8_recipe(container: Any) -> str | None:
 
 
 def _missing_metadata(specs: Any) -> str | None:
-    """The metadata file of packs that are there already; packs that Bridge prepares itself bring theirs."""
+    """The metadata file of packs that exist already; packs that Bridge prepares itself bring their own."""
     packs = getattr(specs, "packed_train_data_path", None)
     if not getattr(specs, "pad_cu_seqlens", False) or packs is None:
         return None
@@ -196,14 +196,14 @@ def _missing_metadata(specs: Any) -> str | None:
 
 
 def _window(dataset: Any) -> int | None:
-    """Of our data set where it chooses packs; in its other modes it holds a micro-batch."""
+    """The window of our data set if it chooses packs; in its other modes the window holds a micro-batch."""
     if getattr(dataset, "mode", "packs") != "packs":
         return None
     return getattr(getattr(dataset, "packing", None), "window", None)
 
 
 def _failure_tolerance(dataset: Any, keywords: Any) -> int | None:
-    """What a data set says by name, or its task encoder where it holds one; Energon takes None there for 0."""
+    """A value by name from a data set, or from its task encoder if it holds one; there Energon takes None as 0."""
     for value in (getattr(dataset, "failure_tolerance", None), keywords.get("failure_tolerance")):
         if isinstance(value, int):
             return value
@@ -218,7 +218,7 @@ def _kind(dataset: Any) -> DatasetKind:
 
 
 def _names(members: Any) -> tuple[str, ...]:
-    """CUDA graph modules come as strings, as enumeration members, alone, comma-separated or in a list."""
+    """Names of CUDA graph modules, given as strings or enumeration members, alone, comma-separated or in a list."""
     if members is None:
         return ()
     if isinstance(members, str):

@@ -1,7 +1,7 @@
 """Megatron-LM's command-line arguments as a `RunView`. Imports neither torch nor Megatron.
 
-Only the arguments that a rule reads are looked at; the others, several hundred, pass. A name that is nearly one of
-those that are read is refused, because Megatron-LM itself would stop on it.
+Only the arguments that a rule needs are read; the others, several hundred, pass. A name that is nearly one of those
+that are read is refused, because Megatron-LM itself would stop on it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ ARGUMENTS: dict[str, tuple[str, _Read]] = {
 
 
 def read_arguments(file: str | Path) -> list[str]:
-    """The words of a file of arguments: as on a command line, with ``#`` comments and continued lines.
+    """The words of an arguments file, written as on a command line, with ``#`` comments and continued lines.
 
     Raises:
         ConfigError: the file cannot be read, or a quotation does not end.
@@ -122,7 +122,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
             raise ConfigError(f"{field} is {found[field]}; it must be at least 1.")
     length, pipelines = found["model_seq_length"], found.get("pipeline_parallel", 1)
     layout = (found.get("tensor_parallel", 1), pipelines, found.get("context_parallel", 1))
-    # Megatron-LM's defaults, where they are not those of the view.
+    # Megatron-LM's defaults that differ from the view's.
     defaults = {"calculate_per_token_loss": False, "overlap_grad_reduce": False, "micro_batch_size": 1}
     fields: dict[str, Any] = defaults | found
     fields.setdefault("global_batch_size", fields["micro_batch_size"])
@@ -144,8 +144,8 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
 
 
 def grouped(words: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Each name, with hyphens for underscores, and the words up to the next name; what stands before the first name (a
-    program, say) is left out."""
+    """Each name, with hyphens for underscores, and the words up to the next name. Words before the first name (a
+    program, for example) are left out."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("--"):

@@ -1,4 +1,4 @@
-"""From a caption to embeddings: what a text-to-video encoder asks of a text encoder, and UMT5 in that form."""
+"""From a caption to embeddings: the interface of a text encoder for text-to-video, and UMT5 behind it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CaptionEncoder(Protocol):
     """A text encoder. Anything with these attributes and methods can be given to `TextToVideoEncoder`.
 
     Attributes:
-        name: goes into the fingerprint of saved loader states.
+        name: part of the fingerprint of saved loader states.
         width: of an embedding.
     """
 
@@ -38,8 +38,8 @@ class CaptionEncoder(Protocol):
 class T5CaptionEncoder:
     """UMT5 (or T5) of transformers, as diffusers' Wan pipelines use it, without their padding.
 
-    Captions are cleaned as there: HTML entities resolved twice, white space joined. (diffusers also fixes broken
-    Unicode where ftfy is installed; here texts are taken as they are.) Weights are read on first use, inside the loader
+    Captions are cleaned as in diffusers: HTML entities resolved twice, white space joined. (diffusers also fixes broken
+    Unicode if ftfy is installed; here texts stay as they are.) Weights are read on first use, inside the loader
     process, and from safetensors only.
 
     Args:

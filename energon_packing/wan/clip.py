@@ -1,7 +1,7 @@
-"""What becomes of a clip on its way to latents, from its header alone: which frames, of which size, how many latents.
+"""The plan for encoding a clip, from its header alone: which frames, at which size, how many latents.
 
-A causal video VAE of the Wan kind turns the first frame into one latent frame and every ``temporal_stride`` further
-ones into another: ``n`` frames become ``1 + (n - 1) / stride``, so that the number of frames is cut to one that fits.
+A causal video VAE of the Wan kind turns the first frame into one latent frame, and each further ``temporal_stride``
+frames into another: ``n`` frames become ``1 + (n - 1) / stride``, so the number of frames is cut to one that fits.
 Sides of a frame are cut to multiples of ``spatial_stride * patch``.
 """
 
@@ -23,8 +23,8 @@ class ClipPlan:
     """One clip as the latent encoder will see it.
 
     Attributes:
-        frame_indices: int64 ``[n]``, ascending, counted from the first frame shown; a number may stand twice where the
-            clip has fewer frames a second than are wanted.
+        frame_indices: int64 ``[n]``, ascending, counted from the first frame shown; numbers repeat if the clip has
+            fewer frames per second than requested.
         height, width: of the frames after resizing and cropping, pixels.
         latent_shape: latent frames, height, width.
     """
@@ -48,11 +48,11 @@ def plan_clip(
     """The plan of a clip of ``frames`` frames of ``width`` x ``height`` pixels as displayed.
 
     Raises:
-        SampleRejected: ``too_short`` or ``too_small`` where not a single patch comes out.
+        SampleRejected: ``too_short`` or ``too_small`` if the clip does not fill a single patch.
     """
     patch_frames, patch_height, patch_width = config.patch
     wanted = fps if config.fps is None else config.fps
-    # Frames at the wanted rate that lie inside of the clip; the tolerance is for rates like 30000/1001.
+    # Frames at the requested rate inside the clip; the tolerance is for rates like 30000/1001.
     available = max(1, math.floor(frames * wanted / fps + 1e-9))
     latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
     if latents == 0:
@@ -84,7 +84,7 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
     """Height and width of a resized frame: at most ``max_pixels``, never enlarged, multiples of ``multiples``.
 
     Raises:
-        SampleRejected: ``too_small`` where a side would be 0.
+        SampleRejected: ``too_small`` if a side would be 0.
     """
     scale = min(1.0, math.sqrt(max_pixels / (width * height)))
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
@@ -96,7 +96,7 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
 
 
 def resize_frames(frames: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Scales frames to cover ``height`` x ``width`` and cuts out the middle, so that nothing is distorted.
+    """Scales frames to cover ``height`` x ``width`` and crops the centre, so that nothing is distorted.
 
     Args:
         frames: uint8 ``[n, 3, H, W]``.

@@ -37,25 +37,25 @@ class TextToVideoConfig:
     text_width: int = 4096
     """Width of the text embeddings."""
     max_text_tokens: int = 512
-    """A longer caption is cut, which the ledger says; a record with more stored embeddings is dropped."""
+    """A longer caption is cut and noted in the ledger; a record with more stored embeddings is dropped."""
     compat: Compat = "none"
     """``bridge`` makes the rows that Bridge's own Wan data path makes: every text 512 tokens long, all of them called
     real, and alignment to ``2 * context_parallel`` only."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of latents and embeddings in a batch, whatever their files hold."""
+    """Dtype of latents and embeddings in a batch, whatever their files hold."""
     vae: str = ""
-    """Directory or hub name of a diffusers pipeline with ``vae``, or of an `AutoencoderKLWan`; empty where all records
+    """Directory or hub name of a diffusers pipeline with ``vae``, or of an `AutoencoderKLWan`; empty if all records
     have stored latents."""
     text_encoder: str = ""
     """Directory or hub name of a diffusers pipeline with ``text_encoder`` and ``tokenizer``, or of a UMT5 or T5 encoder
-    with its tokenizer; empty where all records have stored embeddings."""
+    with its tokenizer; empty if all records have stored embeddings."""
     device: str = "cpu"
-    """Where the two encoders run; another one than the CPU needs ``data.workers: 0``."""
+    """Device of the two encoders; any other than the CPU needs ``data.workers: 0``."""
     fps: float | None = 16.0
-    """Frames a second that are taken from a clip; None takes every frame."""
+    """Frames per second that are taken from a clip; None takes every frame."""
     max_frames: int = 81
     longer: Longer = "middle"
-    """What is taken of a clip with more frames: those in its ``middle``, or ``spread`` over the whole clip, which then
+    """Which frames are taken from a longer clip: those in its ``middle``, or ``spread`` over the whole clip, which then
     plays faster."""
     max_pixels: int = 832 * 480
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
@@ -87,27 +87,27 @@ class TextToVideoPackingConfig:
     """How clips share a row."""
 
     seq_length: int = 75_600
-    """Latent patches of a row, alignment padding included: no pack is ever longer."""
+    """Latent patches per row, alignment padding included; no pack is longer."""
     max_text_tokens_per_pack: int | None = None
-    """Text tokens of a pack, alignment padding included; None sets no limit."""
+    """Text tokens per pack, alignment padding included; None sets no limit."""
     window: int = 128
     """Measured samples held for selection."""
     policy: str = "window"
     """As for conversations, see docs/packing.md."""
     max_segments_per_pack: int | None = None
-    """Clips of a pack."""
+    """Clips per pack."""
     max_cost_per_pack: float | None = None
     """Cost of a pack in patches without attention: a clip of L patches costs ``L + L**2 / 24576``."""
     balance_window: int = 1
     """Finished plans that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Literal["drop", "raise"] = "drop"
-    """A clip longer than a row is dropped into the ledger, or stops the run."""
+    """Whether a clip longer than a row is dropped and noted in the ledger, or stops the run."""
     drop_budget: float = 0.1
     """Share of the samples read that may be dropped; the run stops when more are, beyond doubt. 1.0 never stops."""
     max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
     """Samples that a worker may drop one after another without a pack between them before the run stops."""
     ledger: str | None = None
-    """Directory of the ledger files, one a worker; None keeps the ledger in the batches only."""
+    """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
 
     def __post_init__(self) -> None:
         names = ("seq_length", "max_text_tokens_per_pack", "window", "max_segments_per_pack", "max_cost_per_pack")

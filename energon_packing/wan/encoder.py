@@ -54,7 +54,7 @@ class MeasuredClip:
 
     @property
     def images(self) -> int:
-        """No vision encoder sees anything of it."""
+        """None, because no vision encoder reads a clip."""
         return 0
 
     @property
@@ -68,8 +68,8 @@ class TextToVideoEncoder:
 
     Args:
         config: patch size, limits, sampling; where the two models are.
-        latent_encoder: for records with a video; None makes one of ``config.vae``, where that is set.
-        caption_encoder: for records without stored embeddings; None makes one of ``config.text_encoder``.
+        latent_encoder: for records with a video; None makes one from ``config.vae``, if that is set.
+        caption_encoder: for records without stored embeddings; None makes one from ``config.text_encoder``.
 
     Raises:
         ConfigError: a model cannot be used, or its latents or embeddings are not of the configured width.
@@ -101,10 +101,10 @@ class TextToVideoEncoder:
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the rows depend on, by name; a loader state that was saved under another one is refused."""
+        """What the rows depend on, by name; a loader state saved with another fingerprint is refused."""
         settings = {f"encoder.{name}": value for name, value in dataclasses.asdict(self.config).items()}
         for name in ("encoder.vae", "encoder.text_encoder", "encoder.device"):
-            del settings[name]  # the two models speak for themselves, and where they run does not count
+            del settings[name]  # the two models have their own fingerprints, and the device does not count
         settings["encoder.patch"] = list(self.config.patch)
         return settings | {
             "latent encoder": None if self.latent_encoder is None else self.latent_encoder.name,
@@ -112,11 +112,11 @@ class TextToVideoEncoder:
         }
 
     def measure(self, sample: TextToVideo) -> MeasuredClip:
-        """Patches and text tokens of a sample, without reading a medium.
+        """Patches and text tokens of a sample, without reading its video or tensors.
 
         Raises:
-            SampleRejected: ``wrong_shape`` for latents or embeddings of another width or of no whole number of
-                patches, ``over_limit`` for too many stored embeddings, ``too_short``, ``too_small``, ``bad_text``.
+            SampleRejected: ``wrong_shape`` for latents or embeddings of another width, or latents that do not divide
+                into patches; ``over_limit`` for too many stored embeddings; ``too_short``, ``too_small``, ``bad_text``.
             ConfigError: the record needs a model that the configuration does not name.
         """
         shape = self._latent_shape(sample)
@@ -138,13 +138,13 @@ class TextToVideoEncoder:
 
         Args:
             measured: what `measure` returned.
-            read: gives the bytes of a clip or tensor by its name.
+            read: returns the bytes of a clip or tensor by its name.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``corrupt_tensor``, ``media_too_large``,
-                ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` where something is not of the size that was
-                measured; ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips.
-            ConfigError: a model gave something else than it promised.
+                ``decode_timeout``, ``unsafe_pickle``; ``media_changed`` if a size differs from the measured one;
+                ``not_finite``; ``over_limit`` with ``compat=bridge`` for a value that Bridge skips.
+            ConfigError: a model returned something other than it promised.
         """
         sample = measured.sample
         if sample.latents is not None:
@@ -204,7 +204,7 @@ class TextToVideoEncoder:
         )
 
     def _text(self, sample: TextToVideo) -> tuple[int, np.ndarray | None, tuple[tuple[str, str], ...]]:
-        """Embeddings of the text, its token ids where they are to be made, and what was changed."""
+        """Number of text embeddings, token ids if embeddings must be made from them, and what was changed."""
         limit, width = self.config.max_text_tokens, self.config.text_width
         if sample.context is not None:
             held, found = sample.context.shape

@@ -1,4 +1,4 @@
-"""From frames to latents: what a text-to-video encoder asks of a video VAE, and diffusers' Wan VAE in that form."""
+"""From frames to latents: the interface of a video VAE for text-to-video, and diffusers' Wan VAE behind it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LatentEncoder(Protocol):
 
     @property
     def temporal_stride(self) -> int:
-        """Frames that each latent frame behind the first stands for."""
+        """Frames per latent frame after the first."""
 
     @property
     def spatial_stride(self) -> int:
@@ -40,15 +40,15 @@ class LatentEncoder(Protocol):
     def encode(self, frames: torch.Tensor) -> torch.Tensor:
         """Latents ``[channels, t, h, w]``, floating point, on the CPU, of frames uint8 ``[T, H, W, 3]`` (RGB).
 
-        Must give the same latents for the same frames: a restored loader renders samples again.
+        Must return the same latents for the same frames, because a restored loader renders samples again.
         """
 
 
 class WanLatentEncoder:
     """diffusers' `AutoencoderKLWan`: the mode of its distribution, normalised by its own means and deviations.
 
-    These are the latents that diffusers' Wan pipelines and Wan's own training code work on. Weights are read on first
-    use, inside the loader process, and from safetensors only.
+    diffusers' Wan pipelines and Wan's own training code use these latents. Weights are read on first use, inside the
+    loader process, and from safetensors only.
 
     Args:
         path: a diffusers pipeline (its folder ``vae`` is taken) or the VAE itself; directory or hub name.
@@ -96,5 +96,5 @@ class WanLatentEncoder:
             torch.tensor(values, device=latents.device)[:, None, None, None]
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        # A copy: an inference tensor could not be written to by what comes later.
+        # A copy, because later stages could not write to an inference tensor.
         return ((latents - mean) / deviation).cpu().clone()

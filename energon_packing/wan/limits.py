@@ -78,7 +78,7 @@ class ClipLimits:
         return -(-clip.text_tokens // self.multiple) * self.multiple
 
     def costs(self, clips: Sequence[SizedClip]) -> dict[str, list[int]]:
-        """For each limited name one cost a clip."""
+        """One cost per clip for each limited name."""
         text = {} if self.text_tokens is None else {"text_tokens": [self.text_place(clip) for clip in clips]}
         return text | self._row.costs(clips)
 
@@ -91,7 +91,7 @@ class ClipLimits:
         return int(self.lone_room and (clip.length % self.multiple != 0 or clip.text_tokens % self.multiple != 0))
 
     def exceeded(self, clip: SizedClip) -> str | None:
-        """The first limit besides patches that a clip exceeds alone, as part of a sentence; None where it fits."""
+        """The first limit besides patches that a clip exceeds alone, as part of a sentence; None if it fits."""
         text = self.text_place(clip) + self.masked_units(clip) * self.multiple
         if self.text_tokens is not None and text > self.text_tokens:
             return f"{text} text tokens; a pack holds packing.max_text_tokens_per_pack={self.text_tokens}"
@@ -99,5 +99,5 @@ class ClipLimits:
 
 
 def clip_cost(patches: int) -> int:
-    """Cost of one clip, in the unit of `pack_cost`; its text is short beside it."""
+    """Cost of one clip, in the unit of `pack_cost`; its text is short in comparison and not counted."""
     return pack_cost([patches])

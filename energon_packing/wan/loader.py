@@ -1,4 +1,4 @@
-"""The loader of text-to-video packs: `build_loader` for clips, with everything that a `PackLoader` can do."""
+"""The loader of text-to-video packs: `build_loader` for clips, with all features of a `PackLoader`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build_text_to_video_loader(
         UserError: there is no data set at ``data.path``, or it lacks the split.
         ConfigError: a model or a size cannot be used.
     """
-    # Of the rest of a run's configuration the data set asks for `data` only.
+    # Of the other sections of a run's configuration, the data set reads only `data`.
     run = RunConfig(data=config.data, packing=PackingConfig(seq_length=config.packing.seq_length))
     if task_encoder is None:
         task_encoder = TextToVideoTaskEncoder(

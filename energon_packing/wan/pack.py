@@ -1,8 +1,8 @@
 """Packs of video latents with text conditioning, for diffusion transformers of the Wan kind.
 
-Such a model attends twice: patches of a video among themselves, and patches to the tokens of the text that describes
-the video. So a pack has two kinds of boundaries: queries are cut by patches, keys of the second attention by text.
-Both have real and physical lengths, and both rows are padded.
+Such a model attends twice: patches of a video to one another, and patches to the text tokens that describe the video.
+So a pack has two kinds of boundaries: patches bound the queries, text tokens the keys of the second attention. Both
+have real and physical lengths, and both rows are padded.
 
 Megatron-Bridge's Wan data path (``megatron.bridge.diffusion.data.wan``, 0.6.2) pads every text to 512 tokens and calls
 all 512 real, so that attention sees the padding; it aligns to ``2 * CP`` only, and not for sequence parallelism.
@@ -58,10 +58,10 @@ class WanPack:
         seq_len_kv: int32 ``[n]``, text tokens of each video.
         seq_len_kv_padded: int32 ``[n]``.
         grid_sizes: int32 ``[n, 3]``, patches along time, height and width.
-        video_metadata: one entry a video.
-        keys: one a video.
-        fillers: clips of nothing but zeros after the videos, counted in every field but these two: one where a video
-            that is alone has the only padding, which a kernel would take for none (see `pack_wan`).
+        video_metadata: one entry per video.
+        keys: one per video.
+        fillers: clips of zeros after the videos, counted in every field but these two. There is one if a video that is
+            alone has the only padding, which a kernel would take for none (see `pack_wan`).
     """
 
     video_latents: torch.Tensor
@@ -161,12 +161,12 @@ def _boundaries(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def clip_order(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -> list[int]:
-    """Positions of clips in an order in which neither attention hides its padding; the given one wherever it does not.
+    """Positions of clips in an order in which neither attention hides its padding; the given order if it qualifies.
 
     Args:
         patches: of each clip.
         text_tokens: of each clip.
-        multiple: both are padded to a multiple of it, clip by clip.
+        multiple: both are padded to a multiple of this, clip by clip.
     """
     order = list(range(len(patches)))
     if len(order) > 1 and _hidden(patches, text_tokens, multiple):
@@ -199,11 +199,11 @@ def pack_wan(
         multiple: every video and every text is padded to a multiple of this (`thd.alignment_multiple`); with
             ``compat="bridge"`` it is ``2 * CP`` for CP above 1, and 1 otherwise.
         patch: patch size along frames, height and width.
-        capacity: most patches of the row, padding included; None sets no limit.
+        capacity: limit on the row's patches, padding included; None sets no limit.
         compat: ``"bridge"`` pads every text to `BRIDGE_TEXT_LENGTH` and calls all of it real.
 
-    Where the last video alone has padding, a filler of ``multiple`` patches and text tokens follows it, so that no
-    kernel takes the row for unpadded (`energon_packing.thd.visible_padding`); with ``compat="bridge"`` it does not.
+    If only the last video has padding, a filler of ``multiple`` patches and text tokens follows it, so that no kernel
+    takes the row for unpadded (`energon_packing.thd.visible_padding`). With ``compat="bridge"`` there is no filler.
 
     Raises:
         ConfigError: a multiple below 1, an unknown ``compat``.

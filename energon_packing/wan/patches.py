@@ -13,7 +13,7 @@ def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, 
     """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
 
     Raises:
-        PackingError: where the latent does not divide into patches.
+        PackingError: the latent does not divide into patches.
     """
     if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
         raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")

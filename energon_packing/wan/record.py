@@ -1,7 +1,7 @@
-"""A text-to-video sample: a caption and a clip, or what encoders made of them, as every stage after conversion sees it.
+"""A text-to-video sample as stages after conversion see it: a caption and a clip, or their encoded forms.
 
-Stored as JSON in the Energon data set (`TextToVideo.to_record`). Clips and tensors are named, never embedded; their
-sizes were read at conversion, so that a sample can be measured without its pixels.
+It is stored as JSON in the Energon data set (`TextToVideo.to_record`). Clips and tensors are named, never embedded.
+Conversion reads their sizes, so that a sample can be measured without its pixels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TensorRole = Literal["latents", "context"]
 RECORD_VERSION = 1
 RECORD_KIND = "text_to_video"
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-"""What a stored tensor may hold, by torch's names."""
+"""The dtypes of a stored tensor, by torch's names."""
 AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
@@ -30,12 +30,12 @@ class StoredTensor:
     """A tensor that a record names.
 
     Attributes:
-        name: the entry's name in its store; relative, without ``..``; its extension says how it is read.
-        tensor: its name inside a file of several tensors; empty where the file is the tensor.
+        name: the entry's name in its store; relative, without ``..``; its extension determines how it is read.
+        tensor: its name inside a file of several tensors; empty if the file is the tensor.
         shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
             out.
         dtype: one of `FLOATING`.
-        rows: of a text, those before trailing rows of zeros, which are padding; None for all.
+        rows: of a text, those before trailing rows of zeros, which are padding; None means all.
     """
 
     name: str
@@ -56,11 +56,11 @@ class TextToVideo:
 
     Attributes:
         key: unique in its data set; letters, digits, ``-`` and ``_`` only.
-        caption: the text; None where only its embeddings are there.
-        video: the clip, with all its sizes; None where ``latents`` stands for it.
+        caption: the text; None if only its embeddings are stored.
+        video: the clip, with all its sizes; None if ``latents`` replaces it.
         latents: the encoded clip.
-        context: embeddings of the text, without padding; None has them made from the caption.
-        metadata: anything of JSON, passed on to the batch.
+        context: embeddings of the text, without padding; if None, they are made from the caption.
+        metadata: any JSON values, passed on to the batch.
     """
 
     key: str
@@ -107,8 +107,8 @@ class TextToVideo:
         """Reads what `to_record` wrote.
 
         Raises:
-            SampleRejected: ``bad_record`` where the JSON is not of that form, ``media_outside_root`` where a name is
-                absolute or holds ``..``, and the reasons of `TextToVideo` itself.
+            SampleRejected: ``bad_record`` if the JSON is not of that form, ``media_outside_root`` if a name is absolute
+                or holds ``..``, and the reasons of `TextToVideo` itself.
         """
         _RECORD.check_keys(
             record, {"version", "kind", "caption", "video", "latents", "context", "metadata"}, "the record"

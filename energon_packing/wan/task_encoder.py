@@ -1,7 +1,7 @@
 """Text-to-video packs in the Energon loader: the stages of `PackingTaskEncoder` for clips.
 
 1. The cooker reads a record; ``preencode_sample`` measures: latent patches and text tokens, without pixels.
-2. `WindowPackingDataset`, put in by ``build_batch``, selects under both capacities.
+2. `WindowPackingDataset`, inserted by ``build_batch``, selects under both capacities.
 3. ``postencode_sample`` renders the clips of one pack, ``pack_selected_samples`` lays them side by side.
 """
 
@@ -40,7 +40,7 @@ from energon_packing.wan.record import TextToVideo
 
 @edataclass
 class TextToVideoSample(Sample):
-    """A record and the store that holds its clip and tensors; ``sample`` is None where ``problem`` says why."""
+    """A record and the store with its clip and tensors; if ``sample`` is None, ``problem`` states why."""
 
     sample: TextToVideo | None
     store: FileStore | None = None
@@ -92,7 +92,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         config: of the run.
         latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
         cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
-        fingerprint: further names and values that a saved state must agree with.
+        fingerprint: more names and values that a saved state must match.
 
     Raises:
         ConfigError: a model cannot be used.
@@ -127,7 +127,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         self._extra_fingerprint = dict(fingerprint or {})
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must agree with."""
+        """Names and values that a saved loader state must match."""
         names = (
             "seq_length",
             "window",
@@ -145,7 +145,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: TextToVideoSample) -> MeasuredClipSample:
-        """Measures one clip. Never raises: what goes wrong becomes the sample's problem."""
+        """Measures one clip. Never raises: an error becomes the sample's problem."""
         problem, measured = sample.problem, None
         if problem is None:
             try:
@@ -201,7 +201,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         """Lays the clips of one pack side by side.
 
         Raises:
-            PackingError: a clip does not have the size that was measured.
+            PackingError: a clip does not have its measured size.
         """
         batch = self._assemble([sample.clip for sample in samples if sample.clip is not None])
         made_of = batch.num_samples
@@ -220,7 +220,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         )
 
     def padding_pack(self) -> ClipPack:
-        """A pack of no sample: one masked clip of as few patches and text tokens as need no padding, all zeros."""
+        """A pack without samples: one masked clip of zeros, with the fewest patches and text tokens without padding."""
         config = self.encoder.config
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
         filler = WanSample(

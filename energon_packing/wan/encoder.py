@@ -54,7 +54,7 @@ class MeasuredClip:
 
     @property
     def images(self) -> int:
-        """None, because no vision encoder reads a clip."""
+        """Zero: no vision encoder reads a clip."""
         return 0
 
     @property

@@ -385,8 +385,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "bridge/step.py",
-                "    if mask is None:\n        return None\n    # Also",
-                "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Also",
+                "    if mask is None:\n        return None\n    # Replaces",
+                "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
             ),
         ),
         needs_bridge=True,

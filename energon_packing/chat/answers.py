@@ -1,8 +1,8 @@
 """Where an answer begins and ends in a rendering with marks.
 
-An answer begins where the header ends that asks for it: what the template writes as generation prompt. It ends with
-what generation stops at: a token that ends turns, or, where the template has none, the token that opens the next turn.
-Both are found by rendering and comparing; nothing is known about the template.
+An answer begins after its header, which is what the template writes as generation prompt. It ends with the text at
+which generation stops: a token that ends turns or, if the template has none, the token that opens the next turn.
+Both are found by comparing renderings, without any knowledge of the template.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Answer(NamedTuple):
 
     Attributes:
         turn: its index.
-        first: its first mark; it begins ``before`` characters ahead of it.
-        last: its last mark; it ends ``after`` characters behind it.
-        added: what generation stops at, where the template writes it only with a turn that follows and none does.
-        opens: whether what it ends with opens the next turn: what follows is that turn's.
+        first: its first mark, an index into `Layout.order`; the answer begins ``before`` characters before it.
+        last: its last mark; the answer ends ``after`` characters after it.
+        added: the text at which generation stops, if the template writes it only before another turn and none follows.
+        opens: whether the answer ends with the token that opens the next turn; the text after it belongs to that turn.
     """
 
     turn: int
@@ -46,7 +46,7 @@ class Answer(NamedTuple):
 
 
 class StopTokens:
-    """What ends an answer, for one tokenizer.
+    """The tokens that end an answer, for one tokenizer.
 
     Args:
         stops: texts of tokens at which generation stops.
@@ -60,31 +60,31 @@ class StopTokens:
         self._rest = re.compile(rf"(?:\s*(?:{self._stop.pattern}))+(?=\s*\Z)")
 
     def first_end(self, text: str) -> int | None:
-        """Characters up to the end of the first token that ends a turn."""
+        """Offset of the end of the first token that ends a turn; None if there is none."""
         found = self._stop.search(text)
         return found.end() if found else None
 
     def is_first(self, text: str, end: int) -> bool:
-        """Whether a token that ends turns and ends at a place is the first special one of a text."""
+        """Whether the turn-ending token that ends at ``end`` is the first special token of the text."""
         found = self._special.search(text)
         return found is None or found.end() >= end
 
     def after(self, text: str, start: int) -> int:
-        """The end of a token that ends turns and begins at a place; the place where none does."""
+        """The end of the turn-ending token that begins at ``start``; ``start`` if there is none."""
         found = self._stop.match(text, start)
         return found.end() if found else start
 
     def rest(self, text: str, start: int) -> int:
-        """The end of tokens that end the whole text: a turn's and then a sequence's."""
+        """The end of tokens from ``start`` on that end the whole text (a turn's, then a sequence's); else ``start``."""
         found = self._rest.match(text, start)
         return found.end() if found else start
 
     def whole(self, text: str, at: int) -> int:
-        """A place in a text, or the beginning of the special token that it would cut in two."""
+        """``at``, or the beginning of the special token that a cut at ``at`` would split."""
         return next((found.start() for found in self._special.finditer(text) if found.start() < at < found.end()), at)
 
     def opening(self, text: str) -> int | None:
-        """Characters up to the end of a special token with which a text begins, white space before it included."""
+        """Offset of the end of the special token that opens a text, after any white space; None if there is none."""
         found = self._special.match(text, len(text) - len(text.lstrip()))
         return found.end() if found else None
 
@@ -98,12 +98,14 @@ def find_answers(layout: Layout, messages: Sequence[dict[str, Any]], render: Ren
 
     Args:
         layout: of the whole conversation.
-        messages: with marks, as the layout was made from.
-        render: the template.
+        messages: with marks, those that the layout was made from.
+        render: runs the template.
         stops: of the tokenizer.
 
     Raises:
-        SampleRejected: ``assistant_first`` where the template does not show where a leading answer begins.
+        SampleRejected: ``assistant_first`` if the template does not show where a leading answer begins,
+            ``unstable_prefix`` if it renders the turns before an answer differently on their own, or writes no
+            generation prompt.
     """
     answers = []
     places = layout.places_of_turns()
@@ -119,17 +121,17 @@ def find_answers(layout: Layout, messages: Sequence[dict[str, Any]], render: Ren
 def _header(
     layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, turn: int, first: int
 ) -> int:
-    """Characters of the frame before an answer that are its header."""
+    """Length of the frame before an answer up to the end of its header."""
     try:
         asked = render(messages[:turn], True)
     except SampleRejected as error:
         if turn:
             raise
-        # Without this the header, and a system prompt that the template adds, would be taken for the answer.
+        # Otherwise the header, and a system prompt that the template adds, would count as part of the answer.
         raise SampleRejected("assistant_first", _LEADING) from error
     frame = layout.frames[first]
     if not turn:
-        # Of no turns, a template writes neither a beginning nor a default prompt; the header must stand there whole.
+        # Without turns, a template writes no beginning and no default prompt; the frame must hold the whole header.
         opening = asked.partition(OPEN)[0]
         if not opening or opening not in frame:
             raise SampleRejected("assistant_first", _LEADING)
@@ -143,13 +145,13 @@ def _header(
         )
     header = _common(prompt, frame)
     header = min(stops.whole(prompt, header), stops.whole(frame, header))
-    # A prompt may open the thinking for the model, and history may not: thinking is the answer's.
+    # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
     opened = prompt.find(OPEN)
     header = header if opened < 0 else min(header, opened)
-    # After a tool's result some templates ask without a header and then write one.
+    # After a tool's result, some templates write a header in history but not in the generation prompt.
     name = _own_header(messages[:turn], render)
     header += len(name) if name and frame.startswith(name, header) else 0
-    # A text that opens with a special token: its header, where the template knows no generation prompt.
+    # A special token that opens the text is a header if the template has no generation prompt.
     headless = layout.pieces[layout.order[first]].kind == "text" and stops.opening(frame[header:])
     if headless and render(messages[:turn], False) == asked:
         raise SampleRejected(
@@ -161,10 +163,10 @@ def _header(
 
 
 def _own_header(messages: Sequence[dict[str, Any]], render: Render) -> str:
-    """What the generation prompt of a question adds, of the last question before an answer."""
+    """What the generation prompt adds to the last question before an answer."""
     questions = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     if not questions or questions[-1] + 1 == len(messages):
-        return ""  # the question itself comes before the answer, and its prompt was compared already
+        return ""  # the question directly precedes the answer, so its prompt was already compared
     try:
         without, prompted = (render(messages[: questions[-1] + 1], prompt) for prompt in (False, True))
     except SampleRejected:
@@ -174,7 +176,7 @@ def _own_header(messages: Sequence[dict[str, Any]], render: Render) -> str:
 
 
 def _behind(text: str, piece: int | None) -> str | None:
-    """What stands after the last mark of a piece; the whole text for None, None where the piece is not shown."""
+    """The text after the last mark of a piece; the whole text if ``piece`` is None; None if the piece is not shown."""
     if piece is None:
         return text
     ends = [end for _, end, found in find_marks(text) if found == piece]
@@ -182,13 +184,13 @@ def _behind(text: str, piece: int | None) -> str | None:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters with which both texts begin."""
+    """Length of the prefix that both texts share."""
     shorter = min(len(one), len(other))
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _last_mark(layout: Layout, messages: Sequence[dict[str, Any]], render: Render, turn: int, last: int) -> int:
-    """The last mark of an answer, where it names something twice; a result that names its call again is no part."""
+    """The last mark of an answer, repetitions included, except those in a result that names its call again."""
     again = last
     while again + 1 < len(layout.order) and layout.pieces[layout.order[again + 1]].turn == turn:
         again += 1
@@ -229,7 +231,7 @@ def _end(
     closing = _common(alone or "", frame)
     if end is not None and end <= closing:
         return end, "", False
-    # Of the headers that may follow, an answer stops at those of a question and of a result.
+    # Of the headers that may follow, only those of a question or a result stop an answer.
     follows = messages[turn + 1].get("role") in ("user", "tool") if turn + 1 < len(messages) else False
     opening = stops.opening(frame[closing:]) if follows else None
     return closing + (opening or 0), "", bool(opening)
@@ -243,7 +245,7 @@ def _open_end(
     last: int,
     frame: str,
 ) -> tuple[int, str, bool]:
-    """The end of a last answer that no token ends: a turn that follows shows where generation stops."""
+    """The end of a last answer without a turn-ending token: adding a turn shows where generation stops."""
     content: Any = _PROBE
     if any(isinstance(message.get("content"), list) for message in messages):
         content = [{"type": "text", "text": _PROBE}]
@@ -253,12 +255,12 @@ def _open_end(
         followed = _behind(render([*messages, {"role": role, "content": content}], False), piece)
     except SampleRejected:
         return len(frame), "", False
-    if followed is None:  # what follows makes the template take the answer back
+    if followed is None:  # before another turn, the template drops the answer
         return len(frame), "", False
     behind = followed.partition(_PROBE)[0]
     closing = _common(frame, behind)
     if closing < len(frame):
-        # The template appends the generation prompt unasked: what the two have in common may be half a header.
+        # The template appends the generation prompt unasked, so the shared prefix may end inside a header.
         return stops.opening(frame) or closing, "", True
     opening = stops.opening(behind[closing:])
     return closing, behind[closing:][:opening] if opening else "", bool(opening)

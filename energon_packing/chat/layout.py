@@ -1,4 +1,4 @@
-"""Where each piece of a conversation stands in the text that a template makes of it, and what it leaves out."""
+"""Where each piece of a conversation appears in the text that a template renders, and which pieces it leaves out."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from energon_packing.conversation import Turn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A rendering with marks, taken apart.
+    """A rendering, split at its marks.
 
     Attributes:
-        frames: what the template wrote around the marks, one more than there are marks.
-        order: piece of each mark; a piece that is shown twice has two.
-        pieces: of the conversation whose structure this is, without its words.
+        frames: the template's text around the marks, one more than there are marks.
+        order: index of the piece of each mark; a piece that is shown twice has two marks.
+        pieces: of the conversation that this was made from; others of its structure have the same, with other values.
     """
 
     frames: tuple[str, ...]
@@ -25,7 +25,7 @@ class Layout:
 
     @classmethod
     def of(cls, marked: str, pieces: Sequence[Piece]) -> Layout:
-        """Takes a rendering with marks apart."""
+        """Splits a rendering at its marks."""
         frames, order, cursor = [], [], 0
         for start, end, piece in find_marks(marked):
             if piece >= len(pieces):
@@ -36,12 +36,12 @@ class Layout:
         return cls(frames=(*frames, marked[cursor:]), order=tuple(order), pieces=tuple(pieces))
 
     def missing(self) -> list[int]:
-        """Pieces that are shown nowhere."""
+        """Indices of the pieces that are not shown."""
         shown = set(self.order)
         return [piece for piece in range(len(self.pieces)) if piece not in shown]
 
     def disorder(self) -> tuple[int, int] | None:
-        """Two turns of which the later one is shown first; None where all are in order."""
+        """Two turns (earlier, later) of which the later one is shown first; None if all are in order."""
         shown: set[int] = set()
         latest = DEFINITIONS
         for piece in self.order:
@@ -55,7 +55,7 @@ class Layout:
         return None
 
     def places_of_turns(self) -> dict[int, tuple[int, int]]:
-        """First and last mark of every turn with one, repetitions left out."""
+        """First and last mark of every turn that has one, repetitions left out."""
         shown: set[int] = set()
         places: dict[int, tuple[int, int]] = {}
         for at, piece in enumerate(self.order):
@@ -66,14 +66,14 @@ class Layout:
         return places
 
     def walk(self, text: str, pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], int | None]:
-        """Characters ``[start, end)`` that stand in the place of each mark.
+        """Finds the characters ``[start, end)`` that stand in place of each mark.
 
         Args:
             text: a rendering of a conversation of this structure.
-            pieces: what that conversation says.
+            pieces: of that conversation.
 
         Returns:
-            The places, and None; or those before the first piece that stands there in another form, and its number.
+            The places and None; if a piece appears in an unknown form, the places before it and its index.
         """
         places: list[tuple[int, int]] = []
         at = len(self.frames[0])
@@ -101,7 +101,7 @@ def names_of(pieces: Sequence[Piece], turns: Sequence[Turn], missing: Sequence[i
     for index in missing:
         piece = pieces[index]
         if piece.kind == "argument" and piece.turn in called:
-            continue  # of a call that is missing itself
+            continue  # its call is missing too
         value = str(piece.value)
         short = repr(value if len(value) <= 40 else value[:39] + "…")
         if piece.kind == "definition":

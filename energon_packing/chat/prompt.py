@@ -2,14 +2,14 @@ r"""Prompt formats in a few strings: a YAML file becomes a Jinja template that m
 
 ::
 
-    default_system: "Be brief."                               # where a conversation has no system turn; null for none
+    default_system: "Be brief."                               # if a conversation has no system turn; null for none
     system: "<|im_start|>system\n{content}<|im_end|>"
     user: "<|im_start|>user\n{content}<|im_end|>"
     assistant: "<|im_start|>assistant\n{content}<|im_end|>"      # trained from {content} to the end
     separator: "\n"                                              # after every turn, never trained
 
-Only the names in braces that a field knows are replaced, all other braces are text. docs/prompts.md tells every field.
-`energon_packing.chat.prompt_jinja` compiles it.
+Only the names in braces that a field knows are replaced; all other braces are text. docs/prompts.md describes every
+field. `energon_packing.chat.prompt_jinja` compiles the format.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ BRACED = re.compile(r"\{(" + "|".join((*_NAMES, *MEDIA_NAMES, *_TOOL_NAMES)) + r
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaText:
-    """What stands for an image and a video.
+    """The text that stands for an image or a video.
 
-    ``{image}`` and ``{video}`` are what the processor's own template writes for one, ``{image_token}`` and
-    ``{video_token}`` the placeholder alone.
+    ``{image}`` and ``{video}`` are what the processor's own template writes for one; ``{image_token}`` and
+    ``{video_token}`` are the placeholder alone.
     """
 
     image: str = "{image}"
@@ -43,31 +43,31 @@ class MediaText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolText:
-    """Tool definitions and calls; a part that is None is refused where a conversation needs it."""
+    """Tool definitions and calls; a conversation that needs a part that is None is refused."""
 
     definitions: str | None = None
     """Follows the content of the system turn; ``{definitions}`` stands for all of them."""
     before_definitions: str = ""
-    """Between the content of the system turn, where there is one, and the definitions."""
+    """Between the content of the system turn, if there is one, and the definitions."""
     placement: Literal["system", "last_user"] = "system"
     """``last_user`` puts the definitions before the last user turn instead."""
     definition: str = "{json}"
-    """One definition: ``{json}`` as JSON, or ``{fields}``, the fields of its function as Mistral writes them: JSON, but
-    texts on the first level between quotation marks as they are, and without a field ``return``."""
+    """One definition: ``{json}`` is its JSON; ``{fields}`` are the fields of its function as Mistral writes them: JSON,
+    but with texts on the first level quoted without escaping, and without a field ``return``."""
     between_definitions: str = ""
     calls: str = "{calls}"
     """Around all calls of an assistant turn."""
     call: str | None = None
     """One call: ``{name}`` as it is, ``{arguments}`` as JSON, ``{id}`` as the record has it."""
     before_calls: str = ""
-    """Between the text of an assistant turn, where it has any, and its calls."""
+    """Between the text of an assistant turn, if it has any, and its calls."""
     between_calls: str = ""
     alone: bool = False
-    """Whether the format has no place for a text beside calls: an answer that holds both is refused."""
+    """Whether the format has no place for text next to calls; an answer with both is refused."""
     id_length: int | None = None
-    """Length that ids of calls and of their answers must have; None wants none."""
+    """Length that ids of calls and of their answers must have; None accepts any."""
     tokens: tuple[str, ...] = ()
-    """Texts that must be one token each; for a tokenizer without one of them, tools are refused."""
+    """Texts that must be one token each; if the tokenizer lacks one, tools are refused."""
 
     def __post_init__(self) -> None:
         _hold_once(
@@ -99,30 +99,30 @@ class ToolText:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptFormat:
-    """The strings that make a conversation a text; see the module's docstring."""
+    """The strings that turn a conversation into text; see the module's docstring."""
 
     user: str
     assistant: str
     begin: str = ""
-    """Before everything; ``{bos}`` is nothing for a tokenizer without one."""
+    """Before everything else; ``{bos}`` is empty if the tokenizer has none."""
     default_system: str | None = None
     system: str | None = None
     system_in_user: str | None = None
-    """For formats without a system turn: the first user turn's content, from ``{system}`` and ``{content}``."""
+    """For formats without a system turn: the first user turn's content, made from ``{system}`` and ``{content}``."""
     assistant_after_tool: str | None = None
-    """The assistant turn after a tool's answer, where it differs."""
+    """The assistant turn after a tool's answer, if it differs."""
     assistant_with_calls: str | None = None
-    """The assistant turn that calls tools, where it differs; the calls follow ``{content}``."""
+    """The assistant turn that calls tools, if it differs; the calls follow ``{content}``."""
     tool: str | None = None
     """A tool's answer; ``{id}`` stands for the id of the call."""
     tool_group: str = "{tools}"
-    """Around tool turns that follow each other."""
+    """Around consecutive tool turns."""
     between_tools: str = ""
     separator: str = ""
     generation_prompt: str | None = None
-    """What an answer is asked for with; None is the assistant's text up to ``{content}``."""
+    """The text that asks for an answer; None takes ``assistant`` up to ``{content}``."""
     trim: bool = False
-    """Whether contents lose the white space around them."""
+    """Whether contents are stripped of surrounding white space."""
     trim_assistant: bool = False
     media: MediaText = field(default_factory=MediaText)
     tools: ToolText = field(default_factory=ToolText)
@@ -162,7 +162,7 @@ class PromptFormat:
     @property
     def needs_eos(self) -> bool:
         """Whether an end-of-sequence token is part of the format."""
-        # A default system turn is written as it stands, as one of a conversation is.
+        # A default system turn is written verbatim, like one in a conversation.
         texts = (
             getattr(part, entry.name)
             for part in (self, self.media, self.tools)
@@ -173,7 +173,7 @@ class PromptFormat:
 
 
 def _hold_once(part: Any, prefix: str, *wanted: tuple[str, str]) -> None:
-    """Refuses a field without, or with several of, the name in braces that its text is split at."""
+    """Refuses a field that does not hold exactly once the name in braces at which it is split."""
     for name, braced in wanted:
         text = getattr(part, name)
         if text is not None and text.count(f"{{{braced}}}") != 1:
@@ -181,7 +181,7 @@ def _hold_once(part: Any, prefix: str, *wanted: tuple[str, str]) -> None:
 
 
 def _unread(part: Any, prefix: str, names: tuple[str, ...], needed: str) -> None:
-    """Refuses fields that differ from their defaults although what reads them is not set."""
+    """Refuses fields that differ from their defaults although nothing reads them, because ``needed`` is not set."""
     for entry in dataclasses.fields(part):
         value = getattr(part, entry.name)
         if entry.name in names and value != entry.default:

@@ -14,7 +14,7 @@ from energon_packing.errors import ConfigError
 
 _DIRECTORY = Path(__file__).parent / "prompts"
 LARGEST_FILE = 2**20
-"""Bytes of a template or prompt file; a larger one is something else."""
+"""Most bytes of a template or prompt file; a larger file is something else."""
 
 
 def builtin_prompts() -> list[str]:
@@ -27,11 +27,11 @@ def template_source(name: str, tokenizer: Any, media: Mapping[str, str]) -> str:
 
     Args:
         name: a built-in name, or the path of a ``.yaml``, ``.yml`` or Jinja file. A built-in name wins over a file.
-        tokenizer: must know the tokens that a prompt format needs.
+        tokenizer: must have the tokens that a prompt format needs.
         media: see `compile_prompt`.
 
     Raises:
-        ConfigError: there is no such prompt or file, it cannot be read, or it does not go with the tokenizer.
+        ConfigError: there is no such prompt or file, it cannot be read, or it does not fit the tokenizer.
     """
     if name in builtin_prompts():
         return _compile(name, load_prompt(_DIRECTORY / f"{name}.yaml"), tokenizer, media)
@@ -88,7 +88,7 @@ def _compile(name: str, prompt: PromptFormat, tokenizer: Any, media: Mapping[str
         raise ConfigError(f"The prompt {name} writes {{eos}}, but the tokenizer has no end-of-sequence token.")
     vocabulary: Mapping[str, int] = tokenizer.get_added_vocab()
     if any(token not in vocabulary for token in (*prompt.tokens, *prompt.tools.tokens)):
-        vocabulary = tokenizer.get_vocab()  # made anew for every call, of all tokens
+        vocabulary = tokenizer.get_vocab()  # built from all tokens at every call
     for token in prompt.tokens:
         if token not in vocabulary:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""From a prompt format to the Jinja template that writes it, with marks around what is trained.
+"""Compiles a prompt format to a Jinja template, with marks around what is trained.
 
-The template is rendered as any other, by the sandboxed renderer of transformers. Every text of the format becomes a
-Jinja string, so that whatever it holds is written and never run.
+The template is rendered like any other, by the sandboxed renderer of transformers. Every text of the format becomes a
+Jinja string, so its content is written and never run.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from energon_packing.chat.prompt import BRACED, MEDIA_NAMES, PromptFormat, ToolT
 
 
 def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str], *, lacking: Sequence[str] = ()) -> str:
-    """The Jinja template of a prompt format.
+    """Returns the Jinja template of a prompt format.
 
     Args:
-        name: of the format, for the messages with which the template refuses a conversation.
+        name: of the format, for the messages that refuse a conversation.
         prompt: the format.
-        media: values of ``image``, ``video``, ``image_token`` and ``video_token``; a missing one is refused where a
-            conversation has such a medium.
-        lacking: tokens of ``prompt.tools.tokens`` that the tokenizer does not have; tools are refused with them.
+        media: values of ``image``, ``video``, ``image_token`` and ``video_token``; the template refuses an image or
+            video whose value is missing.
+        lacking: tokens of ``prompt.tools.tokens`` that the tokenizer lacks; if there are any, tools are refused.
     """
     undefined = f"the prompt {name} defines no"
     if lacking:
@@ -38,16 +38,16 @@ def compile_prompt(name: str, prompt: PromptFormat, media: Mapping[str, str], *,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Compiler:
-    """Writes the template piece by piece; each method gives the Jinja of what its name says.
+    """Writes the template piece by piece; each method returns the Jinja of the part that it names.
 
-    In the template ``state.system`` is the system turn's content or the default, ``state.first`` the number of the
-    first message behind it, and where tools are defined before the last question, ``state.asked`` and ``state.users``
-    count the user turns.
+    In the template, ``state.system`` is the system turn's content or the default, and ``state.first`` the index of the
+    first message after it. If tools are defined before the last question, ``state.asked`` is the number of the last
+    user turn and ``state.users`` that of the current one, counted from 0.
 
     Attributes:
-        name, prompt, media: as `compile_prompt` gets them.
-        tools, tool: of the prompt, as far as the tokenizer has their tokens.
-        undefined: begins the message with which tools are refused.
+        name, prompt, media: as passed to `compile_prompt`.
+        tools, tool: of the prompt; empty if the tokenizer lacks one of their tokens.
+        undefined: the beginning of the message that refuses tools.
     """
 
     name: str
@@ -66,7 +66,7 @@ class _Compiler:
             {
                 "message.role == 'assistant'": self.assistant_turn() + separator,
                 "message.role == 'user'": self.user_turn() + separator,
-                "message.role == 'tool'": self.tool_turn(),  # those that follow each other share one separator
+                "message.role == 'tool'": self.tool_turn(),  # consecutive ones share one separator
                 "message.role == 'system'": self.later_system_turn() + separator,
             },
             _refuse(f"the prompt {self.name} knows no such role"),
@@ -80,7 +80,7 @@ class _Compiler:
         )
 
     def show_macro(self) -> str:
-        """``show(content)``: a content that is a text, or a list of texts and media."""
+        """``show(content)``: writes a content, which is a text or a list of texts, images and videos."""
         part = _cases(
             {
                 "part is string": "{{ part }}",
@@ -107,7 +107,7 @@ class _Compiler:
         )
 
     def media_text(self, kind: str) -> str:
-        """The text of a medium; a refusal where the tokenizer gives none."""
+        """The text of an image or video; a refusal if `media` has no value for it."""
         source = getattr(self.prompt.media, kind)
         wanted = [found for found in BRACED.findall(source) if found in MEDIA_NAMES]
         if any(found not in self.media for found in wanted):
@@ -115,7 +115,7 @@ class _Compiler:
         return _text(source, **{found: _quoted(self.media[found]) for found in wanted})
 
     def beginning(self) -> str:
-        """What stands before the turns: the state, the beginning, the system turn and definitions of tools."""
+        """Everything before the turns: the state, the beginning, the system turn and tool definitions."""
         prompt, default = self.prompt, self.prompt.default_system
         trimmed = " | trim" if prompt.trim else ""
         return (
@@ -129,7 +129,7 @@ class _Compiler:
         )
 
     def system_turn(self) -> str:
-        """The system turn with definitions of tools, as far as the format has a place for either."""
+        """The system turn with tool definitions, as far as the format has a place for either."""
         prompt, spoken = self.prompt, "state.system is not none"
         between = _text(self.tools.before_definitions)
         between = _if("state.system is not none", between) if between else ""
@@ -145,18 +145,18 @@ class _Compiler:
         return definitions + _if(f"{spoken} and {unread}", refusal)
 
     def later_system_turn(self) -> str:
-        """A system turn that does not stand first."""
+        """A system turn that is not the first message."""
         if self.prompt.system is None:
             return _refuse(f"the prompt {self.name} knows a system turn at the beginning only")
         return self.plain_turn(self.prompt.system)
 
     @property
     def defined_before_question(self) -> bool:
-        """Whether definitions of tools stand before the last question."""
+        """Whether tool definitions precede the last question."""
         return self.tools.definitions is not None and self.tools.placement == "last_user"
 
     def count_of_questions(self) -> str:
-        """Counts user turns beforehand, so that the last one is known when it comes."""
+        """Counts user turns in advance, so that the last one is known when it is reached."""
         return (
             "{% set state.asked = -1 %}{% for message in messages[state.first:] if message.role == 'user' %}"
             "{% set state.asked = state.asked + 1 %}{% endfor %}{% set state.users = -1 %}"
@@ -176,7 +176,7 @@ class _Compiler:
         return _text(before) + _for("tool in tools", between + each) + _text(after)
 
     def user_turn(self) -> str:
-        """A user turn, with the system text or definitions of tools where the format puts them there."""
+        """A user turn, with the system text or tool definitions if the format puts them there."""
         prompt = self.prompt
         turn = self.plain_turn(prompt.user)
         if prompt.system_in_user is not None:
@@ -190,11 +190,11 @@ class _Compiler:
         return turn
 
     def plain_turn(self, source: str) -> str:
-        """A turn of a text with ``{content}``."""
+        """A turn from a text with ``{content}``."""
         return _text(source, content=_content(self.prompt.trim))
 
     def assistant_turn(self) -> str:
-        """An assistant turn in the form that fits what stands before it and what it calls."""
+        """An assistant turn; its form depends on the turn before it and on whether it calls tools."""
         prompt = self.prompt
         turn = self.answer(prompt.assistant)
         if prompt.assistant_after_tool is not None:
@@ -205,7 +205,7 @@ class _Compiler:
         return turn
 
     def answer(self, source: str) -> str:
-        """An assistant turn; from its content to its end it is marked as trained."""
+        """An assistant turn, marked as trained from its content to its end."""
         before, after = source.split("{content}")
         content = _content(self.prompt.trim or self.prompt.trim_assistant)
         trained = "{{ " + content + " }}" + _if("message.tool_calls", self.calls()) + _text(after)
@@ -240,7 +240,7 @@ class _Compiler:
         )
 
     def tool_turn(self) -> str:
-        """A tool's answer; those that follow each other make one group."""
+        """A tool's answer; consecutive ones form one group."""
         prompt = self.prompt
         if self.tool is None:
             return _refuse(f"{self.undefined} tool turn")
@@ -255,7 +255,7 @@ class _Compiler:
         )
 
     def check_id(self, value: str) -> str:
-        """Refuses an id that is missing or of another length than the format has."""
+        """Refuses an id that is missing or does not have the length that the format requires."""
         length = self.tools.id_length
         if length is None:
             return ""
@@ -272,7 +272,7 @@ FIELDS = (
 
 
 def _text(source: str, **known: str) -> str:
-    """Jinja that writes ``source``; ``known`` gives the expressions of names in braces."""
+    """Jinja that writes ``source``; ``known`` maps names in braces to expressions."""
     values = {"bos": "(bos_token | default('') or '')", "eos": "eos_token", **known}
     pieces = []
     for at, piece in enumerate(BRACED.split(source)):
@@ -289,7 +289,7 @@ def _literal(source: str) -> str:
 
 
 def _quoted(source: str) -> str:
-    """A text as a string of Jinja."""
+    """A text as a Jinja string."""
     return json.dumps(source, ensure_ascii=False)
 
 
@@ -310,6 +310,6 @@ def _if(condition: str, then: str, otherwise: str | None = None) -> str:
 
 
 def _cases(cases: Mapping[str, str], otherwise: str) -> str:
-    """The first text whose condition holds, or ``otherwise``."""
+    """Jinja for the first text whose condition holds, or ``otherwise``."""
     written = "{% elif ".join(condition + " %}" + then for condition, then in cases.items())
     return "{% if " + written + "{% else %}" + otherwise + "{% endif %}"

@@ -1,4 +1,4 @@
-"""A chat template as a program: how it is handed a conversation, and what it makes of a few probes."""
+"""A chat template as a program: how it receives a conversation, and how it renders a few probes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class TemplateRenderer:
 
         Args:
             messages, tools: for the template.
-            track: whether the spans that it marks as generated are wanted.
-            prompt: whether the text that asks for an answer is added.
+            track: whether to return the spans that the template marks as generated.
+            prompt: whether to add the generation prompt.
 
         Returns:
-            The text, and the characters ``[start, end)`` that it marks; none where ``track`` is False.
+            The text, and the spans ``[start, end)`` of characters that the template marks; none if ``track`` is False.
 
         Raises:
-            SampleRejected: ``template_error`` where the template refuses the messages.
-            ConfigError: it is not valid Jinja.
+            SampleRejected: ``template_error`` if the template refuses the messages.
+            ConfigError: the template is not valid Jinja.
         """
         import jinja2
 
@@ -64,7 +64,7 @@ class TemplateRenderer:
             ) from error
         except Exception as error:
             # A template is a program of its own: whatever goes wrong in it (a division, a recursion, an attribute
-            # that the sandbox refuses) is about this conversation and that template, not about us.
+            # that the sandbox refuses) is due to this conversation and that template, not to our code.
             reason = str(error) or type(error).__name__
             raise SampleRejected("template_error", f"the chat template refuses the conversation: {reason}") from error
         return text, list(spans)
@@ -72,10 +72,10 @@ class TemplateRenderer:
     def messages(
         self, conversation: Conversation, words: Words, passing: Passing
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and definitions of tools in the form that the template reads; see `to_messages`.
+        """Messages and tool definitions in the form that the template reads; see `to_messages`.
 
         Raises:
-            SampleRejected: ``bad_record`` where the arguments of a call are nested beyond recursion.
+            SampleRejected: ``bad_record`` if the arguments of a call are nested beyond the recursion limit.
         """
         try:
             return to_messages(conversation, words, passing, as_list=self.content_as_list)
@@ -84,7 +84,7 @@ class TemplateRenderer:
 
     @cached_property
     def reads_thinking(self) -> bool:
-        """Whether the template shows thinking that is a field of the message, in the words that it has for it."""
+        """Whether the template shows thinking that is passed in a field of the message; see `_FIELDS`."""
         if not _FIELDS.search(self.source):
             return False
         turns = (
@@ -100,7 +100,7 @@ class TemplateRenderer:
 
     @cached_property
     def hides_empty_system(self) -> bool:
-        """Whether an empty system turn is taken for none, and none brings a default prompt."""
+        """Whether the template treats an empty system turn as none, and writes a default prompt if there is none."""
         probe, word = _PROBE, "system probe"
 
         def rendered(*systems: str) -> str:
@@ -116,7 +116,7 @@ class TemplateRenderer:
             return False
         if empty != without:
             return False
-        # Without a default, the text without a system turn is that with one, less one stretch.
+        # Without a default prompt, the text without a system turn is the text with one, less one stretch.
         at = spoken.find(word)
         start, end = 0, 0
         while start < min(at, len(without)) and spoken[start] == without[start]:
@@ -126,7 +126,7 @@ class TemplateRenderer:
         return start + end < len(without)
 
     def _wants_lists(self) -> bool:
-        """Some vision templates (LLaVA's) read content only as a list of parts: find out once, with a probe."""
+        """Whether the template reads content only as a list of parts, as some vision templates (LLaVA's) do."""
         turn = {"role": "user", "content": _PROBE}
         for content, as_list in ((_PROBE, False), ([{"type": "text", "text": _PROBE}], True)):
             try:

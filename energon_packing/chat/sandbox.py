@@ -1,4 +1,4 @@
-"""A Jinja chat template in the sandbox of transformers."""
+"""Renders a Jinja chat template in the sandbox of transformers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def render_template(
 ) -> tuple[str, Sequence[tuple[int, int]]]:
     """Renders one conversation as ``apply_chat_template`` does.
 
-    The compiled template, which transformers keeps, is rendered by the functions that ``render_jinja_template`` calls,
-    where transformers has them under the names of 5.12: its wrapper searches the template's text again for every
-    conversation, which takes a tenth of the time. The sandbox is the one that transformers makes.
+    If transformers has the functions that ``render_jinja_template`` calls, under their names of 5.12, they are called
+    directly with the compiled template, which transformers caches: the wrapper searches the template's text again for
+    every conversation, which takes a tenth of the time. The sandbox is the one that transformers creates.
 
     Args:
         source: the Jinja text.
         messages: of the conversation.
         tools: JSON schemas.
         special: special tokens by name.
-        track: whether the spans are wanted.
-        prompt: whether the text that asks for an answer is added.
+        track: whether to return the spans.
+        prompt: whether to add the generation prompt.
 
     Returns:
-        The text, and the characters ``[start, end)`` of what it marks as generated; none where ``track`` is False.
+        The text, and the spans ``[start, end)`` of characters marked as generated; none if ``track`` is False.
     """
     from transformers.utils import chat_template_utils
 

@@ -1,8 +1,8 @@
 """Marks in place of what a conversation says, so that a rendering shows where each piece of it went.
 
-A chat template is somebody else's program. What it does with a conversation is found by giving it the same conversation
+A chat template is somebody else's program. To find out what it does with a conversation, the conversation is rendered
 twice: as it is, and with every piece (a text, a name, an argument) replaced by a word that occurs nowhere else. White
-space around a text and thinking tags stay, since templates strip the one and split at the other.
+space around texts and thinking tags stay, since templates strip the former and split at the latter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from energon_packing.errors import SampleRejected
 
 PieceKind = Literal["text", "thinking", "call", "argument", "definition", "result_name"]
 DEFINITIONS = -1
-"""Turn of the pieces that no turn holds: definitions of tools."""
+"""Turn of the pieces that belong to no turn: tool definitions."""
 MARKUP = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]")
 """What a template may look for in a text: tags, and words in brackets."""
 _MARK = re.compile(r"Zq(\d{6})Xv|7083(\d{6})4417(?:\.25)?")
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     Attributes:
         turn: index of its turn, or `DEFINITIONS`.
         kind: what it is.
-        value: a text without white space around it, or a number.
+        value: a text without surrounding white space, or a number.
     """
 
     turn: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     value: str | int | float
 
     def forms(self) -> Iterator[str]:
-        """The ways in which a template may write it: as it is, and as JSON, HTML or Python escape it."""
+        """The forms in which a template may write the value: as it is, or escaped for JSON, HTML or Python."""
         import html
         import json
 
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         for ascii_only in (False, True):
             escaped = json.dumps(self.value, ensure_ascii=ascii_only)[1:-1]
             yield escaped
-            # Jinja's own tojson, where a template engine keeps it, makes its text safe for HTML besides.
+            # Jinja's own tojson, if a template engine keeps it, also escapes its text for HTML.
             yield re.sub("[<>&']", lambda found: f"\\u{ord(found[0]):04x}", escaped)
         yield html.escape(self.value)
         for quoted in (self.value, self.value.replace("\\", "\\\\")):  # in a call written as Python (LFM2)
@@ -59,7 +59,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passing:
-    """How a conversation is handed to a template; templates want different things.
+    """How a conversation is passed to a template; templates expect different forms.
 
     Attributes:
         no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
@@ -78,7 +78,7 @@ class Words:
     """Writes the pieces of a conversation as they are."""
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
-        """A text of a turn; of an ``answer``, thinking tags count."""
+        """A text of a turn; thinking tags count only in an ``answer``."""
         return text
 
     def thinking(self, turn: int, text: str) -> str:
@@ -94,7 +94,7 @@ class Words:
         return value
 
     def result_name(self, turn: int, call: tuple[int, int], name: str) -> str:
-        """The name of the tool that a result comes from; ``call`` is its turn and number."""
+        """The name of the tool that a result comes from; ``call`` is the turn and number of its call."""
         return name
 
     def definition(self, name: str) -> str:
@@ -133,9 +133,9 @@ class Marks(Words):
         return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
-        """A text of a turn with one mark, or one for each stretch between tags."""
+        """A text of a turn with one mark, or one per stretch between tags."""
         tags = TAG.findall(text) if answer and "think>" in text else []
-        # Thinking models are given the opening tag, so that data may hold the closing one alone.
+        # Thinking models are given the opening tag, so data may hold the closing tag alone.
         depth, pieces = int(tags[:1] == ["</think>"]), []
         split = MARKUP if self._markup else TAG if answer and "think>" in text else None
         for at, run in enumerate(re.split(f"({split.pattern})", text) if split else (text,)):
@@ -151,18 +151,18 @@ class Marks(Words):
         return self._core(turn, "thinking", text)
 
     def call(self, turn: int, number: int, name: str) -> str:
-        """One mark, the same for the results of the call."""
+        """One mark, used again for the results of the call."""
         if not self._calls:
             return name
         self._named[turn, number] = str(self._mark(turn, "call", name))
         return self._named[turn, number]
 
     def arguments(self, turn: int, value: Any) -> Any:
-        """A mark for every key, text and number; truth values and nulls stay."""
+        """A mark for every key, text and number; booleans and nulls stay."""
         if not self._calls:
             return value
         if isinstance(value, Mapping):
-            # Marks ascend as the keys do: a template that sorts keys (Gemma 4's) sorts the marks alike.
+            # Marks ascend like the keys, so a template that sorts keys (Gemma 4's) sorts the marks the same way.
             ascending = sorted(value, key=lambda key: (key.lower(), key))
             keys = {key: self._core(turn, "argument", key) for key in ascending}
             return {keys[key]: self.arguments(turn, entry) for key, entry in value.items()}
@@ -184,7 +184,7 @@ class Marks(Words):
 
 
 def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
-    """Characters ``[start, end)`` of every mark in a text, and the number of its piece."""
+    """Yields ``(start, end, index)``: the characters ``[start, end)`` of every mark in a text, and its piece."""
     for found in _MARK.finditer(text):
         yield found.start(), found.end(), int(found[1] or found[2])
 
@@ -192,15 +192,18 @@ def find_marks(text: str) -> Iterator[tuple[int, int, int]]:
 def to_messages(
     conversation: Conversation, words: Words, passing: Passing, *, as_list: bool
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """Messages and definitions of tools for a chat template.
+    """Messages and tool definitions for a chat template.
 
     Args:
         words: writes each piece.
-        passing: what the template wants.
+        passing: the form that the template expects.
         as_list: whether every content is a list of parts.
 
     Returns:
-        Messages, one a turn, and the definitions, or None where there are none.
+        Messages, one per turn, and the definitions, or None if there are none.
+
+    Raises:
+        SampleRejected: ``bad_record`` if a tool call has no name or no arguments.
     """
     tools = [_definition(tool, words.definition) for tool in conversation.tools] if conversation.tools else None
     messages: list[dict[str, Any]] = []
@@ -212,7 +215,7 @@ def to_messages(
             thinking, parts = split_answer(parts)
             if thinking is not None:
                 said = words.thinking(number, thinking)
-                # Each model calls the field by a name of its own; a template reads the one that it knows.
+                # Each model has its own name for the field; a template reads the one that it knows.
                 message |= {"reasoning_content": said, "reasoning": said, "thinking": said}
         message["content"] = _content(conversation, number, turn, parts, words, as_list)
         if turn.tool_calls:

@@ -1,7 +1,7 @@
-"""What a chat template makes of a conversation, with proof that everything stands in it.
+"""Renders a conversation with a chat template, with proof that the text holds everything the conversation says.
 
-Templates want things in different forms, so a few are tried; the structure of a conversation (everything but its words)
-is rendered once and kept.
+Templates expect input in different forms, so several are tried. The structure of a conversation (everything but its
+words) is rendered once and cached.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import SampleRejected
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
-"""Ways to mark a conversation, the most telling first; the others are for templates that look into texts or calls."""
+"""Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
 KEPT_STRUCTURES = 256
-"""Structures of conversations whose layout is kept; data sets have few, and each costs two renderings or more."""
+"""Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
 
 
 class Structure:
@@ -40,7 +40,7 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """A conversation as the template shows it.
+    """A conversation as the template renders it.
 
     Attributes:
         structure: of the conversation.
@@ -60,7 +60,7 @@ class TemplateReader:
 
     Args:
         renderer: of the template.
-        tool_definitions: whether it may leave out definitions of tools.
+        tool_definitions: whether the template may leave out tool definitions.
     """
 
     def __init__(self, renderer: TemplateRenderer, tool_definitions: ToolDefinitions) -> None:
@@ -68,12 +68,12 @@ class TemplateReader:
         self._structures: OrderedDict[str, Structure | SampleRejected] = OrderedDict()
 
     def read(self, conversation: Conversation) -> Reading:
-        """Renders a conversation and finds all that it says in the text.
+        """Renders a conversation and finds everything that it says in the text.
 
         Raises:
-            SampleRejected: ``template_omits`` where something is missing, ``unstable_prefix`` where a turn stands
-                before turns that it followed, ``template_error`` where the template refuses the conversation,
-                ``bad_record`` where it cannot be handed over.
+            SampleRejected: ``template_omits`` if something is missing, ``unstable_prefix`` if a turn appears before
+                turns that it followed, ``template_error`` if the template refuses the conversation, ``bad_record`` if
+                the conversation cannot be passed to it.
             ConfigError: the template is not valid Jinja.
         """
         self._check_empty_system(conversation)
@@ -82,13 +82,13 @@ class TemplateReader:
         with_calls = any(turn.tool_calls for turn in conversation.turns) or bool(conversation.tools)
         for mode in _MODES[: 3 if with_calls else 2]:
             if failure is not None and failure.reason == "template_omits" and not mode.get("calls", True):
-                break  # what is not marked cannot be missed
+                break  # without marks, nothing can be found missing
             found, error = self._best(conversation, mode)
             if found is None:
                 if not mode:
                     self._renderer.run(
                         *self._renderer.messages(conversation, Words(), Passing()), track=False
-                    )  # its own words
+                    )  # raises with its own words
                 failure = failure or error
                 continue
             passing, structure, pieces = found
@@ -116,7 +116,7 @@ class TemplateReader:
     def _best(
         self, conversation: Conversation, mode: Mapping[str, bool]
     ) -> tuple[tuple[Passing, Structure, list[Piece]] | None, SampleRejected | None]:
-        """The way of passing in which the least is missing, and what then still is."""
+        """The way of passing that loses least, and what is still wrong with it; None if the template refuses all."""
         best: tuple[tuple[int, ...], Passing, Structure, list[Piece]] | None = None
         refusal: SampleRejected | None = None
         complaint: SampleRejected | None = None
@@ -140,7 +140,10 @@ class TemplateReader:
         return (None, refusal) if best is None else (best[1:], complaint)
 
     def _may_omit(self, piece: Piece, last_question: int) -> bool:
-        """Thinking of earlier questions, which many templates take back, and definitions where a user allows it."""
+        """Whether a piece may be left out.
+
+        Many templates drop thinking before the last question; definitions may be missing if the user allows it.
+        """
         if piece.kind == "definition":
             return self._tool_definitions == "optional"
         return piece.kind == "thinking" and piece.turn < last_question
@@ -172,7 +175,7 @@ class TemplateReader:
         return None
 
     def _passings(self, conversation: Conversation) -> Iterator[Passing]:
-        """Ways of passing worth a try, the plain one first."""
+        """Ways of passing worth trying, the plain one first."""
         thought = any("</think>" in turn.text for turn in conversation.turns if turn.role == "assistant")
         apart = thought and self._renderer.reads_thinking
         calls = any(turn.tool_calls for turn in conversation.turns)
@@ -187,10 +190,10 @@ class TemplateReader:
     def _structure(
         self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool], *, anew: bool = False
     ) -> tuple[Structure, list[Piece]]:
-        """The structure of a conversation, from those that were seen or by rendering, and what the conversation says.
+        """The structure of a conversation, cached or rendered, and the conversation's pieces.
 
         Raises:
-            SampleRejected: the template refuses it.
+            SampleRejected: the template refuses the conversation.
         """
         marks = Marks(**mode)
         messages, tools = self._renderer.messages(conversation, marks, passing)
@@ -212,7 +215,7 @@ class TemplateReader:
         return found, marks.pieces
 
     def _check_order_of_silence(self, conversation: Conversation) -> None:
-        """A question or result without words has no place in the text: look where one with words would stand."""
+        """Checks where questions and results without words belong: they leave no trace, so words are filled in."""
         filled = tuple(
             replace(turn, parts=("energon packing filler",))
             if turn.role in ("user", "tool") and not _says(turn)
@@ -242,7 +245,7 @@ def _says(turn: Turn) -> bool:
 
 
 def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
-    """Whether arguments of a call stand in a rendering as Python writes them, which is no JSON."""
+    """Whether a rendering holds arguments of a call in Python's notation, which is not JSON."""
     calls = (call.get("function") or call for message in messages for call in message.get("tool_calls") or ())
     objects = (call.get("arguments") for call in calls)
     return any(isinstance(entry, Mapping) and bool(entry) and str(entry) in text for entry in objects)
@@ -251,7 +254,7 @@ def _holds_python(messages: Sequence[Mapping[str, Any]], text: str) -> bool:
 def _check_unmarked(
     conversation: Conversation, structure: Structure, places: list[tuple[int, int]], text: str, *, calls: bool
 ) -> None:
-    """Looks for what had no mark of its own, between the turns before and after: tags inside texts, and calls.
+    """Checks that what had no mark (tags inside texts, and calls) appears between the turns before and after.
 
     Raises:
         SampleRejected: ``template_omits``.

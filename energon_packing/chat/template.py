@@ -1,14 +1,14 @@
-"""Rendering a conversation through a Hugging Face chat template, and which characters of it are trained.
+"""Renders a conversation with a Hugging Face chat template, and finds the characters that are trained.
 
-Everything that a conversation says must stand in the text, in order: the conversation is rendered a second time with
-marks in place of its words (`energon_packing.chat.sentinels`), and the text must be what stands around the marks with
-the words between. A template that leaves something out costs the sample, by name. The same comparison finds the
-answers:
+Everything that a conversation says must appear in the text, in order. To check this, the conversation is rendered again
+with marks in place of its words (`energon_packing.chat.sentinels`); the text must equal that rendering with the words
+in place of the marks. If the template leaves something out, the sample is rejected, and the error names what is
+missing. The same comparison finds the answers:
 
 * a template with ``{% generation %}`` marks them itself: the marked spans are taken, as ``apply_chat_template`` does
-  with ``return_assistant_tokens_mask``, tied to the turns that they belong to; an end-of-turn token that directly
-  follows a span joins it;
-* for any other they are found by comparing renderings (`energon_packing.chat.answers`).
+  with ``return_assistant_tokens_mask``, and assigned to the turns that they belong to; an end-of-turn token that
+  directly follows a span joins it;
+* for any other template they are found by comparing renderings (`energon_packing.chat.answers`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from energon_packing.config import Thinking, ToolDefinitions, TrainLineBreak, Tr
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 
-# Tokens that close a turn in the templates in use. Only those that the tokenizer knows as special tokens count.
+# Tokens that close a turn in the templates in use. Only those count that the tokenizer has as special or added tokens.
 END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>", "<|eom|>"),
     *("<|end_of_text|>", "<|endoftext|>", "</s>", "<end_of_utterance>", "<|END_OF_TURN_TOKEN|>"),
@@ -40,9 +40,9 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        text: what the template made, media still one placeholder each.
-        spans: trained characters, ascending and disjoint; with the weight 0 what no trained token may touch.
-        ends: for each answer that could be located, the number of turns up to it and the characters that they fill.
+        text: the rendering, with one placeholder per image or video.
+        spans: trained characters, ascending and disjoint; no trained token may touch a span of weight 0.
+        ends: for each answer that was found, the number of turns up to and including it, and the characters they fill.
     """
 
     text: str
@@ -54,12 +54,12 @@ class ChatTemplate:
     """A chat template bound to a tokenizer.
 
     Args:
-        tokenizer: a Hugging Face tokenizer; gives the special tokens that templates use.
+        tokenizer: a Hugging Face tokenizer; provides the special tokens that templates use.
         source: the Jinja text; None takes the tokenizer's own.
         train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
-        thinking: what becomes of the assistant's ``<think>`` spans.
+        thinking: what happens to the assistant's ``<think>`` spans.
         train_line_break: whether the line break after an answer is trained.
-        tool_definitions: whether the template may leave out definitions of tools.
+        tool_definitions: whether the template may leave out tool definitions.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
 
     Raises:
@@ -93,7 +93,7 @@ class ChatTemplate:
         self.train_on = train_on
         self.thinking = thinking
         self.train_line_break = train_line_break
-        # As apply_chat_template passes them: strings, but a list where a tokenizer keeps several under one name.
+        # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named)
         self._reader = TemplateReader(self.renderer, tool_definitions)
@@ -108,13 +108,14 @@ class ChatTemplate:
         """Renders one conversation.
 
         Raises:
-            SampleRejected: ``template_error`` where the template itself refuses the conversation,
-                ``template_omits`` where it leaves something out that the conversation says,
-                ``unstable_prefix`` where it puts turns out of order or the answers cannot be told apart,
-                ``assistant_first`` where it does not show where a leading assistant turn begins,
-                ``loss_weight_mismatch`` where it does not show a weighted turn as generated,
-                ``unclosed_thinking`` where thinking is to be stripped or masked and a tag has no partner,
-                ``nothing_to_learn`` where no character is trained.
+            SampleRejected: ``template_error`` if the template itself refuses the conversation,
+                ``template_omits`` if it leaves out something that the conversation says,
+                ``unstable_prefix`` if it puts turns out of order or the answers cannot be told apart,
+                ``assistant_first`` if it does not show where a leading assistant turn begins,
+                ``loss_weight_mismatch`` if it does not show a weighted turn as generated,
+                ``unclosed_thinking`` if thinking is to be stripped or masked and a tag has no partner,
+                ``empty_answer`` if a trained answer has no word, so that it cannot be found,
+                ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
         if self.thinking == "strip":
@@ -129,7 +130,7 @@ class ChatTemplate:
         except SampleRejected:
             if self.train_on != "all" or any(weight is not None for weight in weights.values()):
                 raise
-            answers = []  # everything is trained, wherever an answer begins
+            answers = []  # everything is trained, wherever answers begin
         if answers and (added := answers[-1][2]):
             text += added
         spans = {turn: found for turn, found, _ in answers}
@@ -145,16 +146,16 @@ class ChatTemplate:
         return RenderedChat(text=text, spans=kept, ends=ends)
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
-        """Where in a rendered text the first so many turns end, in characters.
+        """Where the first ``turns`` turns of a conversation end in its rendered text, in characters.
 
         Args:
-            conversation: whole, as `render` got it.
-            chat: what `render` made of it.
+            conversation: whole, as passed to `render`.
+            chat: what `render` returned for it.
             turns: 1 to the number of turns.
 
         Returns:
-            None where the template cannot say: it refuses those turns alone, or shows them in another way, and they
-            do not end with an answer.
+            None if the template does not tell: it refuses those turns alone or renders them differently, and they do
+            not end with an answer.
         """
         if self.thinking == "strip":
             conversation = strip_thinking(conversation)
@@ -172,7 +173,7 @@ class ChatTemplate:
     # -- what is trained ---------------------------------------------------------------------------------------------
 
     def _answers(self, reading: Reading) -> list[tuple[int, list[TrainedSpan], str]]:
-        """For each answer its turn, its spans, and what is added to the text after it."""
+        """For each answer: its turn, its spans, and the text that is added after it."""
         if self.renderer.marks_generation:
             return [(turn, spans, "") for turn, spans in sorted(self._tie(reading).items())]
         structure, places, text = reading.structure, reading.places, reading.text
@@ -231,7 +232,7 @@ class ChatTemplate:
         spans: Mapping[int, list[TrainedSpan]],
         weights: Mapping[int, float | None],
     ) -> list[TrainedSpan]:
-        """Spans of the turns that are trained, with the weights of their turns."""
+        """Spans of the trained turns, with the weights of their turns."""
         answers = [number for number, turn in enumerate(conversation.turns) if turn.role == "assistant"]
         weighted = any(weights[number] is not None for number in answers)
         if self.train_on == "all" and not weighted:
@@ -261,7 +262,7 @@ class ChatTemplate:
 
 
 def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaKind, str]) -> dict[str, str]:
-    """What stands for one medium of each kind, for prompt formats that leave it to the processor.
+    """The text that stands for one image or video, for prompt formats that leave it to the processor.
 
     Args:
         tokenizer: of the processor.
@@ -269,8 +270,8 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         placeholders: of the family, by kind.
 
     Returns:
-        ``image`` and ``video``: what the own template writes between two texts, frame included, or the placeholder
-        where it writes none; ``image_token`` and ``video_token``: the placeholder alone.
+        ``image`` and ``video``: what the processor's own template writes for one between two texts, frame included, or
+        the placeholder if it writes none; ``image_token`` and ``video_token``: the placeholder alone.
     """
     before, after = "text before a medium", "text after a medium"
     texts: dict[str, str] = {}
@@ -281,7 +282,7 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
             own = ChatTemplate(tokenizer, source=source)
             shown, _ = own.renderer.run([{"role": "user", "content": content}], None, track=False)
         except (ConfigError, SampleRejected):
-            continue  # no template of its own, or one that takes no such medium
+            continue  # no template of its own, or one that does not take this kind
         between = shown.partition(before)[2].partition(after)[0]
         if placeholder in between:
             texts[kind] = between
@@ -299,7 +300,7 @@ def _with_space(text: str, end: int) -> int:
 
 
 def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
-    """The spans, and with weight 1 all that stands before, between and after them."""
+    """The spans, and everything before, between and after them with weight 1."""
     result: list[TrainedSpan] = []
     cursor = 0
     for span in spans:
@@ -311,7 +312,7 @@ def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
 def _without_empty(
     reading: Reading, text: str, spans: Mapping[int, list[TrainedSpan]]
 ) -> tuple[str, dict[int, list[TrainedSpan]]]:
-    """The text without the empty thinking that the template opens answers with."""
+    """The text and the spans without the empty thinking with which the template opens answers."""
     cuts: list[tuple[int, int]] = []
     for turn, (first, _) in reading.structure.layout.places_of_turns().items():
         if spans.get(turn):
@@ -333,7 +334,7 @@ def _without_empty(
 
 
 def _without_calls(reading: Reading, text: str) -> str:
-    """The text with blanks in place of the names and arguments of calls, in which tags are words."""
+    """The text with blanks in place of the names and arguments of calls, where tags are ordinary text."""
     blank = list(text)
     for (start, end), piece in zip(reading.places, reading.structure.layout.order, strict=True):
         if reading.structure.layout.pieces[piece].kind in ("call", "argument"):

@@ -19,7 +19,7 @@ _OPENING = re.compile(r"\s*" + EMPTY.pattern)
 class TrainedSpan(NamedTuple):
     """Characters ``[start, end)`` of a rendered text whose tokens are trained with ``weight``.
 
-    With the weight 0 no token that touches the span is trained.
+    With weight 0, no token that touches the span is trained.
     """
 
     start: int
@@ -28,16 +28,16 @@ class TrainedSpan(NamedTuple):
 
 
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without thinking spans of the assistant and the white space after them.
+    """The conversation without the assistant's thinking spans and the white space after them.
 
     Raises:
-        SampleRejected: ``unclosed_thinking`` where a tag has no partner in its text.
+        SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text.
     """
     return _changed(conversation, _without_thinking)
 
 
 def trim_empty_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without thinking spans in which nothing stands, at the beginning of answers."""
+    """The conversation without empty thinking spans at the beginning of answers."""
     return _changed(conversation, lambda text: text[found.end() :] if (found := _OPENING.match(text)) else text)
 
 
@@ -76,7 +76,7 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
     """The thinking at the beginning of an answer, and the answer without it.
 
     Returns:
-        None and the parts as they are, unless the answer opens with one thinking span, and has no other tag.
+        None and the parts as they are, unless the answer opens with a non-empty thinking span and has no other tag.
     """
     first = parts[0] if parts else None
     if not isinstance(first, str) or not first.lstrip().startswith(OPEN):
@@ -92,13 +92,12 @@ def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]
 
 
 def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
-    """The trained spans, with the weight 0 for the thinking in them, its tags included.
+    """The trained spans, with weight 0 for the thinking in them, tags included.
 
-    A template may write the opening tag itself, right before what is trained: such a span is thinking from its
-    beginning on.
+    A template may write the opening tag itself, right before the trained text; such a span begins with thinking.
 
     Raises:
-        SampleRejected: ``unclosed_thinking`` where a tag has no partner.
+        SampleRejected: ``unclosed_thinking`` if a tag has no partner.
     """
     result: list[TrainedSpan] = []
     for span in spans:

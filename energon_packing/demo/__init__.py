@@ -1,4 +1,4 @@
-"""The embedded default: a processor that is shipped and a data set that is made, for a demo without downloads."""
+"""The built-in demo, which needs no downloads: processors are shipped, and a data set is generated."""
 
 from energon_packing.demo.generate import make_data
 from energon_packing.demo.processor import PROCESSORS, processor_path

@@ -14,26 +14,26 @@ from energon_packing.demo.scenes import Clip
 
 @cache
 def mp4_codec() -> str:
-    """H.264 where this build of FFmpeg can encode it, MPEG-4 part 2 elsewhere."""
+    """``libx264`` (H.264) if this build of FFmpeg can encode it, else ``mpeg4`` (MPEG-4 part 2)."""
     return "libx264" if "libx264" in av.codecs_available else "mpeg4"
 
 
 def save_clip(clip: Clip, path: Path, width: int, height: int, *, fps: int, frames: int) -> None:
-    """Encodes the clip; the container follows from the suffix (``.mp4``: H.264, ``.avi``: MPEG-4).
+    """Encodes the clip; the suffix decides the container and the codec (``.mp4``: `mp4_codec`, ``.avi``: MPEG-4).
 
     Args:
         clip: what to show.
         path: ends in ``.mp4`` or ``.avi``.
         width: pixels, even.
         height: pixels, even.
-        fps: frames a second.
-        frames: how many frames, at least 2.
+        fps: frames per second.
+        frames: number of frames, at least 2.
     """
     codec = mp4_codec() if path.suffix == ".mp4" else "mpeg4"
     with av.open(str(path), mode="w") as container:
         stream = container.add_stream(codec, rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-        stream.codec_context.thread_count = 1  # several threads would cut the frames differently on other machines
+        stream.codec_context.thread_count = 1  # several threads would split the frames differently on other machines
         if codec == "libx264":
             stream.options = {"preset": "veryfast", "crf": "26"}
         for index in range(frames):
@@ -45,7 +45,7 @@ def save_clip(clip: Clip, path: Path, width: int, height: int, *, fps: int, fram
 
 
 def save_sound(path: Path, seconds: float = 1.0) -> None:
-    """An ``.mp4`` with a tone and no picture: one of the demo's defects."""
+    """Writes an ``.mp4`` with a tone and no video: one of the demo's defects."""
     rate = 16000
     with av.open(str(path), mode="w") as container:
         stream = container.add_stream("aac", rate=rate)

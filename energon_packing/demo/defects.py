@@ -1,4 +1,4 @@
-"""Records that are wrong on purpose, so that the demo shows what happens to them, with what each one should lead to."""
+"""Records that are wrong on purpose, so that the demo shows what happens to them, each with its expected outcome."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SourceName = Literal["sharegpt.json", "openai.jsonl"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defect:
-    """One record that is wrong.
+    """One wrong record.
 
     Attributes:
-        id: the record's ``id``; None for a line that is no JSON.
-        source: the conversation file that it stands in.
+        id: the record's ``id``; None for a line that is not JSON.
+        source: the conversation file that holds it.
         stage: ``convert`` (the file or its media are wrong) or ``measure`` (the sample is too long to be packed).
         outcome: ``rejected`` (never becomes a sample), ``warned`` (becomes one, under another key), ``dropped`` (is a
             sample of the data set that no pack at `seq_length` 4096 can hold).
         reason: the word under which the project counts it.
-        what: one sentence for a reader.
-        record: the JSON, or for a line that does not parse its text.
+        what: what is wrong, in one sentence for a reader.
+        record: the JSON object, or the text of a line that does not parse.
     """
 
     id: str | None
@@ -39,17 +39,17 @@ class Defect:
     record: Record | str
 
     def expectation(self) -> dict[str, Any]:
-        """What `expected_defects.json` says about it."""
+        """Its entry in `expected_defects.json`."""
         return {name: value for name, value in asdict(self).items() if name != "record"}
 
 
 def make_defects(folder: Path, rng: Random, twin: str) -> list[Defect]:
-    """Writes the media of the defects below `folder` and returns their records.
+    """Writes the media of the defects below `folder` and returns the defects.
 
     Args:
-        folder: where the conversation files go; one picture is written beside it, where no record may look.
-        rng: decides what the pictures show.
-        twin: the ``id`` of a valid record, which one of the defects takes as well.
+        folder: where the conversation files go; one image is written next to it, where no record may look.
+        rng: decides what the images and the video show.
+        twin: the ``id`` of a valid record, which one of the defects reuses.
     """
     media = folder / "broken"
     media.mkdir(parents=True)
@@ -63,7 +63,7 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[Defect]:
     (media / "whole.jpg").unlink()
     save_sound(media / "sound.mp4")
     save_clip(scenes.draw_clip(rng), media / "whole.mp4", 96, 96, fps=10, frames=20)
-    # The start of an MP4 is kept, so that only reading it shows the damage; its index stands at the end, which is lost.
+    # Keeps the start of the MP4 and loses the index at its end, so that only reading the file shows the damage.
     (media / "damaged.mp4").write_bytes((media / "whole.mp4").read_bytes()[:600])
     (media / "whole.mp4").unlink()
     answer = picture.description()

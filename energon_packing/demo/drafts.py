@@ -1,6 +1,6 @@
-"""Writes the demo's conversations, before any file layout: who says what, and which media it needs.
+"""Writes the demo's conversations, before any file layout: who says what, and which media they need.
 
-A draft's texts hold ``<image>`` and ``<video>`` where media stand, in the order of `Draft.images` and `Draft.videos`.
+A draft's texts hold ``<image>`` and ``<video>`` in place of media, in the order of `Draft.images` and `Draft.videos`.
 Lengths follow a log-normal mix, as in real data sets: many short samples next to a few very long ones.
 """
 
@@ -18,7 +18,7 @@ from energon_packing.demo.tool_use import ToolUse, draw_tool_use
 
 Speaker = Literal["user", "assistant", "call", "result"]
 
-# Share of each kind; a data set of at least as many conversations as kinds holds every kind.
+# Share of each kind; a data set with at least as many conversations as kinds has every kind.
 KINDS: dict[str, float] = {
     "chat": 0.22,
     "document": 0.10,
@@ -57,7 +57,7 @@ SYSTEM_PROMPTS: tuple[str, ...] = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOrder:
-    """A picture file that a draft needs; `name` is relative to the folder of the conversation files."""
+    """An image file that a draft needs; `name` is relative to the folder of the conversation files."""
 
     name: str
     picture: scenes.Picture
@@ -90,7 +90,7 @@ class Saying:
 
 @dataclass(kw_only=True, slots=True)
 class Draft:
-    """One conversation while and after it is written."""
+    """One conversation, while it is written and after; `budget` is its target length in tokens."""
 
     key: str
     kind: str
@@ -103,7 +103,7 @@ class Draft:
 
     @property
     def tokens(self) -> float:
-        """About how many tokens this is with the demo's processors."""
+        """Approximate number of tokens with the demo's processors."""
         total = len(self.system or "") / CHARACTERS_PER_TOKEN + (350.0 if self.with_tools else 0.0)
         for saying in self.sayings:
             total += len(saying.text) / CHARACTERS_PER_TOKEN + TURN_TOKENS + 30 * len(saying.uses)
@@ -115,7 +115,7 @@ class Draft:
 
     @property
     def exchanges(self) -> int:
-        """How often the user spoke."""
+        """Number of user turns."""
         return sum(saying.speaker == "user" for saying in self.sayings)
 
     def exchange(self, question: str, answer: str) -> None:
@@ -124,18 +124,18 @@ class Draft:
 
 
 def kinds_of(conversations: int, rng: Random) -> list[str]:
-    """The kind of each conversation: shares as in `KINDS`, each kind at least once where there is room."""
+    """The kind of each conversation: shares as in `KINDS`, each kind at least once if there is room."""
     counts = {kind: max(1, int(share * conversations)) for kind, share in KINDS.items()}
     kinds = [kind for kind in KINDS for _ in range(counts[kind])]
     kinds += ["chat"] * (conversations - len(kinds))
-    if len(kinds) > conversations:  # fewer conversations than kinds and shares ask for: the commonest give way
+    if len(kinds) > conversations:  # too few conversations for kinds and shares: the most common kinds give way
         kinds = (list(KINDS) + kinds)[:conversations]
     rng.shuffle(kinds)
     return kinds
 
 
 def write_draft(seed: int, index: int, kind: str) -> Draft:
-    """The conversation number `index` of the data set `seed`; depends on nothing else."""
+    """Conversation number `index` of the data set of this `seed`; depends on the arguments only."""
     rng = Random(f"conversation {seed} {index} {kind}")
     budget = min(max(math.exp(rng.gauss(math.log(MEDIAN_TOKENS), SPREAD)), SHORTEST), LONGEST)
     key = f"demo.{index:05d}.v1" if rng.random() < 0.1 else f"demo-{index:05d}"
@@ -148,7 +148,7 @@ def write_draft(seed: int, index: int, kind: str) -> Draft:
 
 
 def _fill(rng: Random, draft: Draft) -> None:
-    """Goes on talking until the budget is spent: long texts where much is left, small talk at the end."""
+    """Adds exchanges until the budget is spent: long texts while much is left, small talk at the end."""
     topics = [rng.choice(list(prose.TOPICS)) for _ in range(rng.randint(1, 3))]
     while (left := draft.budget - draft.tokens) > 25 and draft.exchanges < MOST_EXCHANGES:
         if left > 900 or (left > 250 and draft.exchanges == MOST_EXCHANGES - 1):
@@ -220,7 +220,7 @@ def _order_image(rng: Random, index: int, draft: Draft) -> ImageOrder:
 
 
 def _without_colour(picture: scenes.Picture) -> scenes.Picture:
-    """The same figures in black and white on grey, so that a grey picture shows what is said about it."""
+    """The same figures in black and white on grey, so that a greyscale image shows what is said about it."""
     greys = ("black", "white")
     figures = tuple(
         scenes.Figure(shape=figure.shape, colour=greys[len(figure.colour) % 2], place=figure.place)
@@ -252,7 +252,7 @@ def _images(rng: Random, index: int, draft: Draft) -> None:
         )
         for place, picture in enumerate(pictures, start=1):
             draft.exchange(f"And what is in picture {prose.number(place)}?", picture.description())
-    else:  # one a turn
+    else:  # one per turn
         for picture in pictures:
             question, answer = picture.exchanges(rng)[0]
             draft.exchange(_placed(rng, "<image>", question), answer)

@@ -1,4 +1,4 @@
-"""Writes the demo's data set: conversation files and media, in the form in which users have theirs.
+"""Writes the demo's data set: conversation files and media, in the form that users have.
 
 OUT/conversations/sharegpt.json     a JSON array, `conversations` of `from`/`value`
 OUT/conversations/openai.jsonl      JSON Lines, `messages` of `role`/`content`
@@ -25,7 +25,7 @@ from energon_packing.demo.layouts import Record, openai_record, sharegpt_record
 from energon_packing.demo.pictures import save_picture
 from energon_packing.errors import UserError
 
-DATA_VERSION = 1  # raise it when the same arguments give other data, or old copies would be taken for new ones
+DATA_VERSION = 1  # raise it when the same arguments give other data; otherwise old copies would pass for new ones
 SOURCES = ("sharegpt.json", "openai.jsonl")
 
 
@@ -37,13 +37,13 @@ def make_data(
     defects: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
-    """Makes the demo's conversation files and media; does nothing where the same ones are there already.
+    """Makes the demo's conversation files and media; does nothing if the same ones exist already.
 
     The same arguments give the same records and the same pixels; the bytes of videos depend on the FFmpeg build.
 
     Args:
-        out: directory, made where it is missing; replaced where an earlier call with other arguments filled it.
-        conversations: how many valid conversations; at least 1.
+        out: directory, created if missing; replaced if an earlier call with other arguments filled it.
+        conversations: number of valid conversations, at least 1.
         seed: another seed gives other conversations.
         defects: add the records of `defects.make_defects`, listed in ``out/expected_defects.json``.
         progress: called as ``progress(done, total)`` with the number of conversations written.
@@ -66,11 +66,11 @@ def make_data(
     twin = ""
     for index, kind in enumerate(kinds):
         draft = write_draft(seed, index, kind)
-        if index <= 1:  # the first one of openai.jsonl, where there is one
+        if index <= 1:  # the first one of openai.jsonl, if there is one
             twin = draft.key
         _save_media(draft, folder)
         rng = Random(f"layout {seed} {index}")
-        # Alternating, so that every kind is written in both layouts where it occurs often enough.
+        # Alternating, so that every kind is written in both layouts if it occurs often enough.
         if index % 2:
             records["openai.jsonl"].append(openai_record(draft, rng))
         else:
@@ -89,7 +89,7 @@ def make_data(
 
 
 def _prepare(out: Path, folder: Path, request: dict[str, Any]) -> bool:
-    """Whether the data is there already; otherwise makes an empty `folder` and claims `out`."""
+    """Whether the data exist already; otherwise creates an empty `folder` and claims `out`."""
     note = out / "made.json"
     if note.is_file():
         try:
@@ -124,10 +124,10 @@ def _save_media(draft: Draft, folder: Path) -> None:
 
 
 def _scatter(wrong: list[Defect], records: dict[str, list[Record | str]], rng: Random) -> None:
-    """Puts the wrong records between the valid ones: errors in the middle of a file are the hard ones."""
+    """Puts the wrong records between the valid ones: errors in the middle of a file are the hard case."""
     for defect in wrong:
         rows = records[defect.source]
-        # The later one of two equal ids is the one that is renamed, so it must not come first.
+        # Of two equal ids the later one is renamed, so the defect must not come first.
         rows.insert(len(rows) if defect.outcome == "warned" else rng.randint(0, len(rows)), defect.record)
 
 

@@ -1,4 +1,4 @@
-"""Drafts as records of the two layouts that conversation files have: ShareGPT and OpenAI."""
+"""Drafts as records in the two layouts of conversation files: ShareGPT and OpenAI."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sharegpt_record(draft: Draft, rng: Random) -> Record:
 
 
 def openai_record(draft: Draft, rng: Random) -> Record:
-    """``messages`` of ``role``/``content``; media in columns or, in one record of three, as parts of the content."""
+    """``messages`` of ``role``/``content``; media in columns or, in one record in three, as parts of the content."""
     as_parts = bool(draft.images or draft.videos) and rng.random() < 0.34
     messages: list[Record] = [{"role": "system", "content": draft.system}] if draft.system else []
     images = iter([order.name for order in draft.images])

@@ -1,4 +1,4 @@
-"""Draws the scenes of the demo: still pictures as JPEG, PNG or WebP files, and the single frames of a clip."""
+"""Draws the scenes of the demo: images as JPEG, PNG or WebP files, and the single frames of a clip."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 @cache
 def _grain() -> NDArray[np.int16]:
-    """One tile of noise, [128, 128, 3] int16 within +-10."""
+    """One tile of noise, ``[128, 128, 3]`` int16 from -10 to 10."""
     return np.random.default_rng(0).integers(-10, 11, size=(128, 128, 3), dtype=np.int16)
 
 
 def _with_grain(image: Image.Image) -> Image.Image:
-    """Noise, as a camera has: flat colours alone would be decoded faster than any photograph."""
+    """Adds noise, as a camera does: flat colours alone would be decoded faster than any photograph."""
     pixels = np.asarray(image, dtype=np.int16)
     height, width, _ = pixels.shape
     tiles = np.tile(_grain(), (-(-height // 128), -(-width // 128), 1))[:height, :width]
@@ -74,7 +74,7 @@ def render(picture: Picture, width: int, height: int) -> Image.Image:
         image.paste(dark, mask=Image.linear_gradient("L").resize((width, height)))
         image = _with_grain(image)
     draw = ImageDraw.Draw(image)
-    floor = height * (0.85 if picture.caption else 1.0)  # the lowest part is left to the words
+    floor = height * (0.85 if picture.caption else 1.0)  # the lowest part is left for the caption
     radius = 0.38 * min(width, floor) / 3
     for figure in picture.figures:
         column, row = figure.place
@@ -103,13 +103,13 @@ def save_picture(
         width: pixels as a viewer shows them.
         height: pixels as a viewer shows them.
         mode: ``L`` writes shades of grey, ``CMYK`` (JPEG only) the four colours of print.
-        exif_orientation: 1 (none), 3 (upside down), 6 or 8 (stored on its side): the pixels are stored turned, and
-            the EXIF tag tells the viewer how to turn them back.
+        exif_orientation: 1 (none), 3 (upside down), 6 or 8 (stored on its side): the pixels are stored rotated, and
+            the EXIF tag tells the viewer how to rotate them back.
     """
     image = render(picture, width, height)
     if mode != "RGB":
         image = image.convert(mode)
-    # Orientation 6 means "turn the stored pixels by 90 degrees clockwise": they are stored turned the other way.
+    # Orientation 6 means "turn the stored pixels by 90 degrees clockwise", so they are stored turned the other way.
     turn = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
     exif = Image.Exif()
     if exif_orientation != 1:

@@ -1,4 +1,4 @@
-"""Where the shipped processor directories lie; `scripts/train_demo_tokenizer.py` makes them."""
+"""Paths of the shipped processor directories, which `scripts/train_demo_tokenizer.py` makes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from energon_packing.errors import UserError
 
-# name: the class that `AutoProcessor` (for "text": `AutoTokenizer`) gives for it
+# name: the class that `AutoProcessor` (for "text": `AutoTokenizer`) returns for it
 PROCESSORS: dict[str, str] = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",

@@ -225,7 +225,7 @@ def stock_list(rng: Random, rows: int) -> tuple[str, list[Exchange]]:
 
 
 def logbook(rng: Random, characters: int) -> tuple[str, list[Exchange]]:
-    """A logbook with dated lines of about `characters` characters, and questions that it answers."""
+    """A logbook of about `characters` characters with dated lines, and questions that it answers."""
     place, month = town(rng), rng.choice(words.MONTHS)
     entries: list[tuple[int, str, int, str]] = []
     lines: list[str] = []

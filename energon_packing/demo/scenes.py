@@ -1,4 +1,4 @@
-"""What is to be seen in a demo picture or clip, and what can be said about it. `pictures` and `clips` draw the same."""
+"""What a demo image or clip shows, and what can be said about it; `pictures` and `clips` draw it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """A still picture: figures on a background, with an optional word written below them."""
+    """An image: figures on a background, with an optional word below them."""
 
     background: str
     gradient: bool
@@ -33,7 +33,7 @@ class Picture:
     caption: str | None
 
     def counted(self) -> str:
-        """The figures with their number: ``two red circles and one blue star``."""
+        """The figures with their counts: ``two red circles and one blue star``."""
         counts: dict[str, int] = {}
         for figure in self.figures:
             counts[figure.name] = counts.get(figure.name, 0) + 1

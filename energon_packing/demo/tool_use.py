@@ -1,4 +1,4 @@
-"""Functions that the demo's conversations call: definitions, calls, their results, and what is made of them."""
+"""Functions that the demo's conversations call: definitions, calls, results, and the answers that use them."""
 
 from __future__ import annotations
 

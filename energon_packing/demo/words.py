@@ -1,12 +1,12 @@
-"""The words of the demo: who and what its conversations talk about. Only lists; `prose` makes sentences of them.
+"""The words of the demo: who and what its conversations talk about. Only lists; `prose` makes sentences from them.
 
-The demo's tokenizer is trained on text made of these lists. Whoever changes them runs
-`scripts/train_demo_tokenizer.py` afterwards, which writes the shipped files again.
+The demo's tokenizer is trained on text made from these lists. After changing them, run
+`scripts/train_demo_tokenizer.py`, which rewrites the shipped files.
 """
 
 from __future__ import annotations
 
-# Far enough apart to be told from each other after JPEG compression.
+# Far enough apart to be told apart after JPEG compression.
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (214, 40, 40),
     "green": (46, 139, 62),

@@ -1,0 +1,1 @@
+"""Images, videos and tensor files: their sizes, and decoding them."""

@@ -1,4 +1,4 @@
-"""How long a video file says it is, for containers that name no number of frames: a shorter file was cut off."""
+"""The size that a video file states, for containers without a frame count: a shorter file was cut off."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _MATROSKA_SEGMENT = 0x18538067
 
 
 def named_size(file: BinaryIO) -> int | None:
-    """Bytes that the file should have at least, from its outermost header; None where it does not say.
+    """The fewest bytes that the file should have, from its outermost header; None if the header does not say.
 
-    Reads RIFF (AVI) and EBML (Matroska, WebM). Live recordings leave the size open, which counts as not saying it.
-    The file's position is moved.
+    Reads RIFF (AVI) and EBML (Matroska, WebM). Live recordings leave the size open, which also gives None.
+    Moves the file's position.
     """
     file.seek(0)
     head = file.read(12)
@@ -31,7 +31,7 @@ def named_size(file: BinaryIO) -> int | None:
 
 
 def _element(file: BinaryIO) -> tuple[int, int | None] | None:
-    """Id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); size None is an unknown one."""
+    """Id and size of the EBML element that begins here (RFC 8794, sections 4 to 6); the size is None if unknown."""
     identifier = _variable_integer(file, keep_marker=True, longest=4)
     size = _variable_integer(file, keep_marker=False, longest=8)
     if identifier is None or size is None:
@@ -41,7 +41,7 @@ def _element(file: BinaryIO) -> tuple[int, int | None] | None:
 
 
 def _variable_integer(file: BinaryIO, *, keep_marker: bool, longest: int) -> tuple[int, int] | None:
-    """An EBML number and its width in bytes; the zeros before the first one bit tell the width."""
+    """An EBML number and its width in bytes; the zeros before the first 1 bit encode the width."""
     first = file.read(1)
     if not first or first[0] == 0:
         return None

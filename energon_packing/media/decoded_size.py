@@ -1,4 +1,4 @@
-"""How many bytes decoded media take, known before they are decoded."""
+"""How many bytes decoded images and videos take, known before decoding."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from energon_packing.errors import SampleRejected
 
 
 def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | None) -> None:
-    """Refuses pictures that would take more memory than is left, from their size alone.
+    """Refuses images or frames that would take more memory than is left, from their size alone.
 
     Args:
-        frames: how many pictures of that size; 1 for an image.
+        frames: number of frames of that size; 1 for an image.
         width, height: pixels.
-        max_bytes: what may be used, at 3 bytes a pixel; None sets no limit.
+        max_bytes: bytes that may be used, at 3 per pixel; None sets no limit.
 
     Raises:
         SampleRejected: ``media_too_large``.

@@ -1,18 +1,18 @@
-"""Grey images of more than 8 bits a sample, as a person sees them: scaled from what the file calls black and white.
+"""Grey images of more than 8 bits per sample, as a person sees them: scaled from the file's own black and white.
 
-Pillow converts such modes to RGB by clipping at 255, so a 16-bit picture becomes white and a float one black, without a
-word. What white is follows from the file where its format says so:
+Pillow converts such modes to RGB by clipping at 255, so a 16-bit image silently becomes white and a float image black.
+The value of white follows from the file if its format defines it:
 
 ========================================  =====================================================================
-PGM with a maxval above 255               maxval; Pillow scales the samples to 0..65535 already (mode ``I``)
-PNG, JPEG 2000, AVIF                      the full range; Pillow scales fewer bits to 0..65535 already
+PGM with a maxval above 255               maxval; Pillow already scales the samples to 0..65535 (mode ``I``)
+PNG, JPEG 2000, AVIF                      the full range; Pillow already scales fewer bits to 0..65535
 unsigned TIFF of 12 or 16 bits            ``2**BitsPerSample - 1`` (TIFF 6.0, PhotometricInterpretation)
-float TIFF, PFM                           1.0, as ImageMagick, scikit-image and Matplotlib read it; only where every
+float TIFF, PFM                           1.0, as ImageMagick, scikit-image and Matplotlib read it; only if every
                                           sample is between 0 and 1
-signed TIFF, TIFF of 32-bit integers      nothing that readers agree on: counts, labels, depths. Refused
+signed TIFF, TIFF of 32-bit integers      no value that readers agree on (counts, labels, depths); refused
 ========================================  =====================================================================
 
-Colour of 16 bits a channel needs nothing here: Pillow keeps the upper 8 bits of each.
+Colour of 16 bits per channel needs nothing here: Pillow keeps the upper 8 bits of each channel.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class GreyRange(NamedTuple):
     """What the samples of a deep grey image mean.
 
     Attributes:
-        white: the sample that stands for full intensity (that of none is 0).
-        inverted: 0 is shown white and ``white`` black (PhotometricInterpretation 0 of TIFF).
+        white: the value of full intensity; no intensity is 0.
+        inverted: whether 0 is shown white and ``white`` black (PhotometricInterpretation 0 of TIFF).
     """
 
     white: float
@@ -45,10 +45,10 @@ class GreyRange(NamedTuple):
 
 
 def grey_range(image: Image.Image) -> GreyRange | None:
-    """The range of an opened image's samples, from its header alone; None for 8 bits, where nothing is scaled.
+    """The range of an opened image's samples, from its header alone; None for 8 bits, which are not scaled.
 
     Raises:
-        SampleRejected: ``unsupported_depth`` where the format does not say which samples are black and white.
+        SampleRejected: ``unsupported_depth`` if the format does not define which samples are black and white.
     """
     white: float | None = {"F": 1.0, "I": None}.get(image.mode, 65535.0 if image.mode in _SIXTEEN_BITS else 0.0)
     inverted = False
@@ -74,15 +74,15 @@ def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
     """A decoded image of any mode as RGB.
 
     Args:
-        image: all of the picture, or a part of it.
-        grey: what `grey_range` said of it when it was opened.
+        image: the whole image, or a part of it.
+        grey: what `grey_range` returned for it when it was opened.
 
     Raises:
-        SampleRejected: ``unsupported_depth`` for float samples outside of 0 to 1.
-        ValueError: Pillow has no way from the mode to RGB.
+        SampleRejected: ``unsupported_depth`` for float samples outside 0 to 1.
+        ValueError: Pillow cannot convert the mode to RGB.
     """
     if grey is not None:
-        import numpy as np  # here: headers are read by commands that need no arrays
+        import numpy as np  # here, because commands that only read headers need no arrays
 
         samples = np.asarray(image)
         if samples.dtype.kind == "f":
@@ -95,7 +95,7 @@ def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
 
 def _between_0_and_1(samples: np.ndarray) -> np.ndarray:
     low, high = float(samples.min()), float(samples.max())
-    if not (low >= 0.0 and high <= 1.0):  # both are NaN where a sample is
+    if not (low >= 0.0 and high <= 1.0):  # both are NaN if a sample is
         found = "float samples that are not numbers" if low != low else f"float samples from {low:g} to {high:g}"
         raise SampleRejected(
             "unsupported_depth",

@@ -1,4 +1,4 @@
-"""Frames of a video that is a list of image files."""
+"""Decoding a video that is stored as a list of image files."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ def decode_frame_files(
     """Decodes images as the frames of one video.
 
     Args:
-        read: gives the bytes of a file by its name; what it raises goes through.
+        read: returns the bytes of a file by its name; its errors are passed on.
         names: of the wanted frames, in order, at least one.
         max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: all frames together may take so many bytes; checked before the second one is decoded.
+        max_bytes: the most bytes that all frames together may take, checked before the second one is decoded; None
+            sets no limit.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
         uint8 ``[len(names), 3, H, W]``.
 
     Raises:
-        SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` where the frames are not of one
-            size, ``decode_timeout`` past the deadline.
+        SampleRejected: as `energon_packing.media.image.decode_image`; ``corrupt_media`` if the frames differ in size,
+            ``decode_timeout`` after the deadline.
+        ValueError: there is no name.
     """
     frames: torch.Tensor | None = None
     for number, name in enumerate(names):
@@ -43,7 +45,7 @@ def decode_frame_files(
         frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes)
         if frames is None:
             check_decoded_bytes(len(names), frame.shape[2], frame.shape[1], max_bytes)
-            # Rows of pixels, as images have them.
+            # Stored as rows of pixels, like images.
             frames = torch.empty((len(names), *frame.shape[1:], 3), dtype=torch.uint8).permute(0, 3, 1, 2)
         if frame.shape != frames.shape[1:]:
             raise SampleRejected(

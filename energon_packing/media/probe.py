@@ -21,13 +21,13 @@ from energon_packing.media.container_size import named_size
 from energon_packing.media.depth import grey_range, to_rgb
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""Pixels of one image or video frame; Pillow's own limit (a quarter of a GiB at three bytes a pixel)."""
+"""Most pixels of one image or video frame: Pillow's own limit (a quarter of a GiB at three bytes per pixel)."""
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
-"""Pillow's names of what is opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""
+"""Pillow's names of the formats opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""
 
 VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "mpegvideo", "flv", "asf", "ogg", "gif")
-"""FFmpeg's names of what is opened. Left out on purpose: playlists (hls, concat), which open other files."""
+"""FFmpeg's names of the containers opened. Left out on purpose: playlists (hls, concat), which open other files."""
 
 # One packet is one shown frame for these; not for VP8 (hidden frames) or MPEG-4 part 2 (packed B-frames).
 _ONE_FRAME_A_PACKET = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg"})
@@ -63,7 +63,7 @@ class VideoInfo(NamedTuple):
         width: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
         height: pixels as displayed.
         frames: number of frames that decoding from the start yields.
-        fps: average frames a second, ``frames / duration``; right for variable frame rates too.
+        fps: average frames per second, ``frames / duration``; right for variable frame rates too.
         duration: seconds from the first frame to the end of the last one.
         stored_width: pixels of a decoded frame, before rotation.
         stored_height: pixels of a decoded frame, before rotation.
@@ -82,7 +82,7 @@ class VideoInfo(NamedTuple):
 
 @cache
 def known_formats() -> tuple[str, ...]:
-    """What this build of Pillow can open of `IMAGE_FORMATS`; naming another one is a KeyError while it looks."""
+    """Those of `IMAGE_FORMATS` that this build of Pillow can open; on any other name, opening raises KeyError."""
     Image.init()
     return tuple(name for name in IMAGE_FORMATS if name in Image.OPEN)
 
@@ -106,7 +106,7 @@ def _check_pixels(width: int, height: int, max_pixels: int) -> None:
 
 
 def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> ImageInfo:
-    """Reads an image's header and, where asked, decodes all of its (first) picture.
+    """Reads an image's header and, if ``decode`` is set, decodes all pixels of its (first) frame.
 
     Args:
         source: the encoded bytes, or a path to them.
@@ -115,8 +115,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
 
     Raises:
         SampleRejected: ``corrupt_media`` (no image, empty, damaged), ``media_too_large`` (more pixels than allowed),
-            ``unsupported_depth`` (see `energon_packing.media.depth`; of float samples only where ``decode`` is set).
-        OSError: a path that cannot be opened.
+            ``unsupported_depth`` (see `energon_packing.media.depth`; for float samples only if ``decode`` is set).
+        OSError: the path cannot be opened.
     """
     with _opened(source) as stream:
         try:
@@ -129,8 +129,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 grey = grey_range(image)
                 if decode:
                     image.load()
-                    # A mode that has no way to RGB would fail later, at every use. What float samples mean, only all
-                    # of them tell.
+                    # A mode that cannot become RGB would fail later, at every use. All float samples are needed, to
+                    # check their range.
                     to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
         except SampleRejected:
             raise
@@ -147,8 +147,8 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
 def _stored_size(image: Image.Image) -> tuple[int, int]:
     """Width and height before any orientation.
 
-    Recent releases of Pillow open a TIFF with the size that it has after its orientation, older ones (10.3) with the
-    stored one; the tags themselves say the latter in all of them.
+    Recent releases of Pillow report a TIFF's size after its orientation, older ones (10.3) the stored size; the tags
+    hold the stored size in all of them.
     """
     tags = getattr(image, "tag_v2", None)
     if image.format == "TIFF" and tags is not None:
@@ -176,13 +176,13 @@ def _words(error: Exception) -> str:
 
 class _Count(NamedTuple):
     frames: int
-    first: float | None  # seconds; None where the stream has no time stamps
+    first: float | None  # seconds; None if the stream has no time stamps
     last: float | None
-    last_length: float  # seconds that the last frame is shown; 0 where unknown
+    last_length: float  # seconds that the last frame is shown; 0 if unknown
 
 
 def _count_packets(container: Any, stream: Any) -> _Count:
-    """Counts the packets of frames that decoding shows, without decoding."""
+    """Counts the packets of shown frames, without decoding."""
     frames, first, last, last_length = 0, None, None, 0.0
     for packet in container.demux(stream):
         if packet.size == 0 or packet.is_discard:
@@ -201,7 +201,7 @@ def _count_packets(container: Any, stream: Any) -> _Count:
 
 
 def _count_decoded(container: Any, stream: Any, size: tuple[int, int]) -> _Count:
-    """Decodes every frame: the only count that holds for all codecs."""
+    """Counts frames by decoding all of them, the only count that is right for every codec."""
     frames, first, last, last_length = 0, None, None, 0.0
     for frame in container.decode(stream):
         if frame.is_corrupt:
@@ -228,7 +228,7 @@ def _duration(count: _Count, rate: float | None) -> float:
         return count.frames * usual
     span = count.last - count.first
     if count.frames > 1 and span <= 0:
-        return count.frames * usual  # all frames carry one time stamp
+        return count.frames * usual  # all frames have the same time stamp
     length = count.last_length or (span / (count.frames - 1) if count.frames > 1 else usual)
     return span + length
 
@@ -236,18 +236,18 @@ def _duration(count: _Count, rate: float | None) -> float:
 def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
     """Size, exact number of frames and average rate of the first video stream.
 
-    The first frame is always decoded. Frames are counted as packets where container and codec are known to hold one
-    frame a packet and the container's own count agrees; everywhere else by decoding the whole stream.
+    The first frame is always decoded. Frames are counted as packets if container and codec are known to hold one frame
+    per packet and the container's own count, if any, agrees; otherwise by decoding the whole stream.
 
     Args:
         source: the encoded bytes, or a path to them.
         max_pixels: largest ``width * height`` of a frame, checked before decoding.
-        decode: decode every frame, which finds damage behind the first frame and makes the count exact by construction.
+        decode: decode every frame, which finds damage after the first frame and makes the count exact by construction.
 
     Raises:
         SampleRejected: ``corrupt_media`` (no known container, no video stream, truncated, no frame, no time base),
             ``media_too_large`` (more pixels than allowed).
-        OSError: a path that cannot be opened.
+        OSError: the path cannot be opened.
     """
     with _opened(source) as stream:
         try:
@@ -264,16 +264,16 @@ def _video_words(error: Exception) -> str:
 
 def open_video(file: BinaryIO) -> Any:
     """Opens a container of a known format that can reach nothing but its own bytes; close it after use."""
-    # The white lists hold also for what a container names inside itself: no other file and no URL is ever opened.
+    # The whitelists also apply to what a container refers to: no other file and no URL is ever opened.
     options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
     return av.open(file, "r", container_options=options)
 
 
 def limit_codec(stream: Any, max_pixels: int) -> None:
-    """Makes the decoder of a stream refuse, before it takes memory, frames far larger than the container announced.
+    """Makes a stream's decoder refuse frames far above ``max_pixels`` before it allocates memory for them.
 
-    A stream may say another size than its container. Codecs round sides up to blocks, hence twice the limit here; the
-    exact one is checked with the first frame.
+    A stream may state another size than its container. Codecs round sides up to blocks, hence twice the limit here; the
+    exact limit is checked on the first frame.
     """
     stream.codec_context.options = {"max_pixels": str(2 * max_pixels + 2**16)}
 
@@ -292,7 +292,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
             raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
         codec = stream.codec_context
         _check_pixels(codec.width, codec.height, max_pixels)
-        codec.thread_count = 1  # the converter runs one file a thread
+        codec.thread_count = 1  # the converter runs one file per thread
         limit_codec(stream, max_pixels)
         names = set(container.format.name.split(","))
         named_frames = stream.frames
@@ -307,7 +307,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         container_name = container.format.name
 
     file.seek(0)
-    # Opened anew: seeking back inside a container is not exact for every format.
+    # Reopened, because seeking back is not exact in every container format.
     with open_video(file) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -338,7 +338,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
 
 
 class _PacketCounter:
-    """A container that counts the packets it hands out, also those that decoding drops."""
+    """A container that counts the packets it yields, including those that decoding drops."""
 
     def __init__(self, container: Any, stream: Any) -> None:
         self._container = container

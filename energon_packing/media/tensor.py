@@ -1,8 +1,8 @@
-"""Tensors in files: ``.npy``, ``.safetensors`` and ``.pt``, read without running anything that they hold.
+"""Tensors in files: ``.npy``, ``.safetensors`` and ``.pt``, read without running anything in them.
 
-Sizes are known from the header and held against the file's length before anything is allocated. A ``.pt`` file is a
-pickle inside a zip: torch's ``weights_only`` unpickler takes it apart, which builds tensors and plain containers and
-refuses every other class; files of the old form, which are bare pickles, are not opened at all.
+Sizes come from the header and are compared with the file's length before anything is allocated. A ``.pt`` file is a
+pickle inside a zip: torch's ``weights_only`` unpickler reads it, which builds tensors and plain containers and refuses
+every other class. Files in the old format, which are bare pickles, are not opened at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = ("npy", "safetensors", "pt", "pth")
 MAX_HEADER = 1 << 20
-"""Bytes of a header. One of safetensors holds 100 bytes a tensor, that of a .npy file 128 in all."""
+"""Most bytes of a header. A safetensors header has 100 bytes per tensor, that of a .npy file 128 in all."""
 _NPY_DTYPES = {"f2": "float16", "f4": "float32", "f8": "float64"}
 _SAFETENSORS_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 _SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -36,12 +36,12 @@ class TensorInfo(NamedTuple):
     """Where a tensor lies in its file.
 
     Attributes:
-        tensor: its name inside the file; empty where the file is the tensor.
+        tensor: its name inside the file; empty if the file is the tensor.
         shape: as stored.
-        dtype: torch's name of it.
-        start: byte at which its values begin; -1 for ``.pt``, where only torch knows.
-        order: ``">"`` or ``"<"``.
-        fortran: whether the first axis runs fastest.
+        dtype: torch's name of it, such as ``float16``.
+        start: byte at which its values begin; -1 for ``.pt``, for which only torch knows it.
+        order: byte order, ``">"`` or ``"<"``.
+        fortran: whether the first axis varies fastest.
     """
 
     tensor: str
@@ -58,11 +58,11 @@ def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> Ten
     Args:
         stream: the file, seekable.
         suffix: one of `SUFFIXES`.
-        names: of which the first is taken that a file of several tensors holds; a file of one tensor needs none.
+        names: candidates in a file with several tensors; the first that it holds is taken. One tensor needs none.
 
     Raises:
-        SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (no such file, or one that was cut off),
-            ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` for values that are no floating-point numbers.
+        SampleRejected: ``unknown_tensor_format``, ``corrupt_tensor`` (not a file of that format, or cut off),
+            ``unsafe_pickle``, ``no_such_tensor``, ``wrong_dtype`` (no floating-point numbers), ``wrong_shape`` (empty).
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
@@ -198,7 +198,7 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         what = f"it names {named[1][:80]}" if named else "it does more than build tensors"
         raise SampleRejected("unsafe_pickle", f"torch's weights_only reader refuses it: {what}") from error
-    except Exception as error:  # of a damaged file torch says so in many ways
+    except Exception as error:  # torch reports a damaged file in many ways
         raise _corrupt(f"torch cannot read it: {type(error).__name__}") from error
     found = ""
     if isinstance(loaded, dict):
@@ -210,7 +210,7 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
         raise SampleRejected("wrong_dtype", f"it holds {loaded.dtype}, expected floating-point numbers")
     if loaded.numel() == 0:
         raise SampleRejected("wrong_shape", f"the tensor of shape {list(loaded.shape)} is empty")
-    # A view can repeat one value to any size; what is allocated later must have been paid for in bytes.
+    # A view can repeat one value to any size; the file must hold every byte that is allocated later.
     if loaded.numel() * loaded.element_size() > size:
         raise _corrupt(f"a tensor of shape {list(loaded.shape)} in a file of {size} bytes")
     return found, loaded.detach()

@@ -23,25 +23,26 @@ def decode_frames(
     max_bytes: int | None = None,
     deadline: float | None = None,
 ) -> torch.Tensor:
-    """Decodes the frames of a clip that are asked for.
+    """Decodes the requested frames of a clip.
 
-    Frames are counted in the order in which they are shown. Decoding starts at the first frame, since only that order
-    is the same for every container, and stops after the last one wanted; the rest is never decoded or converted.
+    Frames are counted in display order. Decoding starts at the first frame, since only that order is the same for every
+    container, and stops after the last requested one; the rest is never decoded or converted.
 
     Args:
         data: the file's bytes.
-        indices: frame numbers from 0, ascending, at least one; a number may stand twice.
+        indices: frame numbers from 0, ascending, at least one; a number may occur twice.
         max_pixels: a frame with more is refused before it is decoded.
-        max_bytes: all wanted frames together may take so many bytes; checked before any of them is decoded, and again
-            with the size that the first one has, before memory is taken for them. None sets no limit.
+        max_bytes: the most bytes that the requested frames together may take; checked before decoding, and again with
+            the size of the first decoded frame, before memory is allocated. None sets no limit.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
         uint8 ``[len(indices), 3, H, W]``, rotated as the container says.
 
     Raises:
-        SampleRejected: ``corrupt_media`` where the clip cannot be read or is shorter than was measured,
-            ``media_too_large`` for too many pixels or bytes, ``decode_timeout`` past the deadline.
+        SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured,
+            ``media_too_large`` for too many pixels or bytes, ``decode_timeout`` after the deadline.
+        ValueError: there is no index.
     """
     import av
     import av.video.reformatter
@@ -49,7 +50,7 @@ def decode_frames(
     wanted = sorted(set(indices))
     if not wanted:
         raise ValueError("decode_frames needs at least one index")
-    # Of our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
+    # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
     reformatter = av.video.reformatter.VideoReformatter()
     frames: torch.Tensor | None = None
     found = 0
@@ -64,7 +65,7 @@ def decode_frames(
             _check_pixels(size, max_pixels)
             check_decoded_bytes(len(indices), *size, max_bytes)
             limit_codec(stream, max_pixels)
-            # One thread: a loader's worker is one core already.
+            # One thread, because a loader's worker already has one core.
             stream.thread_type = "NONE"
             stream.codec_context.thread_count = 1
             for index, frame in enumerate(container.decode(stream)):
@@ -75,7 +76,7 @@ def decode_frames(
                 if frame.is_corrupt:
                     raise SampleRejected("corrupt_media", f"frame {index} of the video is damaged")
                 if index == 0:
-                    # The container announced a size; what counts is the size that came.
+                    # The container only announced a size; that of the decoded frame counts.
                     size = frame.width, frame.height
                     _check_pixels(size, max_pixels)
                     check_decoded_bytes(len(indices), *size, max_bytes)

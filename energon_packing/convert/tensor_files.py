@@ -1,4 +1,4 @@
-"""Stored latents and text embeddings of a conversion: what their files hold, checked as hostile input."""
+"""Files of stored latents and text embeddings, checked at conversion as hostile input."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAMES: dict[TensorRole, tuple[str, ...]] = {
     "latents": ("latents", "latent", "video_latents"),
     "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
 }
-"""Names under which a file of several tensors may hold either."""
+"""Names that each may have in a file with several tensors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorFile:
-    """One distinct file of a tensor, checked.
+    """One distinct tensor file, checked.
 
     Attributes:
         kind: what the record uses it for.
@@ -41,23 +41,25 @@ class TensorFile:
     rows: int | None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))  # a journal gives it back as a list
+        object.__setattr__(self, "shape", tuple(self.shape))  # a journal returns it as a list
 
     @property
     def extension(self) -> str:
-        """Without the dot."""
+        """The extension of `name`, without the dot."""
         return self.name.rsplit(".", 1)[1]
 
     def stored(self, name: str) -> StoredTensor:
-        """As a record names it; ``name`` is its entry in the store of the layout."""
+        """The tensor as a record names it; ``name`` is its entry in the layout's media store."""
         return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
 def check_tensor(path: Path, role: TensorRole, config: ConvertConfig, *, descriptor: int) -> TensorFile:
-    """Reads and checks one file; ``check_media: full`` looks at every value. Text is always read: its length counts.
+    """Reads and checks one file; ``check_media: full`` checks every value.
+
+    Text embeddings are always read, because their length matters.
 
     Args:
-        path: for its extension and the result.
+        path: gives the extension, and is part of the result.
         descriptor: the open file, which is closed here.
 
     Raises:
@@ -94,7 +96,7 @@ def check_tensor(path: Path, role: TensorRole, config: ConvertConfig, *, descrip
 
 
 def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
-    """Encoders return a batch of one: its axis is left out."""
+    """The shape, without the batch axis of length 1 that encoders return."""
     shape = info.shape
     if len(shape) == AXES[role] + 1 and shape[0] == 1:
         shape = shape[1:]
@@ -105,7 +107,7 @@ def _shape(info: TensorInfo, role: TensorRole) -> tuple[int, ...]:
 
 
 def _check_values(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) -> int:
-    """Rows of a text before trailing rows of zeros; of latents, frames as they are."""
+    """Number of rows of text embeddings, without trailing rows of zeros; of latents, number of frames."""
     import torch
 
     tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))

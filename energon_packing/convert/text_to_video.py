@@ -1,6 +1,6 @@
-"""One record of text-to-video data -> a caption and the files that it names. Looks at no file.
+"""One record of text-to-video data -> a caption and the files that it names. Opens no file.
 
-A record is one JSON object; a column may stand under any of its names, once::
+A record is one JSON object; each column may have any one of its names::
 
     {"caption": "a red ball rolls", "video": "clips/0001.mp4"}
     {"prompt": "a red ball rolls", "latents": "0001.safetensors", "context": "0001.text.npy", "metadata": {"fps": 16}}
@@ -41,14 +41,14 @@ class VideoReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedVideoRecord:
-    """A record that was understood.
+    """A parsed record.
 
     Attributes:
-        caption: None where there are only embeddings.
+        caption: None if there are only embeddings.
         media: the files, in the order video, latents, context.
-        metadata: what the record holds under this name.
-        warnings: names of what was odd, but accepted.
-        ignored: columns that hold something and that nothing reads; sorted.
+        metadata: the object that the record holds under this name.
+        warnings: names of oddities that were accepted.
+        ignored: columns that hold something but that nothing reads, sorted.
     """
 
     caption: str | None
@@ -63,7 +63,7 @@ class ParsedVideoRecord:
         Args:
             key: of the sample.
             names: the entry of each file in the store.
-            files: one for each of ``media``.
+            files: one for each entry of ``media``.
         """
         video: Media | None = None
         tensors: dict[str, StoredTensor] = {}
@@ -92,13 +92,14 @@ class ParsedVideoRecord:
 
 
 def parse_text_to_video(value: Any) -> ParsedVideoRecord:
-    """Reads one record.
+    """Parses one record.
 
     A record with both a video and its latents keeps the latents, with the warning ``video_not_stored``.
 
     Raises:
-        SampleRejected: ``unknown_layout`` (no object, or neither video nor latents), ``empty_caption`` (nor
-            embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (a part of the video).
+        SampleRejected: ``unknown_layout`` (not an object, or neither video nor latents), ``empty_caption`` (and no
+            embeddings), ``conflicting_columns``, ``non_string_value``, ``unsupported_column`` (asks for a part of the
+            video).
     """
     if not isinstance(value, dict):
         raise SampleRejected("unknown_layout", f"the record is a {type(value).__name__}, expected an object")

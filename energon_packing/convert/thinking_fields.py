@@ -1,4 +1,4 @@
-"""Thinking that a message holds in a field of its own -> thinking in its text, as chat templates read it back."""
+"""Thinking in a field of a message -> thinking in its text, in the form that chat templates read back."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from energon_packing.convert.record_media import kind_of
 from energon_packing.errors import SampleRejected
 
 THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
-"""DeepSeek, Qwen, vLLM; OpenRouter and newer vLLM; gpt-oss and TRL."""
+"""Written by DeepSeek, Qwen and vLLM; by OpenRouter and newer vLLM; by gpt-oss and TRL, in this order."""
 
 
 def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
-    """What to write before the text of an assistant's message: ``<think>\\n...\\n</think>\\n\\n``, or nothing.
+    """The text to write before that of an assistant's message: ``<think>\\n...\\n</think>\\n\\n``, or nothing.
 
-    This is what Qwen3's published template writes of ``reasoning_content``, line breaks around the thinking left out,
-    and what it takes apart again where it meets it in the text.
+    Qwen3's published template writes ``reasoning_content`` in this form, with line breaks around the thinking stripped,
+    and splits it again if it finds it in the text.
 
     Args:
         message: as the record holds it.
-        text: what its content says.
-        number: of the turn, for messages.
+        text: of the message's content.
+        number: of the turn, for error messages.
 
     Raises:
-        SampleRejected: ``non_string_value`` where a field is no text, ``conflicting_thinking`` where two fields differ,
-            where the text holds thinking of its own that differs, or where a field holds tags itself.
+        SampleRejected: ``non_string_value`` if a field is not text, ``conflicting_thinking`` if two fields differ, if
+            the text holds other thinking, or if a field itself holds tags.
     """
     given: dict[str, str] = {}
     for name in THINKING_FIELDS:
@@ -50,5 +50,5 @@ def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
         return f"{OPEN}\n{thought}\n{CLOSE}\n\n"
     inner, closed, rest = text.lstrip().removeprefix(OPEN).partition(CLOSE)
     if text.lstrip().startswith(OPEN) and closed and inner.strip("\n") == thought and OPEN not in rest + inner:
-        return ""  # said twice
+        return ""  # the text holds it already
     raise SampleRejected("conflicting_thinking", f"turn {number} has a {first} and other thinking in its text")

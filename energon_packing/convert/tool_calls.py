@@ -1,4 +1,4 @@
-"""Tool definitions and tool calls, from the forms in which data sets write them to the one that chat templates read."""
+"""Tool definitions and tool calls: from the forms that data sets use to the one that chat templates read."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
     """The ``tools`` column: a list, one definition, or either as JSON text.
 
     A bare definition (``{"name", "parameters", ...}``) is wrapped as ``{"type": "function", "function": ...}``, the
-    form in which chat templates expect it.
+    form that chat templates expect.
 
     Returns:
-        None where there are no tools.
+        None if there are no tools.
 
     Raises:
         SampleRejected: ``bad_tools``.
@@ -46,11 +46,11 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
 
 
 def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
-    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with an ``id`` or without, or a list of such.
+    """A ``function_call`` turn: ``{"name", "arguments"}`` as JSON text, with or without an ``id``, or a list of these.
 
     Args:
-        text: the turn's.
-        ignored: gets the names of what the calls hold besides.
+        text: of the turn.
+        ignored: receives the names of all other fields of the calls.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -66,11 +66,11 @@ def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, An
 
 
 def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...]:
-    """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates insist on them.
+    """OpenAI's ``tool_calls`` of an assistant message; ids are kept, since some chat templates require them.
 
     Args:
-        value: of the message.
-        ignored: gets the names of what the calls hold besides, such as ``index``.
+        value: the field of the message.
+        ignored: receives the names of all other fields of the calls, such as ``index``.
 
     Raises:
         SampleRejected: ``bad_tool_call``.
@@ -95,7 +95,7 @@ def call_id(value: Any) -> str | None:
     """The id of a call, or None.
 
     Raises:
-        SampleRejected: ``bad_tool_call`` where it is not text.
+        SampleRejected: ``bad_tool_call`` if it is not text.
     """
     if value is not None and not isinstance(value, str):
         raise SampleRejected("bad_tool_call", f"the id of a tool call is {type(value).__name__}, expected text")

@@ -39,10 +39,10 @@ def read_turns(
 
     Args:
         messages: as the record holds them.
-        fields: names of the role and of the content of a message.
-        media: of the record; gets the media that the turns name and the fields that nothing reads.
-        warnings: gets ``empty_system_turn_kept`` for every system turn without text.
-        column: where the messages stand.
+        fields: names of the fields that hold the role and the content of a message.
+        media: of the record; receives the media that the turns name and the fields that nothing reads.
+        warnings: receives ``empty_system_turn_kept`` for every system turn without text.
+        column: the one that holds the messages.
 
     Raises:
         SampleRejected: ``unknown_role``, ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``,
@@ -81,7 +81,7 @@ def _turn(message: Any, number: int, role_field: str, content_field: str, media:
     if role == "assistant" and (thought := thinking_text(message, _plain_text(content), number)):
         split_text(thought, media, thinking)
     parts = read_content(content, number, media, f"{column}[].{content_field}")
-    # A system turn without text is how a conversation keeps the template's own system prompt out.
+    # With an empty system turn, a conversation keeps the template's own system prompt out.
     if role != "system" and not calls and not _holds(parts):
         raise SampleRejected("empty_turn", f"turn {number} ({role_name}) is empty")
     return Turn(
@@ -98,7 +98,7 @@ def _holds(parts: tuple[Part, ...]) -> bool:
 
 
 def _plain_text(content: Any) -> str:
-    """The text of a content that is not looked into yet."""
+    """The text of a content that is not parsed yet."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []
@@ -109,7 +109,7 @@ def _plain_text(content: Any) -> str:
 def _check_fields(
     message: Mapping[str, Any], number: int, names: set[str], role: Role, media: RecordMedia, column: str
 ) -> None:
-    """Refuses fields that change the meaning and are not supported, and notes the others that nothing reads."""
+    """Refuses unsupported fields that change the meaning, and records the others that nothing reads."""
     read = {*names, *LOSS_FIELDS}
     if role == "assistant":
         read.update(_CALLS, THINKING_FIELDS)
@@ -122,7 +122,7 @@ def _check_fields(
 
 
 def _changes_meaning(name: str, value: Any, message: Mapping[str, Any]) -> str | None:
-    """Why a filled field may not be left out; None where it may."""
+    """Why a filled field may not be left out; None if it may."""
     if name in AUDIO:
         return "but audio is not supported"
     if name in _IMAGES:

@@ -73,9 +73,9 @@ class VisionFamily(ABC):
     name: ClassVar[str]
     """Name in configurations and messages."""
     processor_classes: ClassVar[tuple[str, ...]]
-    """Names of the Hugging Face processor classes that this family serves; the first family of a class is its own."""
+    """Names of the Hugging Face processor classes that this family serves; if several do, ``auto`` takes the first."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """The `FAMILY_FIELDS` that this family reads; setting any other is refused, never ignored."""
+    """The `FAMILY_FIELDS` that this family reads; setting any other raises an error, so none is ignored."""
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
@@ -83,14 +83,14 @@ class VisionFamily(ABC):
     """Whether the model cannot distinguish placeholders of images from those of videos, so that no row may hold both;
     see `energon_packing.encoders.shared_placeholder`."""
     token_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of what `token_values` returns: model inputs with one integer per token, 0 on padding."""
+    """Names of the model inputs that `token_values` returns: one integer per token, 0 on padding."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
     """The largest ``max_pixels`` that the family accepts; None accepts any."""
     special_tokens: ClassVar[bool] = True
-    """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them: a processor's
-    ``apply_chat_template`` lets it, a tokenizer's own does not."""
+    """Whether the tokenizer adds its special tokens to a text that does not begin with the first of them. It does in a
+    processor's ``apply_chat_template``, but not in the tokenizer's own."""
 
     placeholders: Mapping[MediaKind, str]
     """Text that the chat template writes for one image or video, for each kind that the family accepts with this
@@ -98,7 +98,7 @@ class VisionFamily(ABC):
     placeholder_ids: Mapping[MediaKind, int]
     """Token id of the runs of each kind."""
     reserved: tuple[str, ...]
-    """Tokens that stand for media; a user's text must not hold them."""
+    """Tokens that stand for media; a user's text must not contain them."""
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         self.processor = processor
@@ -113,7 +113,7 @@ class VisionFamily(ABC):
             )
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """Returns the geometry of all media of one sample; overridden if it depends on more than each one's own size.
+        """Returns the geometry of all media of one sample; override it if one depends on the others.
 
         Raises:
             SampleRejected: as for `plan`.
@@ -154,7 +154,7 @@ class VisionFamily(ABC):
         """
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Returns positions ``[3, L]`` int64 of one sample (expanded ids ``[L]``); here the same on all axes."""
+        """Returns positions ``[3, L]`` int64 of one sample (expanded ids ``[L]``); by default the same on all axes."""
         return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:

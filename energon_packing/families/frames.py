@@ -52,7 +52,7 @@ def uniform_frames(
 def listed_frames(media: Media, most: int | None) -> tuple[int, ...] | None:
     """Returns the frame indices of a video that is a list of images; None for any other video.
 
-    Such a list was already sampled by its author, and the processors use it as it is, with every frame.
+    The author of such a list has already sampled it, and the processors use every frame of it.
 
     Args:
         media: the video.

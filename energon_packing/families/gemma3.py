@@ -13,7 +13,7 @@ from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
 
 SIGLIP_PATCH = 14
-"""Pixels along a side of a patch of Gemma 3's vision encoder; its processor does not hold the number."""
+"""Pixels along a side of a patch of Gemma 3's vision encoder; its processor does not contain the number."""
 
 
 class Gemma3(VisionFamily):
@@ -85,7 +85,7 @@ class Gemma3(VisionFamily):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Each square between its tokens and line breaks; crops after the processor's words about them."""
+        """Returns each square between its tokens and line breaks; crops follow the processor's words about them."""
         square = f"\n\n{self._start}{self.image_token}{self._end}\n\n"
         if plan.tiles == 1:
             return square
@@ -93,7 +93,7 @@ class Gemma3(VisionFamily):
         return f"Here is the original image {square} and here are some crops to help you see better {crops}"
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
+        """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
 
         Raises:
             SampleRejected: ``media_changed`` if an image became a different number of squares than planned.

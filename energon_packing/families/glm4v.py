@@ -1,4 +1,4 @@
-"""GLM-4.1V and GLM-4.5V: a video as one run of image tokens per time step, each with its second in the text."""
+"""GLM-4.1V and GLM-4.5V: a video as one run of image tokens per time step, each followed by its second as text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 class Glm4v(TimeSteps):
     """Geometry of ``Glm4vImageProcessor`` and ``Glm4vVideoProcessor`` (transformers 5).
 
-    Resizing counts time steps: the limits apply to height times width times frames, where an image counts as two frames
-    because it is repeated. A time step of a video is written as an image. Only the tokens around the whole video tell
-    the two apart; ``mm_token_type_ids`` follow from them, and the model counts positions by ``mm_token_type_ids``.
+    The pixel limits apply to height times width times frames; an image counts as two frames because it is repeated. A
+    time step of a video is written as an image, so only the tokens around the whole video distinguish the two.
+    ``mm_token_type_ids`` follow from those tokens, and the model derives positions from ``mm_token_type_ids``.
     """
 
     name = "glm4v"
@@ -64,14 +64,14 @@ class Glm4v(TimeSteps):
         return rows // patch, columns // patch
 
     def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
-        """Frames that the video processor takes of a clip, of an odd number the last one twice.
+        """Returns the frames that the video processor samples from a clip; an odd number repeats the last one.
 
-        The processor has no greatest number of frames; ``encoder.video_max_frames`` takes so many of them, rounded down
-        to whole time steps, evenly over the clip.
+        The processor has no maximum number of frames. If there are more than ``encoder.video_max_frames``, that many,
+        rounded down to whole time steps, are chosen evenly from them.
         """
         from transformers.video_utils import VideoMetadata
 
-        # As transformers' readers of video files give it; without it the processor rounds up to whole seconds.
+        # The duration that transformers' video readers report; without it the processor rounds up to whole seconds.
         clip = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
         indices = tuple(int(index) for index in self.videos.sample_frames(clip, fps=self.video_fps))
         most, step = self.config.video_max_frames, int(self.videos.temporal_patch_size)
@@ -95,21 +95,21 @@ class Glm4v(TimeSteps):
         return super()._plan_video(media, height, width)
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """Seconds of the first frame of each time step; the processor takes every second frame, whatever its step."""
+        """Seconds of the first frame of each time step; the processor takes every other frame, whatever its step."""
         return seconds[::2]
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The image's placeholder; for a video, each time step as an image, followed by its second."""
+        """Returns the image's placeholder; for a video, each time step as an image, followed by its second."""
         if plan.kind == "image":
             return self.image_token
         return "".join(f"{self._start}{self.image_token}{self._end}{int(seconds)}" for seconds in plan.timestamps)
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
-        """As ``Glm4vProcessor.create_mm_token_type_ids``: 1 on tokens of images, 2 on those of videos, else 0."""
+        """Returns what ``Glm4vProcessor.create_mm_token_type_ids`` does: 1 for image tokens, 2 for videos, else 0."""
         start, end = self._clip_ids
         inside = np.cumsum(input_ids == start) > np.cumsum(input_ids == end)
         return np.where(input_ids == self.placeholder_ids["image"], np.where(inside, VIDEO, IMAGE), TEXT)
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """``mm_token_type_ids`` ``[L]``, by which the model counts positions, even for text without media."""
+        """Returns ``mm_token_type_ids`` ``[L]``, which the model derives positions from, even without media."""
         return {"mm_token_type_ids": self.visual_kinds(input_ids).astype(np.int64)}

@@ -14,9 +14,9 @@ from energon_packing.families.base import MediaPlan, VisionFamily, require
 from energon_packing.families.tile_bound import check_pinpoints, check_tiles
 
 PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
-"""Height and width of blank images with which the processor is checked before it is trusted."""
+"""Heights and widths of the blank images that a processor is checked with before it is trusted."""
 TILE_LIMITS = ("max_patches", "max_image_tiles", "max_num_tiles")
-"""Settings of image processors that list every grid of tiles up to their limit."""
+"""Settings that limit tiles, in image processors that list every grid of tiles up to the limit."""
 TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
@@ -24,8 +24,8 @@ class HuggingFace(VisionFamily):
     """Images through a processor's ``image_token`` and ``_get_num_multimodal_tokens`` (transformers 5).
 
     Chosen by name only. When the family is built, the counts that the processor reports are compared with its output on
-    a few blank images. It is refused if the two differ, if an image is not one uninterrupted run of tokens, if a second
-    image changes the first, or if images of several sizes make tensors that cannot be joined.
+    a few blank images. The processor is refused if the two differ, if an image is not one uninterrupted run of tokens,
+    if a second image changes the first, or if images of several sizes make tensors that cannot be joined.
     """
 
     name = "huggingface"
@@ -133,11 +133,11 @@ class HuggingFace(VisionFamily):
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
     def replacement(self, plan: MediaPlan) -> str:
-        """What the processor writes around an image, with one placeholder between."""
+        """Returns what the processor writes around an image, with one placeholder in between."""
         return self._text
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whatever the processor makes besides text, in one call with all images of the sample.
+        """Returns everything but text that the processor makes, in one call with all images of the sample.
 
         Raises:
             SampleRejected: ``media_changed`` if it writes a different number of tokens than it counted.

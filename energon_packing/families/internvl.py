@@ -22,10 +22,10 @@ DEFAULT_VIDEO_FRAMES = 8
 class InternVL(VisionFamily):
     """Geometry of ``GotOcr2ImageProcessor`` and ``InternVLVideoProcessor`` (transformers 5).
 
-    An image is resized to the grid of at least ``min_patches`` and at most ``max_patches`` square tiles whose side
-    ratio is nearest to its own, and a grid of several tiles is followed by a thumbnail of the whole image. Every tile
-    costs ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of that grid, so they
-    become the minimum and maximum number of tiles.
+    An image is resized to the grid of ``min_patches`` to ``max_patches`` square tiles whose side ratio is nearest to
+    its own. A grid of several tiles is followed by a thumbnail of the whole image. Every tile costs
+    ``image_seq_length`` tokens. ``encoder.min_pixels`` and ``max_pixels`` bound the area of the grid, so they become
+    the minimum and maximum number of tiles.
     """
 
     name = "internvl"
@@ -87,7 +87,7 @@ class InternVL(VisionFamily):
             )
 
     def plan(self, media: Media) -> MediaPlan:
-        """Tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
+        """Returns the tiles of an image as its processor counts them, or the sampled frames of a video, one tile each.
 
         Raises:
             SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as for `uniform_frames`.
@@ -103,19 +103,19 @@ class InternVL(VisionFamily):
         return self._tiled("video", len(indices), (self.tile_tokens,) * len(indices), indices)
 
     def _tiled(self, kind: MediaKind, tiles: int, runs: tuple[int, ...], indices: tuple[int, ...] = ()) -> MediaPlan:
-        # The encoder's patches are merged two by two (the model's downsample_ratio is 0.5), the tile is a square.
+        # Patches are merged two by two (the model's downsample_ratio is 0.5), and a tile is square.
         side = 2 * math.isqrt(self.tile_tokens)
         return MediaPlan(kind=kind, grid=(tiles, side, side), runs=runs, frame_indices=indices, tiles=tiles)
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The start and end tokens around the placeholder; for a video once per frame, after the frame's number."""
+        """Returns the placeholder between its start and end tokens; for a video once per frame, after its number."""
         tile = f"{self._start}{self.image_token}{self._end}"
         if plan.kind == "image":
             return tile
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
+        """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         cut: list[torch.Tensor] = []
         if images:
@@ -132,7 +132,7 @@ class InternVL(VisionFamily):
             if len(part) != plan.tiles:
                 raise SampleRejected("media_changed", f"a {plan.kind} became {len(part)} tiles, measured {plan.tiles}")
         if cut and len(cut) == len(parts):
-            return {"pixel_values": made["pixel_values"]}  # images alone: as they are, a copy takes as long as the rest
+            return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
     def _frames(self, clip: torch.Tensor) -> torch.Tensor:

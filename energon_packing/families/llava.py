@@ -33,7 +33,7 @@ class Llava(VisionFamily):
         """The same in patches."""
 
     def _tile_size(self) -> tuple[int, int]:
-        """Asked of the image processor itself, with two small images that only an agreed size makes equal."""
+        """Returns the one size to which the image processor resizes two small images of different shapes."""
         made = [
             self.images(images=[torch.zeros(3, *size, dtype=torch.uint8)], return_tensors="pt")["pixel_values"]
             for size in ((16, 24), (24, 16))
@@ -61,15 +61,23 @@ class Llava(VisionFamily):
 
     @property
     def _dropped(self) -> int:
-        """The strategy ``default`` leaves out the encoder's class token."""
+        """Tokens that feature selection drops: the strategy ``default`` leaves out the encoder's class token."""
         return int(self.processor.vision_feature_select_strategy == "default")
 
     def plan(self, media: Media) -> MediaPlan:
-        """Tokens of a medium by the rule of its subclass, its errors told as `checked` tells them."""
+        """Returns the geometry of an image or video by the subclass's rule.
+
+        Raises:
+            SampleRejected: as for `checked`.
+        """
         return self.checked(media, self._plan)
 
     def checked(self, media: Media, geometry: Callable[[Media, int, int], MediaPlan]) -> MediaPlan:
-        """``geometry(media, height, width)``, with its errors told as a rejection of the medium."""
+        """Returns ``geometry(media, height, width)``; its errors become rejections.
+
+        Raises:
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry``.
+        """
         self.check_kind(media)
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
@@ -81,14 +89,20 @@ class Llava(VisionFamily):
 
     def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
         edge = getattr(self.images.size, "shortest_edge", None)
-        if edge is not None:  # the long side grows along before the square is cut out of the middle
+        if edge is not None:  # the long side is scaled too, before the square is cut out of the middle
             self.check_area(edge, edge * max(height, width) // min(height, width))
         rows, columns = self.tile_grid
         tokens = rows * columns + self.processor.num_additional_image_tokens - self._dropped
         return MediaPlan(kind="image", grid=(1, rows, columns), runs=(tokens,))
 
     def check_area(self, height: int, width: int) -> None:
-        """Refuses what would be a bomb on the way: an image one pixel wide, resized by its short side or squared."""
+        """Refuses an image whose intermediate size exceeds ``encoder.max_source_pixels``.
+
+        An image one pixel wide becomes huge if it is resized by its short side or padded to a square.
+
+        Raises:
+            ValueError: it does.
+        """
         if height * width > self.config.max_source_pixels:
             raise ValueError(
                 f"it would be {width}x{height} pixels on the way, over encoder.max_source_pixels="
@@ -96,11 +110,11 @@ class Llava(VisionFamily):
             )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The placeholder alone."""
+        """Returns the placeholder alone."""
         return self.image_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[images, 3, H, W]``."""
+        """Returns ``pixel_values`` ``[images, 3, H, W]``."""
         if not media:
             return {}
         made = self.images(images=list(media), input_data_format="channels_first", return_tensors="pt")

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: a whole image, and the same image at the best of some resolutions, cut into tiles."""
+"""LLaVA-NeXT: the whole image, and the same image at the best of several resolutions, cut into tiles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from energon_packing.families.tile_bound import check_pinpoints
 class LlavaNext(Llava):
     """Geometry of ``LlavaNextProcessor`` (transformers 5).
 
-    An image is fitted into the best of ``image_grid_pinpoints`` and padded; the tokens of the padding are left out, one
-    token ends each row. How many that are is asked of the processor, whose rounding decides.
+    An image is fitted into the best of ``image_grid_pinpoints`` and padded. The tokens of the padding are left out, and
+    one token ends each row. The processor itself counts the tokens, because its rounding decides.
     """
 
     name = "llava_next"
@@ -27,7 +27,7 @@ class LlavaNext(Llava):
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         check_pinpoints(processor.image_processor.image_grid_pinpoints, config.max_source_pixels)
-        super().__init__(processor, config)  # which asks the image processor for its size
+        super().__init__(processor, config)  # reads the tile size from the image processor
 
     def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
         from transformers.image_processing_utils import select_best_resolution
@@ -41,10 +41,10 @@ class LlavaNext(Llava):
         return MediaPlan(kind="image", grid=(tiles, *self.tile_grid), runs=(tokens,), tiles=tiles)
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
+        """Returns ``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
 
-        The processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which samples of
-        one pack could not share; the models take the tiles without that padding just as well.
+        By default the processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which
+        samples of one pack could not share. The models also take the tiles without that padding.
         """
         images = [(plan, tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         if not images:

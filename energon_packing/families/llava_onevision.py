@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: anyres tiles for a single image, one square an image for several, pooled frames for a video."""
+"""LLaVA-OneVision: anyres tiles for a single image, one square per image for several, pooled frames for a video."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
 
 DEFAULT_VIDEO_FRAMES = 32
-"""Frames of a video where the video processor has no ``num_frames``; the published number."""
+"""Frames of a video if the video processor has no ``num_frames``; the published number."""
 
 
 class LlavaOneVision(LlavaNext):
     """Geometry of ``LlavaOnevisionProcessor`` (transformers 5).
 
-    The cost of an image depends on its sample: an only image is cut into tiles (`LlavaNext`), one of several is padded
-    to a square and seen once. Frames of a video are pooled two by two, and one token ends the video.
+    The cost of an image depends on its sample: a single image is cut into tiles (`LlavaNext`), but each of several is
+    padded to a square and seen once. Frames of a video are pooled two by two, and one token ends the video.
     """
 
     name = "llava_onevision"
@@ -46,7 +46,7 @@ class LlavaOneVision(LlavaNext):
                     f"The processor resizes images to {self.tile} and frames to {dict(size)}; the vision encoder takes "
                     "one size: set both in preprocessor_config.json and video_preprocessor_config.json."
                 )
-        # Not from the configuration: videos of all samples share one tensor, so that none may have fewer frames.
+        # Not configurable: videos of all samples share one tensor, so none may have fewer frames.
         self.video_frames: int = getattr(self.videos, "num_frames", None) or DEFAULT_VIDEO_FRAMES
 
     def _tile_grid(self) -> tuple[int, int]:
@@ -54,14 +54,18 @@ class LlavaOneVision(LlavaNext):
         return side, side
 
     def plans(self, media: Sequence[Media]) -> tuple[MediaPlan, ...]:
-        """As `plan`, but images that are not alone in their sample are padded to one square each."""
+        """Returns the plan of each image and video; if a sample has several images, each is padded to a square.
+
+        Raises:
+            SampleRejected: as for `plan`.
+        """
         several = sum(item.kind == "image" for item in media) > 1
         return tuple(
             self.checked(item, self._squared) if several and item.kind == "image" else self.plan(item) for item in media
         )
 
     def _squared(self, media: Media, height: int, width: int) -> MediaPlan:
-        """One image of several: padded to a square, and a token that ends it."""
+        """Plans one image of several: padded to a square, with a token that ends it."""
         self.check_area(max(height, width), max(height, width))
         tokens = self._setting("num_image_tokens") + 1 - self._dropped
         return MediaPlan(kind="image", grid=(1, *self.tile_grid), runs=(tokens,))
@@ -88,12 +92,15 @@ class LlavaOneVision(LlavaNext):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The placeholder of the kind alone."""
+        """Returns the placeholder of the kind alone."""
         return self.image_token if plan.kind == "image" else self.video_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """`LlavaNext`'s, ``batch_num_images`` ``[1]`` (how many images the sample has, which tells single images from
-        one of several) and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``."""
+        """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``.
+
+        With images there is also ``batch_num_images`` ``[1]``, the number of images in the sample, which distinguishes
+        a single image from one of several.
+        """
         result = super().pixels(plans, media)
         clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if clips:
@@ -104,7 +111,11 @@ class LlavaOneVision(LlavaNext):
         return result
 
     def spread(self, clip: torch.Tensor) -> torch.Tensor:
-        """Frames of a clip, those of a short one repeated evenly: videos of all samples share one tensor."""
+        """Returns ``video_frames`` frames: a short clip's are repeated evenly, as all samples' videos share a tensor.
+
+        Args:
+            clip: ``[frames, 3, H, W]``.
+        """
         if len(clip) == self.video_frames:
             return clip
         return clip[torch.linspace(0, len(clip) - 1, self.video_frames).round().long()]

@@ -1,4 +1,4 @@
-"""LLaVA-OneVision-1.5: Qwen2.5-VL's processor and native resolution, before a text model with one position axis."""
+"""LLaVA-OneVision-1.5: Qwen2.5-VL's processor and native resolution, but a text model with one position axis."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ class LlavaOneVision15(Qwen25VL):
     mrope = False
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """Counted on all axes alike, as its text model counts them."""
+        """Returns positions ``[3, L]``, the same on all axes, as the text model counts them."""
         return VisionFamily.positions(self, input_ids, plans)

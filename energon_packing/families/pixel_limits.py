@@ -1,4 +1,4 @@
-"""The areas between which an image or video is resized, where a processor calls them its shortest and longest edge."""
+"""Pixel limits of processors that call them shortest and longest edge: the smallest and largest area after resizing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from energon_packing.errors import ConfigError
 
 
 def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) -> None:
-    """Replaces the pixel limits of an image or video processor; both sides of ours then read the same numbers.
+    """Replaces the pixel limits of an image or video processor, so that geometry and pixels follow the same numbers.
 
     Args:
         processor: its ``size`` has ``shortest_edge`` and ``longest_edge``, areas in pixels.

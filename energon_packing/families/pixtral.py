@@ -18,11 +18,11 @@ from energon_packing.families.base import MediaPlan, VisionFamily, require
 class Pixtral(VisionFamily):
     """Geometry of ``PixtralProcessor`` and ``PixtralImageProcessor`` (transformers 5).
 
-    An image whose longer side is over ``longest_edge`` is made smaller, and both sides are rounded up to whole tokens
-    of ``patch_size * spatial_merge_size`` pixels. Each row of tokens ends with a token of its own, the last one with
-    another: they teach nothing, and the vision encoder gives them no feature.
+    An image whose longer side exceeds ``longest_edge`` is scaled down, and both sides are rounded up to whole tokens of
+    ``patch_size * spatial_merge_size`` pixels. A break token ends each row of tokens, and an end token the last one.
+    Neither is trained, and the vision encoder has no feature for them.
 
-    ``encoder.max_pixels`` becomes the ``longest_edge`` of the largest square under it in whole tokens.
+    ``encoder.max_pixels`` sets ``longest_edge`` to the side of the largest square of whole tokens that it allows.
     """
 
     name = "pixtral"
@@ -58,11 +58,11 @@ class Pixtral(VisionFamily):
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
     def plan(self, media: Media) -> MediaPlan:
-        """Rows and columns of tokens after the processor's own resizing.
+        """Returns the rows and columns of tokens after the processor's own resizing.
 
         Raises:
-            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry`` where the processor leaves
-                no pixel of the shorter side.
+            SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry`` if the processor leaves no
+                pixel of the shorter side.
         """
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
@@ -70,10 +70,10 @@ class Pixtral(VisionFamily):
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         edge = self.images.size.longest_edge
         resized = get_resize_output_image_size(
-            np.broadcast_to(np.uint8(0), (3, height, width)),  # it wants an image, of which it reads the shape
+            np.broadcast_to(np.uint8(0), (3, height, width)),  # it takes an image, but reads only its shape
             size=(edge, edge),
             patch_size=(self.side, self.side),
-            input_data_format="channels_first",  # not guessed from the shape: a side of 1 or 3 pixels is no colour
+            input_data_format="channels_first",  # or it is guessed, and a side of 1 or 3 pixels taken for channels
         )
         rows, columns = resized[0] // self.side, resized[1] // self.side
         if not rows or not columns:
@@ -85,15 +85,17 @@ class Pixtral(VisionFamily):
         return MediaPlan(kind="image", grid=(1, rows * self.merge, columns * self.merge), runs=(columns,) * rows)
 
     def replacement(self, plan: MediaPlan) -> str:
-        """One placeholder per row, each with the token that ends the row, or the image, after it."""
+        """Returns one placeholder per row, each followed by the token that ends the row or the image."""
         return (self.image_token + self._break) * (len(plan.runs) - 1) + self.image_token + self._end
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` ``[images, 3, H, W]``, padded below and to the right to the largest of the sample, and
-        ``image_sizes`` ``[images, 2]`` (height, width without that padding), by which the models cut it off again.
+        """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]``.
+
+        Images are padded below and to the right to the largest of the sample. The models cut the padding off by
+        ``image_sizes`` (height, width without padding).
 
         Raises:
-            SampleRejected: ``media_changed`` where an image became another size than was planned.
+            SampleRejected: ``media_changed`` if an image became another size than planned.
         """
         if not media:
             return {}

@@ -1,4 +1,4 @@
-"""Qwen3-VL: 32-pixel tokens, and a video as one run of placeholders for each time step, after its timestamp in text."""
+"""Qwen3-VL: 32-pixel tokens, and a video as one run of placeholders per time step, each after its timestamp as text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from energon_packing.families.time_steps import TimeSteps
 class Qwen3VL(TimeSteps):
     """Geometry of ``Qwen2VLImageProcessor`` (patch 16) and ``Qwen3VLVideoProcessor`` (transformers 5).
 
-    The pixel limits of a video hold for the whole clip, so that more frames mean smaller ones.
+    The pixel limits of a video apply to the whole clip, so more frames mean smaller ones.
     """
 
     name = "qwen3_vl"
@@ -30,9 +30,9 @@ class Qwen3VL(TimeSteps):
             self.placeholders = {"image": self.image_token, "video": whole}
 
     def _takes_the_frame(self, whole: str) -> bool:
-        """Whether the processor replaces ``<|vision_start|><|video_pad|><|vision_end|>`` or only what stands in it.
+        """Whether the processor replaces ``<|vision_start|><|video_pad|><|vision_end|>`` or only ``<|video_pad|>``.
 
-        Releases of transformers differ here, by two tokens a video. Asked once, with the smallest clip.
+        Releases of transformers differ here, by two tokens per video. Checked once, with the smallest clip.
         """
         side = self.videos.patch_size * self.videos.merge_size
         clip = torch.zeros((self.videos.temporal_patch_size, 3, side, side), dtype=torch.uint8)
@@ -59,13 +59,13 @@ class Qwen3VL(TimeSteps):
         return rows // patch, columns // patch
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
-        """Middle of the first and last frame of each time step, a short last step filled with its last frame."""
+        """Midpoint of each time step's first and last frame, in seconds; a short last step repeats its last frame."""
         step = self.videos.temporal_patch_size
         filled = [*seconds, *(seconds[-1:] * (-len(seconds) % step))]
         return tuple((filled[at] + filled[at + step - 1]) / 2 for at in range(0, len(filled), step))
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The image's placeholder; of a video each time step in its frame, after the seconds at which it is shown."""
+        """Returns the image's placeholder; for a video, each time step between its tokens, after its timestamp."""
         if plan.kind == "image":
             return self.image_token
         return "".join(

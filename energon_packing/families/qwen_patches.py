@@ -1,11 +1,11 @@
-"""Image patches of the Qwen-VL processors, in the same numbers and in less than half the time.
+"""Image patches of the Qwen-VL processors: the same values in less than half the time.
 
-``Qwen2VLImageProcessor`` (transformers 5) copies an image's pixels some seven times on the way to its patches, most of
-them as 32-bit floats and twice over, since it repeats an image for the temporal axis before it sorts the pixels into
-patches. Here bytes are sorted, and floats are written once, to their place.
+``Qwen2VLImageProcessor`` (transformers 5) copies an image's pixels about seven times on the way to its patches. Most
+copies are 32-bit floats and contain the image twice, because it is repeated for the temporal axis before its pixels are
+sorted into patches. Here bytes are sorted, and floats are written once, to their final place.
 
-The result must equal the processor's bit for bit. That is asked of the processor itself with a probe image, once: one
-that does anything else (another release, a subclass, a switched-off step) is called as it is.
+The result must equal the processor's bit for bit. This is checked once, on a probe image. If the processor gives
+anything else (another release, a subclass, a disabled step), the processor itself is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class QwenImagePatches:
         try:
             made = self._make([probe])
             expected = self._processor(images=[probe], return_tensors="pt")
-        except Exception:  # other settings, or a processor that takes no such image: ours does not apply
+        except Exception:  # other settings, or a processor that rejects the probe: call the processor
             return False
         return all(
             made[name].dtype == expected[name].dtype and torch.equal(made[name], expected[name])
@@ -71,7 +71,7 @@ class QwenImagePatches:
         }
 
     def _resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        # The processor's own resize, but of rows of pixels: torch filters those three times as fast as three planes.
+        # The processor's own resize, but channels last: torch filters that three times as fast as three planes.
         from transformers.image_utils import SizeDict
 
         rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ class QwenImagePatches:
         return resized[0]
 
     def _fill(self, image: torch.Tensor, rows: int, columns: int, place: torch.Tensor) -> None:
-        """Writes the patches of a resized image: those of one merged token together, as the vision encoder takes them.
+        """Writes the patches of a resized image; those of one merged token are adjacent, as the vision encoder expects.
 
         Args:
             image: uint8 ``[3, rows * patch, columns * patch]``.
@@ -92,7 +92,7 @@ class QwenImagePatches:
         patch, merge = processor.patch_size, processor.merge_size
         blocks = image.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
         bytes_in_order = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(len(place), 3, 1, patch * patch)
-        # Rescaling folded into the normalisation and the order of operations are the processor's.
+        # As in the processor: rescaling is folded into the normalisation, and operations have the same order.
         scale = 1.0 / processor.rescale_factor
         mean, deviation = (
             (torch.tensor(values) * scale).view(3, 1, 1) for values in (processor.image_mean, processor.image_std)

@@ -55,11 +55,11 @@ class Qwen25VL(VisionFamily):
         self._image_patches = QwenImagePatches(self.images, self._image_grid)
 
     def plan(self, media: Media) -> MediaPlan:
-        """Patches after the processor's own resizing, merged two by two into tokens.
+        """Returns the patches after the processor's own resizing, merged two by two into tokens.
 
         Raises:
-            SampleRejected: ``media_geometry`` where the processor refuses the size, ``too_few_frames`` where it finds
-                no time step in a clip, ``unmeasured_media``.
+            SampleRejected: ``media_geometry`` if the processor refuses the size, ``too_few_frames`` if it finds no time
+                step in a clip, ``unmeasured_media``.
         """
         width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
         try:
@@ -88,7 +88,11 @@ class Qwen25VL(VisionFamily):
         return rows // patch, columns // patch
 
     def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
-        """Indices of the frames that stand for a clip of ``total`` frames: uniform over all of it, by the processor."""
+        """Returns the indices of the frames that the processor samples evenly from a clip of ``total`` frames.
+
+        Raises:
+            ValueError: no frame is left.
+        """
         from transformers.video_utils import VideoMetadata
 
         indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
@@ -98,7 +102,7 @@ class Qwen25VL(VisionFamily):
         return result
 
     def _sampled(self, media: Media, total: int, fps: float) -> tuple[int, ...]:
-        """As `sample_frames`, which divides by the number of frames that it would take (Qwen2-VL, Qwen2.5-VL)."""
+        """Calls `sample_frames`; rejects a clip so short that the processor (Qwen2-VL, Qwen2.5-VL) divides by 0."""
         try:
             return self.sample_frames(total, fps)
         except ZeroDivisionError as error:
@@ -125,7 +129,7 @@ class Qwen25VL(VisionFamily):
             grid=grid,
             runs=self._video_runs(grid),
             frame_indices=indices,
-            # As the processor does it: frames are counted, not timed (VideoMetadata.sampled_fps).
+            # As in the processor, from the number of frames, not from their times (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
             timestamps=self._timestamps(tuple(media.frame_times[index] for index in indices))
             if media.frame_times
@@ -139,14 +143,14 @@ class Qwen25VL(VisionFamily):
         return ()
 
     def replacement(self, plan: MediaPlan) -> str:
-        """The placeholder of the kind alone; the frame around it is in the chat template."""
+        """Returns the placeholder of the kind alone; the chat template writes the tokens around it."""
         return self.image_token if plan.kind == "image" else self.video_token
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """``pixel_values`` and ``image_grid_thw`` ``[images, 3]``, ``pixel_values_videos`` and ``video_grid_thw``.
+        """Returns ``pixel_values``, ``image_grid_thw`` ``[images, 3]``, ``pixel_values_videos`` and ``video_grid_thw``.
 
-        Patches ``[patches, patch size]`` of all images, or videos, one after the other. Qwen2.5-VL has
-        ``second_per_grid_ts`` ``[videos]`` besides.
+        The pixels are the patches ``[patches, patch size]`` of all images (or videos) in order. For Qwen2.5-VL,
+        ``second_per_grid_ts`` ``[videos]`` is added.
         """
         result: dict[str, torch.Tensor] = {}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
@@ -166,7 +170,7 @@ class Qwen25VL(VisionFamily):
         return {"second_per_grid_ts": torch.tensor(seconds, dtype=torch.float32)}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
-        """As ``Qwen2_5_VLModel.get_rope_index`` counts them, for one sample."""
+        """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
         return rope_positions(
             input_ids,
             frozenset(self.placeholder_ids.values()),
@@ -175,7 +179,7 @@ class Qwen25VL(VisionFamily):
         )
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
-        """``(t, h, w, positions between two steps in time)`` of every run of a medium."""
+        """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
         interval = 1
         if plan.kind == "video":
             # The model truncates the seconds before it multiplies (get_rope_index).

@@ -27,7 +27,7 @@ _FAMILIES: dict[str, type[VisionFamily]] = {}
 
 
 def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
-    """Makes a family known by its ``name`` and its ``processor_classes``; usable as a class decorator."""
+    """Registers a family under its ``name`` and its ``processor_classes``; usable as a class decorator."""
     _FAMILIES[family.name] = family
     return family
 
@@ -43,12 +43,12 @@ for _family in (
 
 
 def families() -> list[str]:
-    """Names of all known families, sorted."""
+    """Returns the names of all known families, sorted."""
     return sorted(_FAMILIES)
 
 
 def load_processor(config: EncoderConfig) -> Any:
-    """Loads the processor (or the tokenizer, where a directory holds no more) that ``config.processor`` names.
+    """Loads the processor that ``config.processor`` names, or the tokenizer if the directory has nothing else.
 
     Raises:
         ConfigError: no name was given, nothing can be loaded from it, or it wants remote code that was not allowed.
@@ -67,9 +67,9 @@ def load_processor(config: EncoderConfig) -> Any:
 
 
 def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
-    """Texts of the tokens at which generation stops, from the generation configuration beside a processor.
+    """Returns the tokens, as text, at which generation stops, from the generation configuration next to a processor.
 
-    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer calls an end (``<|observation|>``, ``<|tool_response>``).
+    GLM-4.5 and Gemma 4 stop at tokens that no tokenizer marks as an end (``<|observation|>``, ``<|tool_response>``).
 
     Args:
         config: names the processor; without a name there is no generation configuration.
@@ -89,7 +89,7 @@ def generation_stops(config: EncoderConfig, tokenizer: Any) -> tuple[str, ...]:
 
 
 def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
-    """The family that serves a processor.
+    """Returns the family that serves a processor.
 
     Raises:
         ConfigError: ``config.family`` is unknown, or ``auto`` finds no family for the processor's class.

@@ -13,19 +13,22 @@ def rope_positions(
     grids: Sequence[tuple[int, int, int, int]],
     merge: int,
 ) -> np.ndarray:
-    """Three-axis positions of a sample whose visual tokens stand in runs.
+    """Returns the three-axis positions of a sample.
 
-    Text counts on all three axes alike; a visual token of a run that starts at ``p`` sits at
-    ``p + (time, row, column)``, and the text after it goes on at ``p + max(rows, columns)``.
+    A text token has the same position on all three axes. A visual token in a run that starts at position ``p`` has
+    ``p + (time, row, column)``, and the text after the run continues at ``p + max(rows, columns)``.
 
     Args:
         input_ids: expanded token ids ``[L]``.
         visual_ids: ids of placeholder tokens.
-        grids: for each run ``(t, h, w, interval)`` in patches; ``interval`` positions lie between two steps in time.
+        grids: for each run ``(t, h, w, interval)`` in patches; time steps are ``interval`` positions apart.
         merge: patches of one token along each spatial axis.
 
     Returns:
         int64 ``[3, L]``: time, height, width.
+
+    Raises:
+        ValueError: a run and its grid differ in their number of tokens, or there are more of one than of the other.
     """
     visual = np.isin(input_ids, np.fromiter(visual_ids, dtype=np.int64))
     edges = np.flatnonzero(np.diff(np.concatenate(([0], visual.view(np.int8), [0]))))

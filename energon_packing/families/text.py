@@ -14,12 +14,12 @@ from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES
 
 
 class Text(VisionFamily):
-    """No media at all: a conversation that names one is rejected, never stripped."""
+    """Text only: a conversation with an image or video is rejected, never stripped."""
 
     name = "text"
     processor_classes = ()
     reads = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
-    """There is nothing to limit, so that a configuration for a model with vision serves its text, too."""
+    """Accepted without effect, so that a configuration for a vision model also works for text alone."""
     special_tokens = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -29,7 +29,7 @@ class Text(VisionFamily):
         self.reserved = ()
 
     def plan(self, media: Media) -> MediaPlan:
-        """Refuses any medium.
+        """Refuses any image or video.
 
         Raises:
             SampleRejected: ``unsupported_media``.
@@ -40,9 +40,13 @@ class Text(VisionFamily):
         )
 
     def replacement(self, plan: MediaPlan) -> str:
-        """Refuses any medium, as `plan` does before."""
+        """Refuses any image or video, as `plan` already does.
+
+        Raises:
+            SampleRejected: ``unsupported_media``.
+        """
         raise SampleRejected("unsupported_media", f"the family {self.name} takes text only")
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """None: there are no media."""
+        """Returns an empty dictionary: there are no media."""
         return {}

@@ -1,9 +1,9 @@
-"""How many tiles a family cuts an image into at most, whatever a processor's file or a configuration says.
+"""The maximum number of tiles per image, whatever a processor's file or a configuration says.
 
-The processors list every grid of tiles up to their limit, so that their time grows with its square the first time, and
-with ``n log n`` for every image: 4,096 tiles take half a second and then 5 ms an image, 100,000 five minutes, and a
-number that somebody meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 822 million pixels, seven
-times ``encoder.max_source_pixels``.
+The processors list every grid of tiles up to their limit ``n``. The first time this takes time in the order of ``n**2``
+and for every image ``n log n``: 4,096 tiles take half a second and then 5 ms per image, 100,000 tiles five minutes, and
+a number meant as "no limit" never ends. 4,096 tiles of 448 pixels a side are 822 million pixels, seven times
+``encoder.max_source_pixels``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_TILES = 4096
 
 
 def check_tiles(tiles: Any, where: str) -> None:
-    """Refuses a limit of tiles that would never end.
+    """Refuses a tile limit up to which listing the grids would take too long.
 
     Raises:
         ConfigError: ``tiles`` is above `MOST_TILES`.
@@ -29,15 +29,15 @@ def check_tiles(tiles: Any, where: str) -> None:
 
 
 def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
-    """Refuses resolutions of an image grid that are none, too many, or too large.
+    """Refuses grid resolutions that are missing, malformed, too many or too large.
 
     Args:
         pinpoints: ``image_grid_pinpoints`` of an image processor, ``[[height, width], ...]``.
-        most_pixels: ``encoder.max_source_pixels``: an image is padded to the resolution that is chosen for it.
+        most_pixels: ``encoder.max_source_pixels``; an image is padded to the resolution that is chosen for it.
 
     Raises:
-        ConfigError: the list is not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them (each
-            image is compared with all), or one of them is over ``most_pixels``.
+        ConfigError: the list is empty or not one of pairs of whole numbers above 0, has more than `MOST_TILES` of them
+            (each image is compared with all), or one of them exceeds ``most_pixels``.
     """
     where = "image_grid_pinpoints of the image processor"
     if not isinstance(pinpoints, Sequence) or isinstance(pinpoints, str) or not pinpoints:

@@ -11,10 +11,10 @@ from energon_packing.families.qwen_vl import Qwen25VL
 
 
 class TimeSteps(Qwen25VL):
-    """What families have in common whose videos come step by step, with the time of each step in the text.
+    """The base of families that write a video step by step, with the time of each step in the text.
 
-    A subclass says what stands between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
-    model counts the positions of a step as those of an image, so it needs no ``second_per_grid_ts``.
+    A subclass defines the text between the steps (``_timestamps`` and ``replacement``) and how a clip is resized. The
+    model counts the positions of a step like those of an image, so it needs no ``second_per_grid_ts``.
     """
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:

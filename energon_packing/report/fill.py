@@ -1,6 +1,6 @@
-"""What packing is worth on a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work.
+"""Packing of a list of sample lengths: fill per policy, and how evenly data-parallel ranks would work.
 
-A list is a file: ``.npz`` with ``length`` ``[N]`` and, where they are known, ``images`` ``[N]`` and ``capacity``;
+A list is a file: ``.npz`` with ``length`` ``[N]`` and, if they are known, ``images`` ``[N]`` and ``capacity``;
 ``.npy`` with the lengths; or text with one length per line.
 """
 
@@ -24,12 +24,12 @@ from energon_packing.packing.whole_list import pack_lengths
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleLengths:
-    """Samples that are known by their sizes alone.
+    """Samples of which only the sizes are known.
 
     Attributes:
         lengths: tokens, ``[N]`` int64, in stream order.
-        images: ``[N]`` int64, or None where the file has none.
-        capacity: tokens of a pack, or None where the file does not say.
+        images: ``[N]`` int64, or None if the file has none.
+        capacity: tokens of a pack, or None if the file does not say.
     """
 
     lengths: np.ndarray
@@ -84,7 +84,7 @@ def fills(
         capacity: tokens of a pack, a multiple of `multiple`.
         policies: names of policies.
         windows: samples held, for the policy ``window``.
-        multiple: what each segment is padded to, for context and sequence parallelism.
+        multiple: each segment is padded to a multiple of it, for context and sequence parallelism.
         image_limit: images of a pack.
 
     Yields:
@@ -92,7 +92,7 @@ def fills(
         figures of `energon_packing.packing.PackStatistics`.
 
     Raises:
-        UserError: the capacity is no multiple of `multiple`, images are limited but not known, or nothing fits.
+        UserError: the capacity is not a multiple of `multiple`, images are limited but not known, or nothing fits.
     """
     if capacity % multiple:
         raise UserError(f"the capacity of {capacity} tokens is no multiple of {multiple}")
@@ -143,12 +143,12 @@ def step_efficiencies(
         ranks: data-parallel sizes.
         balance_windows: packs that a rank sorts by cost at a time (``packing.balance_window``); unsorted comes first.
         window: samples held.
-        max_shift: most packs that ranks are apart, as after samples that some ranks drop.
+        max_shift: largest distance between ranks in packs, as if some ranks had dropped samples.
         seed: of the shifts.
 
     Yields:
         ``ranks, balance_window, order``, ``efficiency`` (share of the time in which ranks compute) and ``drift``
-        (distance of the 5th and 95th percentile of a step's cost, in means).
+        (distance between the 5th and 95th percentile of a step's cost, in means).
     """
     aligned = -(-samples.lengths // multiple) * multiple
     real = samples.lengths[aligned <= capacity]

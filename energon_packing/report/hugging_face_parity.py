@@ -1,8 +1,8 @@
-"""Does a pack give what its samples give alone, on a Hugging Face model? Segment by segment: logits, loss, gradient.
+"""Compares packs with their samples alone on a Hugging Face model, segment by segment: logits, loss, gradient.
 
 The packed side uses nothing but the batch: its tokens, boundaries, positions, labels and weights. The other side gives
-each sample to the model without any of them: no mask, no positions, so that the model makes its own. A pack passes
-where both agree, and where changing one of its segments leaves all others as they were.
+each sample to the model without mask and positions, so that the model makes its own. A pack passes if both agree, and
+if changing one of its segments leaves all others as they were.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Break = Literal["boundaries", "positions", "labels"]
 TOLERANCE = 1e-4
 """Largest difference: of a logit (absolute), of a loss and of a gradient (relative). fp32 stays far below."""
 LONGEST_MASK = 16_384
-"""Tokens of a row that still gets a written-out mask, which grows with their square (1 GB of scores a head here)."""
+"""Tokens of the longest row that gets a written-out mask, which grows with their square (1 GB of scores per head)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentParity:
-    """One sample in its pack against the same sample alone.
+    """One sample in its pack compared with the same sample alone.
 
     Attributes:
         pack: number of the pack, from 0.
@@ -70,7 +70,7 @@ class SegmentParity:
     gradient: float
 
     def failures(self, tolerance: float) -> list[str]:
-        """What differs by more than `tolerance`, one sentence each. A value that is no number differs."""
+        """Returns what differs by more than `tolerance`, one sentence each; NaN counts as a difference."""
         name = f"pack {self.pack}, segment {self.index} ({self.key}, {self.tokens} tokens)"
         found = []
         if not self.logits <= tolerance:
@@ -89,7 +89,7 @@ class Perturbation:
     Attributes:
         pack: number of the pack.
         index: the segment that was changed.
-        own: largest change of a logit in it; above the tolerance, or the experiment shows nothing.
+        own: largest change of a logit in it; must exceed the tolerance, or the experiment shows nothing.
         others: largest change of a logit in any other segment; should be 0.
         where: the segment of ``others``; None in a pack of one segment.
     """
@@ -101,7 +101,7 @@ class Perturbation:
     where: int | None
 
     def failures(self, tolerance: float) -> list[str]:
-        """What does not hold, one sentence each."""
+        """Returns what does not hold, one sentence each."""
         found = []
         if not self.others <= tolerance:
             found.append(
@@ -122,9 +122,9 @@ class PackParity:
     Attributes:
         segments: one entry for each sample.
         perturbation: the pack again, with one sample changed.
-        boundaries_ignored: the control that must fail: largest difference of a logit from the sample alone where
-            attention sees the whole row. None for a pack of one sample, for attention by ``positions``, and where a
-            mistake was asked for already.
+        boundaries_ignored: the control that must fail: largest difference of a logit from the sample alone if attention
+            sees the whole row. None for a pack of one sample, for attention by ``positions``, and if another mistake
+            was asked for.
     """
 
     segments: tuple[SegmentParity, ...]
@@ -132,7 +132,7 @@ class PackParity:
     boundaries_ignored: float | None = None
 
     def failures(self, tolerance: float = TOLERANCE) -> list[str]:
-        """What does not hold, one sentence each; empty where the pack equals its samples."""
+        """Returns what does not hold, one sentence each; empty if the pack equals its samples."""
         found = [sentence for segment in self.segments for sentence in segment.failures(tolerance)]
         found += self.perturbation.failures(tolerance)
         if self.boundaries_ignored is not None and not self.boundaries_ignored > tolerance:
@@ -145,17 +145,17 @@ class PackParity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model and what must be known to give it a pack.
+    """A model and what is needed to give it a pack.
 
     Attributes:
         model: a causal or image-text-to-text model of transformers, in evaluation mode.
-        kinds: of a sample's ids ``[L]``, which of them stand for images (1), videos (2) or text (0).
-        kinds_field: the argument under which the model wants ``kinds`` (``mm_token_type_ids``, Gemma 3's
-            ``token_type_ids``); empty for a model that does not ask.
+        kinds: maps a sample's ids ``[L]`` to what each stands for: an image (1), a video (2) or text (0).
+        kinds_field: the model's argument that takes ``kinds`` (``mm_token_type_ids``, Gemma 3's ``token_type_ids``);
+            empty if it has none.
         plain_ids: token ids that stand for text and nothing else, int64, to draw replacements from.
-        attention: how the packed side keeps segments apart: ``mask`` hands the model a written-out block-diagonal mask,
-            ``positions`` lets transformers find the segments where positions start again (on a GPU with flash
-            attention this selects its varlen kernels).
+        attention: how the packed side keeps segments apart: ``mask`` gives the model a written-out block-diagonal mask,
+            ``positions`` lets transformers find the segments where positions restart (on a GPU with flash attention
+            this selects its varlen kernels).
     """
 
     model: Any
@@ -177,17 +177,19 @@ def compare_pack(
 
     Args:
         subject: the model.
-        batch: a whole row; ``position_ids`` ``[3, 1, T]`` where `Subject.mrope` says so.
+        batch: a whole row; ``position_ids`` ``[3, 1, T]`` if `Subject.mrope` is true.
         number: of the pack, for the report.
-        cp_size: above 1, attention runs rank by rank: the queries of a rank's slice against the keys of all slices in
-            the order in which an all-gather puts them, and the loss is summed over the slices.
-        break_: the control. ``boundaries`` lets attention see the whole row, ``positions`` gives every token the
-            position 0, ``labels`` lets the last token of a sample learn the first of the next: each must be found.
+        cp_size: above 1, attention runs rank by rank: the queries of a rank's slice attend to the keys of all slices in
+            the order of an all-gather, and the loss is summed over the slices.
+        break_: the mistake to make as a control; each must be found. ``boundaries`` lets attention see the whole row,
+            ``positions`` gives every token the position 0, ``labels`` lets the last token of a sample learn the first
+            of the next.
 
     Raises:
         UserError: a row too long for a mask; ``positions`` with context parallelism or broken boundaries; context
             parallelism for a model with linear attention, whose state would have to travel from rank to rank.
-        PackingError: a slice that the context-parallel ranks cannot be given.
+        PackingError: the slices of the context-parallel ranks do not give back the row, or the model takes three-axis
+            positions but the pack has one axis.
     """
     if subject.attention == "positions" and (cp_size > 1 or break_ in ("boundaries", "positions")):
         raise UserError(
@@ -266,11 +268,11 @@ def _perturbation(
 
 
 def _broken(batch: PackedBatch, break_: Break | None) -> PackedBatch:
-    """The batch with the mistake in it that the control asks for (a mistake of boundaries is one of the mask)."""
+    """Returns the batch with the mistake that the control asks for (that of ``boundaries`` is made in the mask)."""
     starts, lengths = batch.boundaries.tolist(), batch.sample_lengths
     if break_ == "positions":
-        # One position for all, as a peer once gave to text. (Positions that go on counting through the row would not
-        # do as a control: rotary positions are relative, so a shift of a whole segment changes nothing.)
+        # One position for all, as a peer once gave to text. (Positions that continue through the row would not do as a
+        # control: rotary positions are relative, so a shift of a whole segment changes nothing.)
         return dataclasses.replace(batch, position_ids=torch.zeros_like(batch.position_ids))
     if break_ == "labels":
         labels, weights = batch.labels.clone(), batch.loss_mask.clone()
@@ -283,9 +285,9 @@ def _broken(batch: PackedBatch, break_: Break | None) -> PackedBatch:
 
 
 def _perturbed(subject: Subject, batch: PackedBatch, rows: Sequence[Mapping[str, Any]]) -> tuple[int, PackedBatch]:
-    """The batch with every text token of one segment replaced, and which segment: one in the middle, with neighbours.
+    """Returns a segment's index and the batch with every text token of that segment replaced.
 
-    Media tokens stay, or the model would not accept the row.
+    It is one in the middle, with neighbours. Media tokens stay, or the model would not accept the row.
     """
     index = len(rows) // 2 if len(rows) > 2 else 0
     start, length = int(batch.boundaries[index]), batch.sample_lengths[index]
@@ -304,7 +306,7 @@ def _device(subject: Subject) -> torch.device:
 def _arguments(
     subject: Subject, tokens: torch.Tensor, kinds: torch.Tensor, visual: Mapping[str, torch.Tensor] | None
 ) -> dict[str, Any]:
-    """What both sides give the model: tokens ``[1, T]``, media, and which tokens stand for media, ``[1, T]``."""
+    """Returns what both sides give the model: tokens ``[1, T]``, media, and which tokens stand for media ``[1, T]``."""
     device = _device(subject)
     arguments: dict[str, Any] = {"input_ids": tokens.to(device), "use_cache": False}
     for name, tensor in (visual or {}).items():
@@ -315,12 +317,12 @@ def _arguments(
 
 
 def _kinds(subject: Subject, tokens: torch.Tensor) -> torch.Tensor:
-    """Of one sample's ``[L]`` ids."""
+    """Returns the kinds of one sample's ids ``[L]``, int64 ``[L]``."""
     return torch.from_numpy(subject.kinds(tokens.numpy()).astype(np.int64))
 
 
 def _alone_logits(subject: Subject, row: Mapping[str, Any]) -> torch.Tensor:
-    """``[L, vocabulary]`` of a sample without mask and positions: the model makes both."""
+    """Returns ``[L, vocabulary]`` of a sample without mask and positions: the model makes both."""
     if subject.mrope:
         subject.model.model.rope_deltas = None  # kept from call to call by transformers, for generation
     tokens = row["input_ids"]
@@ -330,7 +332,7 @@ def _alone_logits(subject: Subject, row: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _packed_kinds(subject: Subject, batch: PackedBatch) -> torch.Tensor:
-    """``[1, T]``: the pack's own where it has them, else those of each sample alone."""
+    """Returns the kinds ``[1, T]``: the pack's own if it has them, else those of each sample alone."""
     if "mm_token_type_ids" in batch.extra:
         return batch.extra["mm_token_type_ids"]
     kinds = torch.zeros_like(batch.tokens)
@@ -340,7 +342,7 @@ def _packed_kinds(subject: Subject, batch: PackedBatch) -> torch.Tensor:
 
 
 def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolate: bool) -> torch.Tensor:
-    """``[T, vocabulary]`` of the row, in its order."""
+    """Returns ``[T, vocabulary]`` of the row, in its order."""
     device = _device(subject)
     positions = batch.position_ids
     if subject.mrope and positions.dim() != 3:
@@ -358,7 +360,7 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
         arguments["position_ids"] = positions.to(device)
         with span_kernels(subject.model):
             return subject.model(**arguments).logits[0].float()
-    # Of the models here only Gemma 3 lets the tokens of an image see each other, and only it asks by this name.
+    # Of the models here only Gemma 3 lets the tokens of an image see each other, and only it has this argument.
     images = kinds[0].to(device) == 1 if subject.kinds_field == "token_type_ids" else None
     mask = written_mask(subject.model.config.get_text_config(), segment, images, isolate=isolate)
     arguments |= {"position_ids": positions.to(device), "attention_mask": mask}
@@ -373,7 +375,7 @@ def _mean_loss(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
 
 
 def _segment_losses(batch: PackedBatch, logits: torch.Tensor, count: int, cp_size: int) -> list[torch.Tensor]:
-    """Weighted mean loss of each sample, summed over the slices of all ranks."""
+    """Returns the weighted mean loss of each sample, summed over the slices of all ranks."""
     physical = batch.boundaries
     segment = torch.repeat_interleave(torch.arange(physical.numel() - 1), physical.diff().long())
     marked = dataclasses.replace(batch, extra={"segment": segment[None]})

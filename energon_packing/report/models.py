@@ -1,4 +1,4 @@
-"""The models that packs are compared with their samples on: a given one, or a tiny one of the same family."""
+"""Models on which packs are compared with their samples: a given one, or a tiny one of the same family."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MADE = {name: module.tiny_config for module in (tiny_tiles, tiny_native) for na
 
 
 def special_tokens(encoder: ConversationEncoder) -> Any:
-    """`energon_packing.bridge_cpu.tiny_models.SpecialTokens` of the encoder's tokenizer; None for text."""
+    """Returns the tokenizer's `energon_packing.bridge_cpu.tiny_models.SpecialTokens`; None for text."""
     from energon_packing.bridge_cpu.tiny_models import SpecialTokens
 
     if not encoder.family.placeholder_ids:
@@ -31,7 +31,7 @@ def special_tokens(encoder: ConversationEncoder) -> Any:
 
 
 def tiny_family(encoder: ConversationEncoder) -> str | None:
-    """The tiny Bridge model that serves the encoder's family; None where there is none."""
+    """Returns the name of the tiny Bridge model that serves the encoder's family; None if there is none."""
     return _TINY.get(encoder.family.name)
 
 
@@ -44,13 +44,13 @@ def load_subject(
     device: str = "cpu",
     seed: int = 1234,
 ) -> Subject:
-    """A model in fp32 and evaluation mode.
+    """Loads a model in fp32 and evaluation mode.
 
     Args:
         encoder: of the packs; names the family and its media tokens.
         model: directory or hub name of a Hugging Face model; None makes a tiny one with random weights.
         seq_length: longest row, for the tiny model.
-        attention: see `Subject`; ``positions`` on a CUDA device takes flash attention where it is installed (bf16).
+        attention: see `Subject`; ``positions`` on a CUDA device takes flash attention (bf16) if it is installed.
         device: ``"cpu"``, ``"cuda"``.
         seed: of random weights.
 
@@ -83,7 +83,7 @@ def load_subject(
 
 
 def _kinds_field(model: Any) -> str:
-    """The argument under which a model is told which tokens stand for media; empty where it does not ask."""
+    """Returns the model's argument for which tokens stand for media; empty if it has none."""
     asked = inspect.signature(model.forward).parameters
     return next((name for name in ("mm_token_type_ids", "token_type_ids") if name in asked), "")
 

@@ -1,4 +1,4 @@
-"""Packs of a data set beside their samples alone, on a Hugging Face model and on a tiny Bridge model."""
+"""Packs of a data set compared with their samples alone, on a Hugging Face model and on a tiny Bridge model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def compare_run(
         attention: ``mask`` or ``positions``, see `energon_packing.report.models.load_subject`.
         device: of the Hugging Face model.
         tolerance: largest difference that counts as equal; None is ``hugging_face_parity.TOLERANCE``.
-        bridge: compare on a tiny Bridge model too, where Bridge is installed.
+        bridge: compare on a tiny Bridge model too, if Bridge is installed.
         break_: ``boundaries``, ``positions`` or ``labels``: make this mistake on purpose.
 
     Returns:
         What ``energon-packing parity --json`` prints: ``segments``, ``perturbations``, ``bridge``, ``failures`` (one
-        sentence each; empty where packed equals alone) and the circumstances.
+        sentence each; empty if packed equals alone) and the settings.
 
     Raises:
         UserError: there is no such device or model, or the data set gives no pack.
@@ -86,7 +86,7 @@ def compare_run(
 
 
 def _with_positions_of(config: RunConfig, subject: Any) -> RunConfig:
-    """The configuration with the positions that the model takes, so that the pack's own positions are compared."""
+    """Returns the configuration with the positions that the model takes, so that the pack's own are compared."""
     changes: dict[str, Any] = {"position_ids": "mrope" if subject.mrope else "1d"}
     vision = getattr(subject.model.config, "vision_config", None)
     if a_second := getattr(vision, "tokens_per_second", None):
@@ -104,7 +104,7 @@ def _packs(config: RunConfig, count: int) -> list[Any]:
 
 
 def on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    """The same packs on a tiny Bridge model, which makes three-axis positions itself."""
+    """Compares the same packs on a tiny Bridge model, which makes three-axis positions itself; empty without one."""
     import torch
 
     from energon_packing.bridge_cpu import row_parity as parity

@@ -1,4 +1,4 @@
-"""What is in a pack, in a form that people and programs can read: segments, text, media, boundaries."""
+"""Describes a pack for people and programs: segments, text, media, boundaries."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Segment:
 
     Attributes:
         key: of the sample; empty for a filler and for the masked tail of a row of fixed width.
-        filler: whether it is padding that brings media: the dummy image of a pack without any.
+        filler: whether it is padding with an image: the dummy image of a pack without media.
         start: first token in the row.
         tokens: real tokens.
         padding: tokens from the last real one to the physical end.
         trained: targets with a weight above 0.
         weight: sum of the loss weights.
-        media: what the segment brings to the vision encoder. Where the family keeps media in one piece, one entry a
-            medium: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. Where it cuts them up,
-            one entry for its tiles and one for its clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the
-            images (height, width; where the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of
-            their runs of placeholders, and ``label``, the entry in a few words.
+        media: what the segment gives the vision encoder. If the family keeps media in one piece, one entry per image or
+            video: ``kind``, ``grid`` in patches, ``patches`` and the shape of its ``pixels``. If it cuts them up, one
+            entry for all tiles and one for all clips: ``kind``, ``tiles`` or ``frames``, the ``sizes`` of the images
+            (height, width; if the family passes them on) and ``pixels``. Both have ``tokens``, the lengths of their
+            runs of placeholders, and ``label``, the entry in a few words.
         text: the sample as text.
     """
 
@@ -61,12 +61,12 @@ class PackView:
         index: number of the pack in its worker.
         tokens: length of the row.
         real_tokens: tokens of samples.
-        fill: ``real_tokens`` over the row width that was configured.
+        fill: ``real_tokens`` divided by the configured row width.
         boundaries, padded_boundaries: ``cu_seqlens`` and ``cu_seqlens_padded`` (None for a multiple of 1).
         max_seqlen: longest physical segment.
         positions: shape of ``position_ids``.
         segments: in row order.
-        dropped: what the ledger noted since the pack before.
+        dropped: what the ledger noted since the previous pack.
     """
 
     index: int
@@ -81,7 +81,7 @@ class PackView:
     dropped: tuple[Mapping[str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for ``json.dumps``."""
+        """Returns plain values for ``json.dumps``."""
         return asdict(self)
 
 
@@ -135,7 +135,7 @@ def describe(pack: Pack, family: VisionFamily, *, seq_length: int) -> PackView:
 
 
 def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionFamily) -> tuple[Mapping[str, Any], ...]:
-    """What a segment brings; ``tokens`` are its own, ``[L]``."""
+    """Returns the entries of `Segment.media`; ``tokens`` ``[L]`` are the segment's own."""
     kinds = family.visual_kinds(tokens)
     runs = {
         kind: _runs(kinds, number) for number, kind in ((1, "image"), (2, "video")) if kind in family.placeholder_ids
@@ -168,7 +168,7 @@ def _media(batch: PackedBatch, segment: int, tokens: np.ndarray, family: VisionF
 
 
 def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
-    """The rows of a visual input that a segment brought; None where it brought none."""
+    """Returns the rows of a visual input that belong to a segment; None if there are none."""
     counts = batch.visual_counts.get(name)
     if not counts or not batch.visual_inputs or not counts[segment]:
         return None
@@ -179,7 +179,7 @@ def _share(batch: PackedBatch, name: str, segment: int) -> torch.Tensor | None:
 def _in_one_piece(
     kind: str, grids: Sequence[list[int]], shape: list[int], runs: Sequence[int]
 ) -> Iterator[Mapping[str, Any]]:
-    """Media with a grid each; a video may stand in the text in one run or in one for each of its time steps."""
+    """Yields one entry per grid; a video is one run in the text, or one run per time step."""
     waiting = iter(runs)
     split = len(runs) > len(grids)
     for grid in grids:
@@ -197,7 +197,7 @@ def _in_one_piece(
 
 
 def _runs(tokens: np.ndarray, token_id: int) -> list[int]:
-    """Lengths of the uninterrupted runs of a token."""
+    """Returns the lengths of the uninterrupted runs of a token."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (tokens == token_id).view(np.int8), [0]))))
     return (edges[1::2] - edges[::2]).tolist()
 

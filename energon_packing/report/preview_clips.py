@@ -1,4 +1,4 @@
-"""What is in a pack of clips, in a form that people and programs can read: grids, patches, text tokens, boundaries."""
+"""Describes a pack of clips for people and programs: grids, patches, text tokens, boundaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clip:
         start: first patch in the row.
         patches: real ones; ``grid`` along time, height and width.
         padding: patches from the last real one to the next clip.
-        text_start, text_tokens, text_padding: the same of its text row.
+        text_start, text_tokens, text_padding: the same for its text.
         weight: sum of the loss mask over its patches.
     """
 
@@ -41,10 +41,10 @@ class ClipPackView:
         index: number of the pack in its worker.
         patches, text_tokens: lengths of the two rows.
         real_patches: patches of clips.
-        fill: ``real_patches`` over the row width that was configured.
+        fill: ``real_patches`` divided by the configured row width.
         latents, context: shape of the two tensors.
         clips: in row order.
-        dropped: what the ledger noted since the pack before.
+        dropped: what the ledger noted since the previous pack.
     """
 
     index: int
@@ -58,7 +58,7 @@ class ClipPackView:
     dropped: tuple[Mapping[str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for ``json.dumps``."""
+        """Returns plain values for ``json.dumps``."""
         return asdict(self)
 
 

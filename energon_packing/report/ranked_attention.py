@@ -25,7 +25,7 @@ def _attention_by_rank(
     scaling: float | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as context parallelism with an all-gather computes it, all ranks in turn: ``[1, heads, T, width]``."""
+    """Computes attention like context parallelism with an all-gather, all ranks in turn: ``[1, heads, T, width]``."""
     repeat = query.shape[1] // key.shape[1]
     gathered = torch.cat(_ranks)
     keys = key.repeat_interleave(repeat, dim=1)[:, :, gathered]
@@ -46,7 +46,7 @@ def _attention_by_rank(
 
 @contextlib.contextmanager
 def ranked_attention(model: Any, batch: PackedBatch, cp_size: int) -> Iterator[None]:
-    """Language layers of a model attend rank by rank for the length of the block; nothing changes at ``cp_size`` 1."""
+    """Makes a model's language layers attend rank by rank inside the block; nothing changes at ``cp_size`` 1."""
     if cp_size == 1:
         yield
         return

@@ -1,9 +1,9 @@
-"""Linear attention of a packed row on a CPU: transformers' own reference, started anew at every boundary.
+"""Linear attention of a packed row on a CPU: transformers' own reference, restarted at every boundary.
 
 On a GPU the layers of Qwen3.5 call ``causal_conv1d_fn`` (boundaries as ``seq_idx``) and the chunked rule of
 flash-linear-attention (boundaries as ``cu_seqlens``). transformers' CPU code takes both arguments and ignores them, so
 the state of a packed row would run through all samples. Here both are computed per segment, by the boundaries that the
-layer hands its kernels: a forward that does not receive them still leaks, which is the control.
+layer passes to its kernels. A forward pass that does not receive boundaries still leaks, which is the control.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.nn import functional
 
 
 def linear_layers(model: Any) -> list[Any]:
-    """The layers with a gated delta rule; empty for models whose layers all attend by keys."""
+    """Returns the layers with a gated delta rule; empty for models with softmax attention only."""
     return [layer for layer in model.modules() if hasattr(layer, "chunk_gated_delta_rule") and hasattr(layer, "conv1d")]
 
 
 def kernel_arguments(physical: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a forward passes on to such layers: ``cu_seq_lens_q`` ``[S + 1]`` int32, ``seq_idx`` ``[1, T]`` int32.
+    """Returns the forward arguments for such layers: ``cu_seq_lens_q`` int32 ``[S + 1]``, ``seq_idx`` int32 ``[1, T]``.
 
     Args:
         physical: boundaries ``[S + 1]`` of the segments in the row, padding included.
@@ -33,7 +33,7 @@ def kernel_arguments(physical: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def span_kernels(model: Any) -> Iterator[None]:
-    """For the length of the block the layers' CPU code heeds boundaries; what has kernels of its own keeps them."""
+    """Makes the layers' CPU code respect boundaries inside the block; layers with their own kernels keep them."""
     layers = linear_layers(model)
     before = [(layer.chunk_gated_delta_rule, layer.causal_conv1d_fn) for layer in layers]
     for layer in layers:

@@ -1,6 +1,7 @@
-"""Tiny random models of the families that see images at their own size: Pixtral, GLM-4.1V, Qwen3.5, Qwen2-VL.
+"""Tiny random models of the families that see images at native resolution: Pixtral, GLM-4.1V, Qwen3.5, Qwen2-VL.
 
-The real transformers classes, two layers, with the patches and token ids of a given processor, as in `tiny_tiles`.
+They are the real transformers classes with two layers, and with the patches and token ids of a given processor, as in
+`tiny_tiles`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ _VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 
 
 
 def tiny_config(encoder: ConversationEncoder, *, vocab_size: int, seq_length: int) -> Any:
-    """A transformers configuration for the encoder's family, one of `FAMILIES`.
+    """Returns a transformers configuration for the encoder's family, one of `FAMILIES`.
 
     Args:
-        encoder: its family names the patches and the ids of the tokens.
+        encoder: its family provides the patch size and the token ids.
         vocab_size: rows of the embedding; larger than every token id.
         seq_length: longest row in tokens.
     """
@@ -45,7 +46,7 @@ def _pixtral(family: Any, text: dict[str, Any]) -> Any:
     )
     image = family.placeholder_ids["image"]
     text["head_dim"] = HIDDEN // 4
-    if family.merge == 1:  # Pixtral 12B, which transformers holds as a LLaVA
+    if family.merge == 1:  # Pixtral 12B, which is a LLaVA in transformers
         return transformers.LlavaConfig(
             vision_config=vision,
             text_config=transformers.MistralConfig(**text, sliding_window=None),
@@ -53,7 +54,7 @@ def _pixtral(family: Any, text: dict[str, Any]) -> Any:
             vision_feature_layer=-1,
             vision_feature_select_strategy="full",
         )
-    # Its queries grow with their position, so a position that goes on counting over the row would show.
+    # Its queries grow with their position, so positions that continue through the row would show.
     scaled = {
         "rope_type": "default",
         "rope_theta": 10_000.0,

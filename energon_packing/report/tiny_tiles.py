@@ -1,8 +1,8 @@
 """Tiny random models of the families that see images as square tiles: InternVL, the LLaVA ones, Gemma 3.
 
-The real transformers classes, two layers, sized so that they take the tiles of a given processor: the side of a tile,
-the tokens that it costs and the token ids are read from the encoder's family, so any processor of these families has a
-model that fits it, the published ones included.
+They are the real transformers classes with two layers, sized for the tiles of a given processor. The side of a tile,
+its tokens and the token ids are read from the encoder's family, so every processor of these families, the published
+ones included, has a model that fits it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "
 
 
 def text_fields(vocab_size: int, seq_length: int) -> dict[str, Any]:
-    """What the language model of every tiny model has in common, as fields of its transformers configuration."""
+    """Returns the fields that the language models of all tiny models share in their transformers configurations."""
     return {
         "hidden_size": HIDDEN,
         "intermediate_size": 2 * HIDDEN,
@@ -40,10 +40,10 @@ def text_fields(vocab_size: int, seq_length: int) -> dict[str, Any]:
 
 
 def tiny_config(encoder: ConversationEncoder, *, vocab_size: int, seq_length: int) -> Any:
-    """A transformers configuration for the encoder's family, one of `FAMILIES`.
+    """Returns a transformers configuration for the encoder's family, one of `FAMILIES`.
 
     Args:
-        encoder: its family names the side of a tile, the tokens of one and the placeholder ids.
+        encoder: its family provides the side of a tile, its tokens and the placeholder ids.
         vocab_size: rows of the embedding; larger than every token id.
         seq_length: longest row in tokens.
     """

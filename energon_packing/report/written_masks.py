@@ -1,7 +1,7 @@
-"""Attention masks of a packed row, written out for a Hugging Face model: which token may look at which.
+"""Attention masks of a packed row, written out for a Hugging Face model: which token may attend to which.
 
-Each token sees what it would see in its sample alone. Besides the causal rule that are two rules of Gemma 3 (and of any
-model with such layers): sliding layers see a window, and the tokens of one image see each other in both directions.
+Each token sees what it would see in its sample alone. Besides the causal rule, two rules of Gemma 3 (and of any model
+with such layers) apply: sliding layers see a window, and the tokens of one image see each other in both directions.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 def written_mask(
     config: Any, segment: torch.Tensor, images: torch.Tensor | None, *, isolate: bool
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The mask or masks that the language model takes as ``attention_mask``.
+    """Returns the mask or masks that the language model takes as ``attention_mask``.
 
     Args:
         config: of the language model; ``layer_types`` and ``sliding_window`` are read.
         segment: int64 ``[T]``, number of the sample that each token belongs to.
-        images: bool ``[T]``, tokens whose runs see each other in both directions; None where the model is causal.
+        images: bool ``[T]``, tokens that see each other within a run in both directions; None if the model is causal.
         isolate: tokens see their own segment only; without it the whole row, as if there were no boundaries.
 
     Returns:
-        bool ``[1, 1, T, T]``, True where a query (second last axis) sees a key; by the type of layer where the model
-        has sliding ones.
+        bool ``[1, 1, T, T]``, True where a query (second last axis) sees a key; if the model has sliding layers, one
+        such mask per layer type.
     """
     order = torch.arange(segment.numel(), device=segment.device)
     causal = order[:, None] >= order[None, :]

@@ -25,7 +25,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
 
 Fits = Callable[[int, int, int], bool]
-"""Whether a pack holds a sample of so many tokens, images and patches; if false for one, false for all larger ones."""
+"""Whether a pack can hold a sample of the given tokens, images and patches; if false, also false for larger samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,7 +35,7 @@ class MeasuredSplit:
     Attributes:
         key: of the conversation; the pieces are named ``key#0``, ``key#1`` and so on.
         length: tokens of the whole sample.
-        pieces: in order; a piece that may not be trained is replaced by the reason.
+        pieces: in order; a piece that may not be trained on is replaced by the reason.
     """
 
     key: str
@@ -93,7 +93,8 @@ class SampleText:
         offsets: int64 ``[n, 2]``, characters ``[start, end)`` of each token of `Measured.token_ids`.
         media: characters ``[start, end)`` of each image and video in conversation order, including its frame.
         turns: of the conversation.
-        turn_end: maps a number of first turns to the characters that they fill; None if the template does not tell.
+        turn_end: maps ``n`` to the number of characters that the first ``n`` turns take; None if the template does not
+            tell.
     """
 
     offsets: np.ndarray

@@ -29,7 +29,7 @@ _ADMITTED = {
 
 
 def _bytes_of(text: str, encoding: str) -> bytes:
-    """Bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
+    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
     return text.encode(encoding)
@@ -45,14 +45,14 @@ class _StateUnpickler(pickle.Unpickler):
 
 
 def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
-    """The loader's state for the checkpoint that this run continues from; None for a new run.
+    """Returns the loader's state for the checkpoint that this run continues from; None for a new run.
 
     Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
     ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
 
     Raises:
         ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
-            holds something else.
+            contains something else.
     """
     if not args.iteration or args.packing_restart_data:
         return None
@@ -76,10 +76,10 @@ def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
 
 
 def read_state(path: Path) -> Any:
-    """The state in a file, read by an unpickler that accepts only the classes of such states.
+    """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: there is no such file, or it contains something else.
     """
     if not path.is_file():
         raise ConfigError(

@@ -104,7 +104,7 @@ def pack_sequences(
         sequences: lists, arrays or 1-D tensors of token ids. Empty ones take no room and are listed as dropped.
         max_length: tokens of a row.
         pad_token_id: fills the rest of a row.
-        return_boundaries: also return where each sequence is.
+        return_boundaries: whether to return where each sequence is, too.
         policy: ``"next_fit"`` keeps the order; ``"best_fit"`` and ``"window"`` need up to a quarter fewer rows.
         oversize: how to treat a sequence longer than a row: ``"raise"``, ``"drop"``, ``"truncate"`` (keeps its first
             `max_length` tokens) or ``"split"`` (without loss, into separate segments).
@@ -191,7 +191,7 @@ def concatenate_and_pack(
 def _rows(
     lengths: list[int], max_length: int, policy: str, oversize: Oversize
 ) -> tuple[list[list[Segment]], list[int]]:
-    """Where each piece goes, row by row, and the indices of the sequences that are dropped."""
+    """Returns where each piece goes, row by row, and the indices of the sequences that are dropped."""
     if max_length < 1:
         raise ConfigError(f"max_length must be at least 1 token, not {max_length}")
     if oversize not in ("raise", "drop", "truncate", "split"):

@@ -1,6 +1,6 @@
-"""Benchmark of cost-balanced emission: how much of a step the ranks compute, with and without it.
+"""Benchmark of cost-balanced emission: the share of a step in which ranks compute, with and without it.
 
-Packs are made of a length list by the ``window`` policy; each simulated data-parallel rank draws from their costs. See
+The ``window`` policy packs a length list; each simulated data-parallel rank draws from the costs of the packs. See
 `energon_packing.packing.balance` for the cost of a pack and for the orders.
 """
 
@@ -32,7 +32,7 @@ def run(
     samples: int = 100_000,
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Step efficiency of each list and data-parallel size.
+    """Simulates the steps of each list and data-parallel size.
 
     Args:
         source: directory of length lists; None makes them from `seed`.
@@ -40,11 +40,11 @@ def run(
         ranks: data-parallel sizes.
         windows: packs that a rank sorts at a time.
         max_shift: ranks are aligned in one run, and up to this many packs apart in another.
-        samples: at most so many of each list.
+        samples: at most this many of each list.
 
     Yields:
         ``list, packs, ranks, window`` (1 is the unsorted stream), ``order, max_shift, efficiency`` (share of the time
-        in which ranks compute) and ``drift`` (distance of the 5th and 95th percentile of a step's cost, in means).
+        in which ranks compute) and ``drift`` (distance between the 5th and 95th percentile of a step's cost, in means).
     """
     if min((*ranks, *windows, samples), default=0) < 1 or max_shift < 0:
         raise UserError("data-parallel sizes, windows and samples must be at least 1, the shift at least 0")

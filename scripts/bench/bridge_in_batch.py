@@ -1,8 +1,8 @@
 """The peer of the loader benchmark: Megatron-Bridge's own Energon path with in-batch packing (Megatron-Bridge 0.6.2).
 
 Bridge's `QwenVLTaskEncoder` reads ChatML samples: the conversation as JSON, all images of a sample as one pickled list
-of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``). What had to be
-adapted for it is listed in ``docs/bench.md``; every choice is the one that costs Bridge less.
+of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``). ``docs/bench.md``
+lists what had to be adapted; every choice is the one that costs Bridge less.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MAX_PIXELS = 120_000_000
 def write_bridge_dataset(
     conversations: Sequence[Conversation], media: dict[str, bytes], out: Path, config: EncoderConfig
 ) -> None:
-    """Writes the conversations as the Energon data set that Bridge's Qwen task encoder reads.
+    """Writes the conversations as an Energon data set that Bridge's Qwen task encoder reads.
 
     Args:
         conversations: in the order of writing.
         media: name -> encoded file.
         out: directory that is made.
-        config: processor and limits, which say what frames of a video are stored.
+        config: processor and limits, which determine the frames of a video that are stored.
     """
     from energon_packing.families.registry import build_family, load_processor
 
@@ -56,7 +56,7 @@ def write_bridge_dataset(
 
 
 def _frames(family: Any, entry: Media, media: dict[str, bytes]) -> list[bytes]:
-    """The frames of a video that our path trains on: Bridge's format stores frames at the wanted rate."""
+    """Returns the frames of a video that our path trains on: Bridge's format stores frames already sampled."""
     from PIL import Image
 
     from energon_packing.media.video import decode_frames
@@ -107,7 +107,7 @@ def build_bridge_loader(
     shuffle_buffer: int = 100,
     pixels: tuple[int, int] | None = None,
 ) -> Any:
-    """Bridge's data module over one epoch; iterating what it returns gives the mappings that its steps read.
+    """Returns the loader of Bridge's data module for one epoch, which yields the mappings that its steps read.
 
     Args:
         path: what `write_bridge_dataset` wrote.
@@ -116,13 +116,13 @@ def build_bridge_loader(
     """
     from energon_packing.bridge_cpu import stand_ins
 
-    stand_ins.install()  # Bridge imports Transformer Engine; nothing that is replaced is called by a loader
+    stand_ins.install()  # Bridge imports Transformer Engine; a loader calls nothing that is replaced
     from megatron.bridge.data.energon.base_energon_datamodule import EnergonMultiModalDataModule
     from megatron.bridge.models.qwen_vl.data.energon import QwenVLTaskEncoder
     from transformers import AutoProcessor
 
     loaded = AutoProcessor.from_pretrained(processor)
-    # The stored frames are sampled already, and Bridge gives no video metadata to sample them by.
+    # The stored frames are already sampled, and Bridge gives no video metadata to sample them by.
     loaded.video_processor.do_sample_frames = False
     smallest, largest = pixels or (None, None)
     encoder = QwenVLTaskEncoder(
@@ -144,10 +144,10 @@ def build_bridge_loader(
         repeat=False,
     )
     module.train_dataloader()
-    return module.train_dataloader_object  # what train_dataloader wraps to go on for ever
+    return module.train_dataloader_object  # what train_dataloader wraps to repeat it forever
 
 
 def rows(loader: Any) -> Iterator[tuple[list[str], int]]:
-    """Keys and real tokens of each row."""
+    """Yields the keys and the number of real tokens of each row."""
     for batch in loader:
         yield list(batch["__keys__"]), int(batch["cu_seqlens_q"][-1])

@@ -1,8 +1,8 @@
-"""Benchmark of the drop budget: how often runs of a known share of bad samples stop, and after how many reads.
+"""Benchmark of the drop budget: how often runs with a known share of bad samples stop, and after how many reads.
 
-Every run is a real `WindowPackingDataset` with the real `Ledger` on a stream of samples that cost nothing: a sample is
-bad with the given probability, and is found out either when it is measured (too long, say) or only when it is rendered
-(its media are damaged), after its way through the window. See `energon_packing.drop_budget` for the rule.
+Every run is a real `WindowPackingDataset` with the real `Ledger` on a stream of samples that cost nothing. A sample is
+bad with the given probability. It is found out when it is measured (too long, for example) or only when it is rendered,
+after its way through the window (damaged media). See `energon_packing.drop_budget` for the rule.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from energon_packing.ledger import DropBudgetExceeded, Ledger
 
 Stage = Literal["measure", "render"]
 LUCK = 1e-6
-"""Chance of a run to last longer than ``at_most``."""
+"""Probability that a run lasts longer than ``at_most``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +31,11 @@ class Cell:
     """What the runs of one result have in common.
 
     Attributes:
-        share: probability of a sample to be bad.
+        share: probability that a sample is bad.
         budget: ``packing.drop_budget``.
         window: samples held.
-        stage: where a bad sample is found out.
-        reads: samples of a run that nothing stops.
+        stage: when a bad sample is found out.
+        reads: samples of a run that is not stopped.
         pack: samples of a pack.
     """
 
@@ -67,15 +67,15 @@ class _Stream(SavableDataset[MeasuredSample]):
         """Nothing to reset."""
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Samples of the run."""
+        """Returns the number of samples of the run."""
         return len(self._bad)
 
     def worker_has_samples(self) -> bool:
-        """Always."""
+        """Returns True, always."""
         return True
 
     def config(self) -> dict[str, Any]:
-        """What Energon writes into the description of a loader."""
+        """Returns what Energon writes into the description of a loader."""
         return {"type": type(self).__qualname__}
 
     def __iter__(self) -> Iterator[MeasuredSample]:
@@ -96,7 +96,7 @@ _NOTHING: Any = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Packer:
-    """The `Packer` of a run: the next samples of the stream, in their order."""
+    """The `Packer` of a run: a pack is the next samples of the stream, in order."""
 
     pack: int
     ledger: Ledger
@@ -127,7 +127,7 @@ class _Packer:
 
 
 def stopped_after(cell: Cell, seed: int) -> int | None:
-    """Samples that one run had read when its budget stopped it; None where it came to its end."""
+    """Returns the samples that a run had read when its budget stopped it; None if it reached its end."""
     from megatron.energon import WorkerConfig
 
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -153,12 +153,12 @@ def stopped_after(cell: Cell, seed: int) -> int | None:
 
 
 def measure(cell: Cell, *, runs: int, seed: int = 0) -> dict[str, Any]:
-    """One result: how many of so many runs were stopped, and when.
+    """Counts how many of the runs were stopped, and when.
 
     Returns:
-        ``share, budget, window, stage, reads, runs, stopped``; where any was stopped its ``median`` and ``last``
-        number of reads; where the share is above the budget ``expected`` (`reads_until_stop`, of average luck) and
-        ``at_most`` (of a luck of `LUCK`).
+        ``share, budget, window, stage, reads, runs, stopped``; if any run was stopped, the ``median`` and the ``last``
+        number of reads; if the share is above the budget, ``expected`` (`reads_until_stop`, with average luck) and
+        ``at_most`` (with a luck of `LUCK`).
     """
     found = [stopped_after(cell, seed + run) for run in range(runs)]
     stops = [reads for reads in found if reads is not None]
@@ -187,16 +187,16 @@ def _reads(cell: Cell, luck: float) -> int:
 
 
 def run(cells: Sequence[Cell] = CELLS, *, runs: int = 200, reads: int | None = None, seed: int = 0) -> Iterator[Any]:
-    """Results of all cells, see `measure`.
+    """Yields the results of all cells, see `measure`.
 
     Args:
         cells: what to simulate.
-        runs: of each.
-        reads: samples of a run; None takes those of the cell, and enough to stop where the share is above the budget.
-        seed: of the first run; the next ones follow.
+        runs: of each cell.
+        reads: samples of a run; None takes the cell's, or enough for a stop if the share is above the budget.
+        seed: of the first run; each following run adds 1.
 
     Raises:
-        UserError: no run, or no sample.
+        UserError: ``runs`` or ``reads`` is below 1.
     """
     if runs < 1 or (reads is not None and reads < 1):
         raise UserError("runs and reads must be at least 1")

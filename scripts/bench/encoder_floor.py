@@ -1,8 +1,8 @@
-"""What a sample costs at the least: decoding, the processor's own pixels, and the bare tokenizer; nothing else.
+"""The least that a sample costs: decoding, the processor's own pixels, and the bare tokenizer; nothing else.
 
-JPEG files are decoded by torchvision to uint8, the sampled frames of a video by PyAV, all images of a sample go through
-the image processor in one call, all clips through the video processor, and the rendered text through the tokenizer.
-No template, no labels, no masks, no checks.
+torchvision decodes JPEG files to uint8, PyAV the sampled frames of a video. All images of a sample go through the image
+processor in one call, all clips through the video processor, and the rendered text through the tokenizer. No template,
+no labels, no masks, no checks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Floor:
     """The floor of some samples.
 
     Args:
-        encoder: names processor and tokenizer, and renders the strings beforehand.
-        samples: all of a kind that the family takes.
+        encoder: provides processor and tokenizer, and renders the strings beforehand.
+        samples: only of kinds that the family takes.
 
     Raises:
         UserError: torchvision is not installed.
@@ -44,18 +44,18 @@ class Floor:
         self._measured = [encoder.measure(entry.conversation) for entry in samples]
 
     def count(self, kind: str) -> int:
-        """Media of a kind in all samples."""
+        """Returns the number of media of a kind in all samples."""
         return sum(media.kind == kind for sample in self._samples for media in sample.conversation.media)
 
     def run(self) -> None:
-        """One pass over the samples."""
+        """Makes one pass over the samples."""
         for sample, measured, text in zip(self._samples, self._measured, self._texts, strict=True):
             self._encoder.tokenizer(text, add_special_tokens=False)
             if measured.plans:
                 make_pixels(self._encoder, sample, measured, decode(sample, measured))
 
     def tokenize(self) -> None:
-        """The bare tokenizer on all texts."""
+        """Runs the bare tokenizer on all texts."""
         for text in self._texts:
             self._encoder.tokenizer(text, add_special_tokens=False)
 
@@ -65,18 +65,18 @@ class Floor:
             decode(sample, measured)
 
     def pixels(self) -> Pixels:
-        """The processor's part alone, with the media already decoded."""
+        """Returns the processor's part alone, with the media already decoded."""
         decoded = [decode(sample, measured) for sample, measured in zip(self._samples, self._measured, strict=True)]
         return Pixels(self._encoder, tuple(self._samples), tuple(self._measured), tuple(decoded))
 
     def compare(self) -> dict[str, Any]:
-        """Tokens and pixels of ours beside those of the processor called on the whole sample.
+        """Compares our tokens and pixels with those of the processor called on the whole sample.
 
-        Images are opened by Pillow and frames by PyAV here, as a caller of the processor would.
+        Pillow opens the images and PyAV the frames here, as for a caller of the processor.
 
         Returns:
-            ``tokens_equal``, ``pixels_equal`` (``bit-equal``, or ``no`` with the largest difference of any value of
-            any visual input in ``pixels_within``).
+            ``tokens_equal``, ``pixels_equal`` (``bit-equal`` or ``no``) and ``pixels_within``, the largest difference
+            of any value of any visual input.
         """
         equal, worst = True, 0.0
         for sample, measured in zip(self._samples, self._measured, strict=True):
@@ -97,7 +97,7 @@ class Pixels:
     decoded: tuple[list[Any], ...]
 
     def run(self) -> None:
-        """One pass of the image and video processor over all of them."""
+        """Makes one pass of the image and video processor over all samples."""
         for sample, measured, media in zip(self.samples, self.measured, self.decoded, strict=True):
             make_pixels(self.encoder, sample, measured, media)
 
@@ -105,7 +105,7 @@ class Pixels:
 def make_pixels(
     encoder: ConversationEncoder, sample: BenchSample, measured: Measured, media: Sequence[Any]
 ) -> dict[str, Any]:
-    """The image and the video processor, each called once for a sample."""
+    """Calls the image and the video processor, each once for the sample; returns their outputs."""
     given = media_arguments(encoder, sample.conversation, measured, media)
     made: dict[str, Any] = {}
     if "images" in given:
@@ -117,7 +117,7 @@ def make_pixels(
 
 
 def decode(sample: BenchSample, measured: Measured) -> list[torch.Tensor]:
-    """uint8 ``[3, H, W]`` by torchvision, or ``[frames, 3, H, W]`` by PyAV."""
+    """Returns uint8 ``[3, H, W]`` by torchvision for each image, ``[frames, 3, H, W]`` by PyAV for each video."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     media: list[torch.Tensor] = []
@@ -132,7 +132,7 @@ def decode(sample: BenchSample, measured: Measured) -> list[torch.Tensor]:
 
 
 def open_media(sample: BenchSample, measured: Measured) -> list[Any]:
-    """RGB images of Pillow and frames ``[frames, 3, H, W]``."""
+    """Returns a Pillow RGB image for each image, uint8 ``[frames, 3, H, W]`` for each video."""
     from PIL import Image
 
     return [
@@ -144,7 +144,7 @@ def open_media(sample: BenchSample, measured: Measured) -> list[Any]:
 
 
 def _frames(data: bytes, indices: Sequence[int]) -> np.ndarray:
-    """uint8 ``[frames, H, W, 3]``: decoding from the first frame to the last one wanted, those converted alone."""
+    """Returns uint8 ``[frames, H, W, 3]``: decodes up to the last wanted frame, converts only the wanted ones."""
     import av
 
     wanted, found = set(indices), []

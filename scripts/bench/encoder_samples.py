@@ -1,4 +1,4 @@
-"""The samples of the encoder benchmark: conversations of the demo with their media in memory, images as plain JPEG."""
+"""Samples of the encoder benchmark: the demo's conversations with their media in memory, images as plain JPEG."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class BenchSample:
     files: Mapping[str, bytes]
 
     def read(self, name: str) -> bytes:
-        """The bytes of one medium."""
+        """Returns the bytes of one image or video."""
         return self.files[name]
 
 
 def make(work: Path, count: int, shares: Mapping[str, float], *, camera: bool, seed: int) -> list[BenchSample]:
-    """Samples by kind, in a mixed order.
+    """Returns samples of each kind, in mixed order.
 
     Args:
-        work: directory of the data set that they are taken from; made anew.
+        work: directory of the data set that they come from; made anew.
         count: of samples.
         shares: of ``text``, ``image`` (images and no video) and ``video`` (any).
         camera: images from 640x480 to 1920x1080 pixels instead of the demo's sizes.
         seed: of the conversations.
     """
-    # The demo's mix has a little less text and images than is wanted, and never fewer than half.
+    # The demo's mix has a little less text and images than wanted, but never less than half.
     data = prepare_data(work, conversations=2 * count, seed=seed, camera_images=camera)
     media = read_media(data.root)
     found: dict[str, list[Conversation]] = {kind: [] for kind in shares}
@@ -63,7 +63,7 @@ def make(work: Path, count: int, shares: Mapping[str, float], *, camera: bool, s
 
 
 def make_text(work: Path) -> list[BenchSample]:
-    """All text conversations of a directory that `make` filled."""
+    """Returns all text conversations of a directory that `make` filled."""
     root = work / "ours"
     return [BenchSample(conversation=entry, files={}) for entry in read_conversations(root) if not entry.media]
 
@@ -82,7 +82,7 @@ def _sample(conversation: Conversation, media: Mapping[str, bytes]) -> BenchSamp
 
 
 def as_jpeg(data: bytes) -> bytes:
-    """An upright RGB JPEG of at most 1920x1080 pixels (or upright), the same bytes where it is one already."""
+    """Returns an upright RGB JPEG of at most 1920x1080 or 1080x1920 pixels; the same bytes if it already is one."""
     with Image.open(io.BytesIO(data)) as image:
         upright = image.getexif().get(0x0112, 1) == 1
         fits = max(image.size) <= WIDEST and min(image.size) <= HIGHEST
@@ -102,20 +102,25 @@ def _size(data: bytes) -> tuple[int, int]:
 
 
 def build_encoder(family: str, pixels: tuple[int, int] | None) -> ConversationEncoder:
-    """An encoder on the offline processor of a family (``text``: the demo's tokenizer), under limits of image areas."""
+    """Returns an encoder with a family's offline processor (``text``: the demo's tokenizer) and limits of image areas.
+
+    Args:
+        family: its name.
+        pixels: smallest and largest area; None leaves the processor's own limits.
+    """
     if family == "text":
         return ConversationEncoder(EncoderConfig(processor=str(processor_path("text"))))
     low, high = pixels or (None, None)
-    # No floor under the share of targets: the pixels of a sample are measured whatever its answer.
+    # No lower limit on the share of targets: the pixels of a sample are measured whatever its answer.
     settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high, "limits": LimitsConfig(min_active_ratio=0.0)}
     name = family if family in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
     return ConversationEncoder(EncoderConfig(family=name, **settings), processor=processor_of(family))
 
 
 def shown_by(encoder: ConversationEncoder, samples: Sequence[BenchSample]) -> list[BenchSample]:
-    """The samples that an encoder takes: their media are of its family, and its chat template leaves nothing out.
+    """Returns the samples that an encoder takes: its family has their media, and its chat template omits nothing.
 
-    Published templates of InternVL and LLaVA show no tools, which some conversations of the demo have.
+    Published templates of InternVL and LLaVA do not render tools, which some conversations of the demo have.
     """
     found = []
     for sample in samples:

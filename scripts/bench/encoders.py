@@ -1,8 +1,8 @@
 """Benchmark of the encoders: CPU seconds of *measure* and *render* as ratios to what cannot be saved.
 
-Everything runs in one process on one thread; ours and what it is compared with take turns, pass by pass, and each
-figure is the median over the passes of the ratio within a pass. In the same run, every sample's tokens and pixels are
-compared with those of the family's processor called on the whole sample, opened by other code than ours.
+Everything runs in one process on one thread. Ours and what it is compared with take turns, pass by pass; each figure is
+the median over the passes of the ratio within a pass. In the same run, every sample's tokens and pixels are compared
+with those of the family's processor called on the whole sample, whose media other code than ours opens.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from energon_packing.errors import PackingError, UserError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "llava_onevision")
 PIXELS = {"qwen2_5_vl": (200_704, 1_003_520), "qwen3_vl": (262_144, 1_310_720)}
-"""Limits of images, 256 to 1,280 tokens: those that Bridge's recipes set. The shipped processors have smaller ones."""
+"""Pixel limits of images, 256 to 1,280 tokens, as Bridge's recipes set them. The shipped processors' are smaller."""
 SHARES = {"text": 0.45, "image": 0.45, "video": 0.10}
 FASTER, TEXT, ROAD, CLOSE = 20.0, 1.32, 1.4, 1e-3
-"""Targets: times that measuring is faster, ratio of text, ratio of the whole road, difference of pixels."""
+"""Targets: how many times faster measuring is, ratio of text, ratio of the whole path, difference of pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class EncoderBench:
 
     Attributes:
         families: names of `PROCESSORS`.
-        samples: of each family; shared out as `SHARES` says, without videos for a family that takes none.
+        samples: of each family, in the shares of `SHARES`; without videos for a family that takes none.
         sizes: ``camera`` (640x480 to 1920x1080) or ``demo`` (56x56 to 1920x1080, most of them small).
         repeat: passes over the samples.
         seed: of the samples.
@@ -95,7 +95,7 @@ def run(bench: EncoderBench, work: Path) -> Iterator[dict[str, Any]]:
 
 
 def take_turns(repeat: int, **calls: Callable[[], Any]) -> dict[str, list[float]]:
-    """CPU seconds of each call in each pass; one more pass, the first, is not counted."""
+    """Returns the CPU seconds of each call in each pass; an additional first pass is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(repeat + 1):
         for name, call in calls.items():
@@ -107,18 +107,18 @@ def take_turns(repeat: int, **calls: Callable[[], Any]) -> dict[str, list[float]
 
 
 def each[Entry](entries: Sequence[Entry], call: Callable[[Entry], Any]) -> None:
-    """Calls and forgets: results that are kept take fresh memory, whose pages cost as much as some of the work."""
+    """Calls and forgets: results that are kept take new memory, whose pages cost as much as some of the work."""
     for entry in entries:
         call(entry)
 
 
 def ratio(seconds: dict[str, list[float]], over: str, under: str) -> float:
-    """Median over the passes."""
+    """Returns the median ratio over the passes."""
     return round(statistics.median(a / b for a, b in zip(seconds[over], seconds[under], strict=True)), 3)
 
 
 def milliseconds(seconds: Sequence[float], samples: int) -> float:
-    """Median of the passes, for one sample."""
+    """Returns the median over the passes, per sample."""
     return round(statistics.median(seconds) * 1e3 / samples, 3)
 
 
@@ -127,8 +127,13 @@ def _no_media(name: str) -> bytes:
 
 
 def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
-    """Measuring and rendering of text, beside the tokenizer on the rendered strings: transformers' call and the
-    tokenizers library under it, which gives no list of ids."""
+    """Compares measuring and rendering text with tokenizing the rendered strings.
+
+    They are tokenized by transformers' call, and by the tokenizers library under it, which gives no list of ids.
+
+    Raises:
+        PackingError: our tokens are not the tokenizer's.
+    """
     encoder = encoder_samples.build_encoder("text", None)
     conversations = [sample.conversation for sample in samples]
     texts = [encoder.template.render(conversation).text for conversation in conversations]
@@ -160,7 +165,7 @@ def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
 
 
 def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repeat: int) -> Iterator[dict[str, Any]]:
-    """The road and the measuring of one family."""
+    """Yields the results of one family: the whole path (``encoders.road``), then measuring each kind of media."""
     from bench.encoder_floor import Floor
 
     encoder = encoder_samples.build_encoder(family, PIXELS.get(family))
@@ -215,7 +220,7 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Which targets hold in every result, and the worst figure of each."""
+    """Returns which targets hold in every result, and the worst figure of each."""
     by = {name: [row for row in results if row["benchmark"] == f"encoders.{name}"] for name in ("text", "road")}
     measure = [row["times_faster"] for row in results if row["benchmark"] == "encoders.measure"]
     image = [row["times_faster"] for row in results if row.get("kind") == "image"]
@@ -233,7 +238,7 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of ``scripts/bench.py encoders``."""
+    """Returns the options of ``scripts/bench.py encoders``."""
     options = argparse.ArgumentParser(prog="bench.py encoders", description=__doc__)
     options.add_argument("--family", action="append", help=f"family; may be repeated; {', '.join(FAMILIES)} by default")
     options.add_argument("--samples", type=int, default=EncoderBench().samples, help="samples per family")

@@ -1,4 +1,4 @@
-"""Exactness of every family as a table; ``exactness.py`` says what is asked of whom."""
+"""Exactness of every family as a table; `bench.predictions` says what is compared with what."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COLUMNS = (
 def results(
     families: Sequence[str] = (), *, sizes: int = 2000, videos: int = 300, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """One row for each family and set of bounds, and a last one with the sums of all.
+    """Yields one row for each family and set of bounds, and a last one with the sums of all.
 
     Raises:
-        UserError: a name is no family with media, or nothing is asked for.
+        UserError: a name is no family with media, ``sizes`` is below 1 or ``videos`` below 0.
     """
     import torch
     from transformers.utils import logging
 
     if sizes < 1 or videos < 0:
         raise UserError(f"{sizes} sizes and {videos} videos; at least 1 and 0 are needed")
-    logging.set_verbosity_error()  # they warn of every image of three pixels that it might be a colour
+    logging.set_verbosity_error()  # they warn that a side of three pixels might be the colours
     torch.set_num_threads(1)
     found: list[Tally] = []
     for tally in run(tuple(families), sizes=sizes, videos=videos, seed=seed):
@@ -44,7 +44,7 @@ def results(
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of ``scripts/bench.py exactness``."""
+    """Returns the options of ``scripts/bench.py exactness``."""
     options = argparse.ArgumentParser(prog="bench.py exactness", description=__doc__)
     options.add_argument("--family", action="append", help="family; may be repeated; all by default")
     options.add_argument("--sizes", type=int, default=2000, help="random image sizes per family")

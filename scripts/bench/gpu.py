@@ -1,7 +1,7 @@
 """What only a GPU can show: compiled kernels on our boundaries, and the speed of a packed step.
 
 Each check gives one dict with ``check`` and ``equal``, or ``skipped`` and why. The functions take the kernel or the
-device as an argument, so that what surrounds a kernel can be tested without one.
+device as an argument, so the code around a kernel can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from energon_packing import thd
 ROWS = 200
 HEADS, WIDTH = 4, 64
 KERNEL_TOLERANCE = 2e-2
-"""Largest difference of an output of attention in bfloat16 on values of a normal distribution: 8 bits of mantissa."""
+"""Largest difference of an attention output in bfloat16 (8 bits of mantissa) on normally distributed values."""
 FLASH_TOLERANCE = 5e-2
-"""Largest difference of a logit in bfloat16; in float32 that of `energon_packing.report.hugging_face_parity` holds."""
+"""Largest difference of a logit in bfloat16; in float32 `energon_packing.report.hugging_face_parity` has it."""
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, thd.PackedBatch], torch.Tensor]
 """``(query, key, value, batch)``, each ``[T, heads, width]``, to the output ``[T, heads, width]``."""
 
 
 def partition_check(compiled: Any, device: str = "cuda") -> dict[str, Any]:
-    """Our context-parallel indices beside ``thd_get_partitioned_indices``, for 1, 2, 4 and 8 ranks.
+    """Compares our context-parallel indices with ``thd_get_partitioned_indices``, for 1, 2, 4 and 8 ranks.
 
     Args:
         compiled: ``(cu_seqlens, total, cp_size, rank) -> indices``.
@@ -59,13 +59,13 @@ def partition_check(compiled: Any, device: str = "cuda") -> dict[str, Any]:
 def attention_check(
     kernel: Kernel, *, multiple: int, device: str = "cuda", dtype: Any = torch.bfloat16
 ) -> dict[str, Any]:
-    """A variable-length attention kernel on the boundaries of a pack, beside each of its samples alone.
+    """Compares a variable-length attention kernel on the boundaries of a pack with each of its samples alone.
 
-    The samples alone are attended to by torch's ``scaled_dot_product_attention`` in float32. The control gives the
-    kernel a pack whose boundaries span the whole row, which must change the output.
+    For the samples alone, torch's ``scaled_dot_product_attention`` runs in float32. The control gives the kernel a pack
+    whose boundaries span the whole row, which must change the output.
 
     Args:
-        kernel: causal, kept apart by the boundaries of the batch that it gets.
+        kernel: causal; keeps segments apart by the boundaries of the batch that it gets.
         multiple: of the alignment; above 1 there is padding between the samples.
         device: of all tensors.
         dtype: of query, key and value.
@@ -99,7 +99,7 @@ def attention_check(
 
 
 def transformer_engine_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Any) -> torch.Tensor:
-    """Transformer Engine's attention, called with what `energon_packing.thd.packed_seq_params` gives Megatron-Core."""
+    """Calls Transformer Engine's attention with what `energon_packing.thd.packed_seq_params` gives Megatron-Core."""
     from transformer_engine.pytorch import DotProductAttention
 
     params = thd.packed_seq_params(batch)
@@ -127,9 +127,9 @@ def transformer_engine_kernel(query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = None) -> Iterator[dict[str, Any]]:
-    """`bench.parity` on the device: by a written-out mask, then by the model's own segments.
+    """Runs `bench.parity` on the device: with a written-out mask, then with the model's own segments.
 
-    The second takes flash attention's variable-length kernels (bfloat16) where the package is installed.
+    The second uses flash attention's variable-length kernels (bfloat16) if the package is installed.
     """
     from bench import parity as bench_parity
     from energon_packing.report.models import has_flash_attention
@@ -150,7 +150,7 @@ def parity_checks(device: str = "cuda", *, families: tuple[str, ...] | None = No
 
 
 def step_check() -> Iterator[dict[str, Any]]:
-    """Tokens per second and peak memory of a training step on packs, rows packed in the batch, and padded rows."""
+    """Measures a training step on packs, rows packed in the batch and padded rows: tokens per second, peak memory."""
     from bench import train as bench_train
 
     with tempfile.TemporaryDirectory(prefix="gpu-train-") as work:

@@ -1,13 +1,13 @@
 """Lists of sample lengths for the benchmarks: read from files, or made from a seed.
 
-A file ``NAME.npz`` holds ``length`` ``[N]``, ``images`` ``[N]`` (1 for text) and ``capacity``. The made ones are
+A file ``NAME.npz`` holds ``length`` ``[N]``, ``images`` ``[N]`` (1 for text) and ``capacity``. The made lists are
 
 * ``a``, ``b``, ``c``: log-normal text (sigma 0.8) of mean 256, 512, 1024 at capacity 2048, longer lengths cut to it;
 * ``d8``, ``d32``: a mix of text, 1-4 images and video frames at 8192 and 32768 tokens;
 * ``e``: real text sections, images at real sizes under Qwen resizing, and video frames, at 16384 tokens.
 
-The last three are drawn from quantiles of measured lists: a class of image counts by its share, a count in it evenly,
-a length by straight lines between the logarithms of the class's quantiles.
+The last three are drawn from quantiles of measured lists: a class of image counts by its share, a count uniformly
+within the class, a length by linear interpolation between the logarithms of the class's quantiles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SYNTHETIC = ("a", "b", "c", "d8", "d32", "e")
 TEXT_MEANS = {"a": 256, "b": 512, "c": 1024}
 CAPACITIES = {"a": 2048, "b": 2048, "c": 2048, "d8": 8192, "d32": 32768, "e": 16384}
 QUANTILES = (0, 2, 10, 25, 50, 75, 90, 98, 100)
-"""Percent at which the lengths of `MIXES` stand."""
+"""Percentiles to which the lengths in `MIXES` belong."""
 MIXES: dict[str, tuple[tuple[int, int, float, tuple[int, ...]], ...]] = {
     "d8": (
         (1, 1, 0.8344, (8, 37, 80, 153, 375, 1001, 2301, 4093, 29991)),
@@ -57,7 +57,7 @@ MIXES: dict[str, tuple[tuple[int, int, float, tuple[int, ...]], ...]] = {
         (33, 60, 0.0394, (1089, 1354, 1755, 2393, 3418, 4655, 6163, 7714, 11744)),
     ),
 }
-"""Of each mix: fewest and most images of a class, its share of the samples, and quantiles of its lengths in tokens."""
+"""Classes of each mix: fewest and most images, share of the samples, and quantiles of the lengths in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class LengthList:
     capacity: int
 
     def fitting(self, samples: int | None = None, image_limit: int | None = None) -> LengthList:
-        """The first `samples` of those that fit a pack alone, in tokens and images."""
+        """Returns those of the first `samples` that fit a pack alone, in tokens and images."""
         lengths, images = self.lengths[:samples], self.images[:samples]
         fits = lengths <= self.capacity
         if image_limit is not None:
@@ -78,10 +78,10 @@ class LengthList:
         return LengthList(name=self.name, lengths=lengths[fits], images=images[fits], capacity=self.capacity)
 
     def aligned(self, multiple: int) -> LengthList:
-        """The list with each length rounded up to a multiple, as a sample occupies it in a row.
+        """Returns the list with each length rounded up to a multiple, as a sample occupies a row.
 
         Raises:
-            UserError: the capacity is no multiple of it.
+            UserError: the capacity is not a multiple of `multiple`, or `multiple` is below 1.
         """
         if multiple < 1 or self.capacity % multiple:
             raise UserError(f"the capacity {self.capacity} of list {self.name} is no multiple of {multiple}")
@@ -89,7 +89,7 @@ class LengthList:
 
 
 def synthetic_list(name: str, samples: int = 100_000, seed: int = 0) -> LengthList:
-    """A seeded list with the distribution of its namesake; see the top of this file.
+    """Makes a seeded list with the distribution of its namesake; see the module's docstring.
 
     Raises:
         UserError: no such list.
@@ -131,7 +131,11 @@ def read_list(path: Path) -> LengthList:
 
 
 def load_lists(source: Path | None, names: Sequence[str] | None, samples: int, seed: int) -> list[LengthList]:
-    """The lists of a directory, or synthetic ones where `source` is None."""
+    """Returns the lists of a directory, or synthetic ones if `source` is None.
+
+    Raises:
+        UserError: there is no list, or one cannot be read or made.
+    """
     if source is None:
         return [synthetic_list(name, samples, seed) for name in names or SYNTHETIC]
     paths = sorted(source.glob("*.npz")) if names is None else [source / f"{name}.npz" for name in names]

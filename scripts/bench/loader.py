@@ -1,4 +1,4 @@
-"""Benchmark of the loader: ours beside Megatron-Bridge's in-batch packing, on the same data, in the same run.
+"""Benchmark of the loader: ours compared with Megatron-Bridge's in-batch packing, on the same data, in the same run.
 
 Every path runs in a fresh process with one worker over one epoch of the same conversations, the same media, the same
 processor and the same ``seq_length``. Each result is one JSON object; the last one says on which figures we are ahead.
@@ -58,7 +58,7 @@ class LoaderBench:
         realistic: images at camera sizes and the published pixel limits, instead of the demo's small ones.
         seq_length: tokens that a row may hold.
         window: measured samples that ours holds for selection.
-        micro_batches: samples of a row of Bridge's, one run each; empty runs ours alone.
+        micro_batches: samples per row of Bridge's path, one run for each; empty runs ours alone.
         repeat: runs of each path, taken in turn; figures are medians.
         seed: of the data.
         processor: directory of a Hugging Face processor of the Qwen2.5-VL family; None takes the demo's.
@@ -93,10 +93,10 @@ def run(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
         work: directory for the data and the logs of the measured processes.
 
     Yields:
-        One dict a path (see `figures`), then one ``{"benchmark": "loader.verdict", "ahead": {figure: bool}}``.
+        One dict per path (see `figures`), then one ``{"benchmark": "loader.verdict", "ahead": {figure: bool}}``.
 
     Raises:
-        UserError: Bridge is not installed although micro-batches of its were asked for.
+        UserError: Bridge is not installed, although micro-batches of its path were asked for.
         PackingError: a measured process failed; the message names its log.
     """
     processor = bench.processor or str(processor_path("qwen2_5_vl"))
@@ -144,7 +144,7 @@ def _bridge_jobs(bench: LoaderBench, ours: LoaderJob, data: BenchData, out: Path
 
 
 def path_name(job: LoaderJob) -> str:
-    """``ours-window256``, ``ours-window256-give-back``, ``bridge-mb4``."""
+    """Returns, for example, ``ours-window256``, ``ours-window256-give-back`` or ``bridge-mb4``."""
     if job.path != "ours":
         return f"bridge-mb{job.micro_batch_size}"
     return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
@@ -178,7 +178,7 @@ def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None =
 
     Args:
         job: a dataclass that the module reads as JSON.
-        log: of the process; its result is written beside it.
+        log: of the process; its result is written next to it.
         module: of this package.
         name: of the job, for the message; None takes that of a `LoaderJob`.
 
@@ -192,7 +192,7 @@ def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None =
             [sys.executable, "-m", f"{__package__}.{module}", json.dumps(dataclasses.asdict(job)), str(out)],
             stdout=stream,
             stderr=subprocess.STDOUT,
-            # One thread a process for either path, as in a training job whose cores are shared by many workers.
+            # One thread per process for either path, as in a training job whose cores are shared by many workers.
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
             | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -207,14 +207,17 @@ def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None =
 
 
 def figures(job: LoaderJob, measured: dict[str, Any], data: BenchData) -> dict[str, Any]:
-    """The figures of one run.
+    """Computes the figures of one run.
 
     Returns:
         ``cpu_seconds_per_1000`` source samples; ``tokens_per_second`` real tokens over the wall time of the epoch;
-        ``fill`` mean over rows of real tokens / ``seq_length``, a row that is longer than that counted as full;
-        ``first_row_seconds``; peaks of the worker's memory; ``rows_over`` rows longer than ``seq_length`` and the
-        ``longest_row``; ``lost_good`` sound samples that were never emitted, ``lost_defective`` and
-        ``defective_emitted``; ``dropped`` what the path itself says that it dropped.
+        ``fill`` mean over rows of real tokens / ``seq_length``, a longer row counted as full; ``first_row_seconds``;
+        peaks of the worker's memory; ``rows_over`` rows longer than ``seq_length`` and the ``longest_row``;
+        ``lost_good`` sound samples that were never emitted, ``lost_defective`` and ``defective_emitted``; ``dropped``
+        what the path itself reports as dropped.
+
+    Raises:
+        PackingError: a sample was emitted twice, or none at all.
     """
     keys, tokens = measured["keys"], measured["tokens"]
     if len(keys) != len(set(keys)):
@@ -250,14 +253,14 @@ def figures(job: LoaderJob, measured: dict[str, Any], data: BenchData) -> dict[s
 
 
 def _median(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of one path as one: medians of the figures that vary, the rest from the first."""
+    """Merges the entries of one path: medians of the figures that vary, the rest from the first entry."""
     varying = [name for name in (*FIGURES, "seconds") if isinstance(entries[0][name], int | float)]
     medians = {name: statistics.median(entry[name] for entry in entries) for name in varying}
     return entries[0] | medians | {"runs": len(entries)}
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """For each figure, whether ours (the first result) is at least as good as the best of the others."""
+    """Returns for each figure whether ours (the first result) is at least as good as the best of the others."""
     ours, peers = results[0], results[1:]
     ahead = {
         name: better(ours[name], better(peer[name] for peer in peers)) == ours[name] for name, better in FIGURES.items()
@@ -266,7 +269,7 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of ``scripts/bench.py loader``."""
+    """Returns the options of ``scripts/bench.py loader``."""
     options = argparse.ArgumentParser(prog="bench.py loader", description=__doc__)
     options.add_argument("--conversations", type=int, default=500)
     options.add_argument(

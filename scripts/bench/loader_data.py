@@ -1,8 +1,7 @@
 """The data of the loader benchmark: the demo's conversations, converted once, in the form that each path reads.
 
-Both paths get the same conversations with the same bytes of media. Planted defects are of the kind that a conversion
-with ``check_media=header`` cannot see, so that the loaders meet them: a JPEG that ends too early, and a conversation
-longer than a row.
+Both paths get the same conversations with the same bytes of media. A conversion with ``check_media=header`` cannot see
+the planted defects, so the loaders meet them: a JPEG that ends too early, and a conversation longer than a row.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from energon_packing.errors import PackingError
 OVERLONG = 150_000
 """Characters of a planted overlong turn: more tokens than the rows of any sensible benchmark."""
 CAMERA_SIZES = ((640, 480), (1024, 768), (1280, 720), (1600, 1200), (1920, 1080))
-"""Pixels of the enlarged images; each comes upright as well."""
+"""Sizes of the enlarged images in pixels; each is also used in portrait orientation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +63,9 @@ def prepare_data(
         defects: how many samples get a planted defect; half of them a cut JPEG, half a turn of `OVERLONG` characters.
         camera_images: enlarge every image to a size of `CAMERA_SIZES`.
         images_only: keep only conversations with images.
+
+    Raises:
+        PackingError: the conversion rejected a conversation.
     """
     made = make_data(work / "demo", conversations=conversations, seed=seed, defects=False)
     raw, random = work / "raw", Random(f"bench {seed}")
@@ -88,14 +90,14 @@ def prepare_data(
 
 
 def read_conversations(root: Path) -> Iterator[Conversation]:
-    """The conversations of a converted polylithic data set, in the order of its shards."""
+    """Yields the conversations of a converted polylithic data set, in the order of its shards."""
     for shard in sorted((root / TEXT_DIRECTORY).glob("*.tar")):
         for name, content in _members(shard):
             yield Conversation.from_record(name.removesuffix(".json"), json.loads(content))
 
 
 def read_media(root: Path) -> dict[str, bytes]:
-    """All media of a converted polylithic data set by name."""
+    """Returns all media of a converted polylithic data set: name -> bytes."""
     shards = sorted((root / MEDIA_DIRECTORY).glob("*.tar"))
     return {name: content for shard in shards for name, content in _members(shard)}
 
@@ -122,7 +124,7 @@ def _keep_images(raw: Path) -> None:
 
 
 def _enlarge(raw: Path, random: Random) -> None:
-    """Every image at a camera's size, with grain, since smooth areas would be decoded faster than any photograph."""
+    """Enlarges every image to a camera's size and adds grain: smooth areas decode faster than any photograph."""
     grain = np.random.default_rng(0).integers(-12, 13, size=(1920, 1920, 3), dtype=np.int16)
     for path in sorted(path for path in (raw / "images").rglob("*") if path.is_file()):
         with Image.open(path) as image:
@@ -156,5 +158,5 @@ def _plant(raw: Path, defects: int, random: Random) -> set[str]:
 
 
 def _scan_start(content: bytes) -> int:
-    """Where the pixels of a JPEG begin: a file cut before would lack the header that a conversion reads."""
+    """Returns where the pixels of a JPEG begin; a file cut before that lacks the header that a conversion reads."""
     return content.rindex(b"\xff\xda")

@@ -1,8 +1,8 @@
-"""One measured run of one loader, in a process of its own: one epoch, one worker, one JSON object.
+"""One measured run of one loader, in its own process: one epoch, one worker, one JSON object.
 
-The clock starts when the loader is asked for its first row: imports, the processor and the opening of the data set lie
-before it, the start of the worker and the filling of buffers after it. CPU seconds are those of the worker and of the
-consuming process; the thread that watches the memory is left out.
+The clock starts when the loader is asked for its first row. Imports, loading the processor and opening the data set
+come before that; starting the worker and filling the buffers come after. CPU seconds are those of the worker and of the
+consuming process, without the thread that watches the memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LoaderJob:
 
 
 def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConfig:
-    """Our configuration for a job."""
+    """Returns our configuration for a job."""
     low, high = job.pixels or (None, None)
     return RunConfig(
         data=DataConfig(
@@ -73,7 +73,7 @@ def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConf
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is counted of one emitted row: keys of its samples, real tokens, drop reasons that came with it."""
+    """What is counted of one emitted row: keys of its samples, real tokens, and reasons of drops reported with it."""
 
     keys: tuple[str, ...]
     tokens: int
@@ -107,9 +107,9 @@ def _our_rows(loader: Any) -> Iterator[Row]:
 
 
 class MemoryWatch(threading.Thread):
-    """Peaks of the memory of this process's children, bytes: ``rss`` (kernel's own mark), ``pss`` and ``uss``.
+    """Peak memory of this process's children in bytes: ``rss`` (the kernel's own mark), ``pss`` and ``uss``.
 
-    ``uss`` is what the worker alone holds; ``pss`` adds its share of pages that it has in common with its parent.
+    ``uss`` is what the worker alone holds; ``pss`` adds its share of the pages that it shares with its parent.
     """
 
     def __init__(self, seconds: float = 0.1) -> None:
@@ -120,7 +120,7 @@ class MemoryWatch(threading.Thread):
         self.cpu_seconds = 0.0
 
     def run(self) -> None:
-        """Looks at the children until `stop`."""
+        """Watches the children until `stop`."""
         while not self._done.wait(self._seconds):
             for child in multiprocessing.active_children():
                 found = worker_memory(child.pid)
@@ -134,13 +134,13 @@ class MemoryWatch(threading.Thread):
 
 
 def worker_memory(pid: int | None) -> dict[str, int]:
-    """Memory of a process, bytes: ``rss`` at its highest, the others now; empty where the process has gone."""
+    """Returns the memory of a process in bytes: peak ``rss``, current ``pss`` and ``uss``; empty if it has ended."""
     try:
         rollup = _fields(Path(f"/proc/{pid}/smaps_rollup").read_text())
         status = _fields(Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return {}
-    if "VmHWM" not in status:  # a process that has ended but was not waited for
+    if "VmHWM" not in status:  # a process that has ended but has not been waited for
         return {}
     own = rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0)
     return {"rss": status["VmHWM"], "pss": rollup.get("Pss", 0), "uss": own}
@@ -152,14 +152,14 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of all its children, whether they have ended or not."""
+    """Returns user plus system time of this process and of all its children, running or ended."""
     running = [_cpu_of(child.pid) for child in multiprocessing.active_children()]  # waits for those that have ended
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(running) + sum(entry.ru_utime + entry.ru_stime for entry in used)
 
 
 def _cpu_of(pid: int | None) -> float:
-    # After the name, which may hold anything but stands in brackets: user and system ticks are the 12th and 13th.
+    # After the name, which may contain anything but is in brackets, words 12 and 13 are user and system ticks.
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -170,7 +170,7 @@ def measure(job: LoaderJob) -> dict[str, Any]:
     Returns:
         ``seconds`` (first request to end of epoch), ``cpu_seconds``, ``first_row_seconds``,
         ``memory`` (peaks of the worker in bytes), ``keys`` (emitted, in order), ``tokens`` (real, of each row),
-        ``flush`` (rows made when the data had ended), ``dropped`` (reason -> samples, where the path says).
+        ``flush`` (rows made after the data had ended), ``dropped`` (reason -> samples, if the path reports them).
     """
     rows = open_rows(job)
     watch = MemoryWatch()
@@ -197,13 +197,13 @@ def measure(job: LoaderJob) -> dict[str, Any]:
 
 
 def read_job(text: str) -> LoaderJob:
-    """A job from its JSON form."""
+    """Returns a job from its JSON form."""
     values = json.loads(text)
     return LoaderJob(**values | {"pixels": values["pixels"] and tuple(values["pixels"])})
 
 
 def main() -> None:
-    """Takes a `LoaderJob` as JSON and the file that the result is written to."""
+    """Runs the `LoaderJob` that the first argument holds as JSON; writes the result to the file of the second."""
     job = read_job(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(measure(job) | {"job": dataclasses.asdict(job)}), encoding="utf-8")
 

@@ -1,7 +1,7 @@
 """The Hugging Face processors of the families, made without a download.
 
 They are the real classes with their published sizes, on the demo's tokenizer with the family's special tokens added.
-What they cannot give are a model's own vocabulary and chat template, on which neither geometry nor pixels depend.
+They lack a model's own vocabulary and chat template, on which neither geometry nor pixels depend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CLIP = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_sele
 
 
 def chatml(image: str, video: str = "") -> str:
-    """A ChatML template that writes the given text for an image and for a video."""
+    """Returns a ChatML template that writes the given text for an image and for a video."""
     return (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n"
         "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -35,14 +35,14 @@ def chatml(image: str, video: str = "") -> str:
 
 @cache
 def tokenizer(**special: str) -> Any:
-    """The demo's tokenizer with further special tokens, each also an attribute of that name."""
+    """Returns the demo's tokenizer with more special tokens, each also an attribute of that name."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(processor_path("text"), extra_special_tokens=special)
 
 
 def internvl(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
-    """``InternVLProcessor`` on tiles of ``side`` pixels; ``images`` are settings of its image processor."""
+    """Returns an ``InternVLProcessor`` with tiles of ``side`` pixels; ``images`` are image processor settings."""
     from transformers import GotOcr2ImageProcessor, InternVLProcessor
     from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 
@@ -57,7 +57,7 @@ def internvl(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
 
 
 def qianfan(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
-    """``QianfanOCRProcessor``, which takes images only."""
+    """Returns a ``QianfanOCRProcessor``, which takes images only."""
     from transformers import GotOcr2ImageProcessor
     from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
 
@@ -70,7 +70,7 @@ def qianfan(side: int = 448, tile_tokens: int = 256, **images: Any) -> Any:
 
 
 def llava(side: int = 336, images: Any = None, **settings: Any) -> Any:
-    """``LlavaProcessor`` with a CLIP image processor, or with the one that is given."""
+    """Returns a ``LlavaProcessor`` with a CLIP image processor, or with the given one."""
     from transformers import CLIPImageProcessor, LlavaProcessor
 
     if images is None:
@@ -84,7 +84,7 @@ def llava(side: int = 336, images: Any = None, **settings: Any) -> Any:
 
 
 def llava_next(side: int = 336, pinpoints: Any = None) -> Any:
-    """``LlavaNextProcessor``; ``pinpoints`` replace the published resolutions."""
+    """Returns a ``LlavaNextProcessor``; ``pinpoints`` replace the published resolutions."""
     from transformers import LlavaNextImageProcessor, LlavaNextProcessor
 
     images = LlavaNextImageProcessor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
@@ -96,7 +96,7 @@ def llava_next(side: int = 336, pinpoints: Any = None) -> Any:
 
 
 def llava_onevision(side: int = 384, tokens: int = 729, pinpoints: Any = None, frames: int | None = None) -> Any:
-    """``LlavaOnevisionProcessor``; ``frames`` is its video processor's ``num_frames``."""
+    """Returns a ``LlavaOnevisionProcessor``; ``frames`` is its video processor's ``num_frames``."""
     from transformers import LlavaOnevisionImageProcessor, LlavaOnevisionProcessor, LlavaOnevisionVideoProcessor
 
     size = {"height": side, "width": side}
@@ -119,7 +119,7 @@ def qwen2_vl(
     videos: dict[str, int] | None = None,
     max_frames: int | None = None,
 ) -> Any:
-    """``Qwen2VLProcessor``, or for ``llava_onevision_1_5`` the ``Qwen2_5_VLProcessor`` with one frame a time step.
+    """Returns a ``Qwen2VLProcessor``; for ``llava_onevision_1_5`` a ``Qwen2_5_VLProcessor``, one frame per time step.
 
     Args:
         name: of the family.
@@ -143,7 +143,7 @@ def qwen2_vl(
 
 
 def gemma3(side: int = 896, tokens: int = 256) -> Any:
-    """``Gemma3Processor`` on squares of ``side`` pixels and ``tokens`` tokens."""
+    """Returns a ``Gemma3Processor`` with squares of ``side`` pixels and ``tokens`` tokens."""
     from transformers import Gemma3ImageProcessor, Gemma3Processor
 
     start, end = "<start_of_image>", "<end_of_image>"
@@ -156,7 +156,7 @@ def gemma3(side: int = 896, tokens: int = 256) -> Any:
 
 
 def pixtral(edge: int = 1024, patch: int = 16, merge: int = 1) -> Any:
-    """``PixtralProcessor``; Ministral 3 has an ``edge`` of 1540, a ``patch`` of 14 and a ``merge`` of 2."""
+    """Returns a ``PixtralProcessor``; Ministral 3 has ``edge`` 1540, ``patch`` 14 and ``merge`` 2."""
     from transformers import PixtralImageProcessor, PixtralProcessor
 
     return PixtralProcessor(
@@ -169,7 +169,7 @@ def pixtral(edge: int = 1024, patch: int = 16, merge: int = 1) -> Any:
 
 
 def qwen3_5_vl(images: dict[str, int] | None = None, videos: dict[str, int] | None = None) -> Any:
-    """``Qwen3VLProcessor`` as Qwen3.5's checkpoints have it.
+    """Returns a ``Qwen3VLProcessor`` as in Qwen3.5's checkpoints.
 
     Args:
         images: ``shortest_edge`` and ``longest_edge`` (areas in pixels); None leaves the published ones.
@@ -203,7 +203,7 @@ GLM_TEMPLATE_MEDIA = (
 
 
 def glm4v(images: dict[str, int] | None = None, videos: dict[str, int] | None = None) -> Any:
-    """``Glm4vProcessor`` of GLM-4.1V and GLM-4.5V.
+    """Returns the ``Glm4vProcessor`` of GLM-4.1V and GLM-4.5V.
 
     Args:
         images: ``shortest_edge`` and ``longest_edge`` (areas in pixels, of two frames); None leaves the published ones.
@@ -220,7 +220,7 @@ def glm4v(images: dict[str, int] | None = None, videos: dict[str, int] | None = 
 
 
 def glm46v() -> Any:
-    """``Glm46VProcessor``, which has no family of its own: for the generic one."""
+    """Returns a ``Glm46VProcessor``, which has no family of its own, for the generic one."""
     from transformers import Glm46VImageProcessor, Glm46VProcessor, Glm46VVideoProcessor
 
     return Glm46VProcessor(
@@ -253,11 +253,11 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "qwen3_5_vl": qwen3_5_vl,
     "huggingface": glm46v,
 }
-"""Family with media -> its processor; those of Qwen2.5-VL and Qwen3-VL are the shipped ones."""
+"""Family with media -> a function that makes its processor; for Qwen2.5-VL and Qwen3-VL it is the shipped one."""
 
 
 def processor_of(family: str) -> Any:
-    """A fresh processor for a family.
+    """Returns a new processor for a family.
 
     Raises:
         UserError: there is no family of that name with media.

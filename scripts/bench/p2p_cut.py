@@ -1,8 +1,8 @@
 """What Transformer Engine's context parallelism (``cp_comm_type="p2p"``) computes for a packed row, on a CPU.
 
-Two things decide it, both plain Python in its source, and both restated here: whether it takes the row as padded, and
-how it cuts lengths for one step of the ring. Every key is met in one step exactly, and the parts of a softmax are
-joined without loss; so the whole is one softmax over the keys that some step shows to a query.
+Two things decide it, both plain Python in its source and both restated here: whether it treats the row as padded, and
+how it cuts lengths for one step of the ring. A query meets every key in exactly one step, and the parts of the softmax
+are joined without loss, so the result is one softmax over the keys that some step shows to the query.
 
 Sources (``transformer_engine/pytorch/attention/dot_product_attention/``): ``dot_product_attention.py``, "check if there
 is padding between sequences" in 2.9 and 2.16 and "Default pad_between_seqs auto-detect" in 2.18 and on the main branch;
@@ -21,7 +21,7 @@ RELEASES: tuple[Release, ...] = ("2.9", "2.16", "2.18", "main")
 
 
 def infers_padding(real: torch.Tensor, physical: torch.Tensor | None, release: Release) -> bool:
-    """``pad_between_seqs`` where the caller leaves it unset; keys have the boundaries of queries.
+    """Returns the ``pad_between_seqs`` of a caller that leaves it unset; keys have the boundaries of queries.
 
     Args:
         real: ``cu_seqlens``, int32 ``[segments + 1]``.
@@ -43,7 +43,7 @@ def attention_over_ranks(
     ranks: int,
     padded: bool,
 ) -> np.ndarray:
-    """Causal attention of one head over a row that ``ranks`` ranks share.
+    """Computes causal attention of one head over a row that ``ranks`` ranks share.
 
     Args:
         query, key, value: float ``[T, width]``.
@@ -52,7 +52,7 @@ def attention_over_ranks(
         padded: ``pad_between_seqs``.
 
     Returns:
-        float ``[T, width]``; 0 where no step computes a row.
+        float ``[T, width]``; 0 for tokens that no step computes.
     """
     out = np.zeros_like(value)
     whole, first, second = lengths_of_steps(real, physical, ranks=ranks, padded=padded)
@@ -67,10 +67,11 @@ def attention_over_ranks(
 def lengths_of_steps(
     real: np.ndarray, physical: np.ndarray, *, ranks: int, padded: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How many tokens of each segment a step takes for real on each rank, int ``[ranks, segments]`` three times.
+    """Returns how many tokens of each segment a step treats as real on each rank, three int ``[ranks, segments]``.
 
-    Of both pieces that the rank holds, where a step has both; of the first alone (keys of an earlier rank); of the
-    second alone (queries that meet a later rank). Without padding they are the boundaries divided by the ranks.
+    The first counts both pieces that the rank holds, for a step with both; the second the first piece alone (keys of an
+    earlier rank); the third the second piece alone (queries that meet a later rank). Without padding they come from the
+    boundaries divided by the ranks.
     """
     if not padded:
         whole, half = np.diff(real // ranks), np.diff(real // (2 * ranks))
@@ -83,7 +84,7 @@ def lengths_of_steps(
 
 
 def masked_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    """Softmax attention ``[n, width]`` over the keys that ``shown`` bool ``[n, n]`` marks; 0 for rows without any."""
+    """Returns softmax attention ``[n, width]`` over the keys that ``shown`` bool ``[n, n]`` marks; 0 without any."""
     scores = np.where(shown, query @ key.T, -np.inf)
     largest = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0))
@@ -92,11 +93,11 @@ def masked_attention(query: np.ndarray, key: np.ndarray, value: np.ndarray, show
 
 
 def _shown(chunk: int, ranks: int, whole: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Which key each query of a segment meets, bool ``[P, P]``.
+    """Returns which keys each query of a segment meets, bool ``[P, P]``.
 
     Args:
-        chunk: tokens of each of the ``2 * ranks`` pieces of the segment; rank ``r`` holds ``r`` and its mirror.
-        whole, first, second: for each rank how many of its tokens a step takes for real: of both pieces in a row, of
+        chunk: tokens of each of the ``2 * ranks`` pieces of the segment; rank ``r`` holds piece ``r`` and its mirror.
+        whole, first, second: for each rank, how many of its tokens a step treats as real: of both pieces in a row, of
             the first one, and of the second one.
     """
     piece, within = np.divmod(np.arange(2 * ranks * chunk), chunk)

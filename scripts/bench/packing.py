@@ -1,7 +1,7 @@
-"""Benchmark of packing policies: fill against the lower bound, and time, list by list.
+"""Benchmark of packing policies: fill compared with the lower bound, and time, list by list.
 
-The lists are files, or made from a seed (`bench.length_lists`). Packers of other packages take part
-where they are installed (`bench.peers`). A result is a mapping; `table` puts them side by side.
+The lists are files, or made from a seed (`bench.length_lists`). Packers of other packages take part if they are
+installed (`bench.peers`). A result is a mapping; `table` puts them side by side.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from energon_packing.packing.policies.registry import policy_names
 from energon_packing.packing.statistics import PackStatistics
 from energon_packing.packing.whole_list import pack_lengths
 
-# Ours, by the policy's name and, for `window`, the samples held; `internvl` has its own default of 20 open packs.
+# Samples held by the policy `window`; `internvl` has its own default of 20 open packs.
 DEFAULT_WINDOWS = (256, 1024)
 INTERNVL_BUFFERS = 20
 TWO_LIMITS = {"d32": 64, "e": 48}
-"""Images of a pack in the rows with a second limit, by list."""
+"""Images per pack in the rows with a second limit, by list."""
 TWO_LIMITS_SAMPLES = 20_000
 
 
@@ -57,15 +57,15 @@ def run(
         names: lists to take; all by default.
         chosen: policies to take; all by default.
         windows: sizes for the policy ``window``.
-        samples: at most so many of each list.
-        image_limit: images of a pack, as a second constraint (peers, which know none, are left out then).
-        multiple: lengths are rounded up to it, as alignment for context and sequence parallelism does; the bound is
-            that of the rounded lengths.
+        samples: at most this many of each list.
+        image_limit: images per pack, as a second constraint (peers, which have none, are then left out).
+        multiple: lengths are rounded up to a multiple of it, as alignment for context and sequence parallelism does;
+            the bound is that of the rounded lengths.
         repeat: time is the best of this many runs.
-        with_peers: also run packers of others.
+        with_peers: also run packers of other projects.
         peers_python: interpreter that has their packages; None is this one.
         missing: peers that could not be installed there, and why.
-        peer_seconds: after which one of them is ended.
+        peer_seconds: time limit for each of them.
 
     Yields:
         A dict for each list and packer: ``list, policy, window, samples, packs, bound, fill_of_bound`` (percent of the
@@ -128,7 +128,7 @@ def _row(given: LengthList, policy: str, packs: int, bound: int, seconds: float)
 def run_two_limits(
     source: Path | None = None, *, names: Sequence[str] | None = None, samples: int = TWO_LIMITS_SAMPLES, seed: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """The rows of `run` with images as a second limit, for the lists of `TWO_LIMITS`; ``image_limit`` is added."""
+    """Yields the rows of `run` with images as a second limit, for the lists of `TWO_LIMITS`, plus ``image_limit``."""
     for name, limit in TWO_LIMITS.items():
         if (names is None or name in names) and (source is None or (source / f"{name}.npz").is_file()):
             for row in run(
@@ -144,9 +144,9 @@ def run_two_limits(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: a line for each packer, a column for each list with the fill in percent of the bound's.
+    """Returns a Markdown table: a line per packer, a column per list with the fill in percent of the bound's.
 
-    Lists with a second limit are columns of their own. The last column is microseconds per sample on the first list.
+    Lists with a second limit have their own columns. The last column is microseconds per sample on the first list.
     """
     columns: dict[str, None] = {}
     lines: dict[str, dict[str, str]] = {}

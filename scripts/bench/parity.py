@@ -1,8 +1,8 @@
-"""Packed against alone for every kind of tiny model, each with the control that must be found: one table.
+"""Packed compared with alone for every kind of tiny model, each with a control that must be found: one table.
 
 For each family: data of the demo, a processor made offline, `energon_packing.report.parity.compare_run` on a tiny
-random Hugging Face model and, where Megatron-Bridge is installed and has the model, on a tiny Bridge one; then the same
-with a mistake made on purpose (`BROKEN`), which must be found.
+random Hugging Face model and, if Megatron-Bridge is installed and has the model, on a tiny Bridge one; then the same
+with a deliberate mistake (`BROKEN`), which must be found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from energon_packing.report.hugging_face_parity import Attention
 BROKEN = "boundaries"
 """The mistake of the control: attention sees the whole row."""
 BROKEN_LABELS = "labels"
-"""The control where transformers finds the segments itself: a sample learns the first token of the next."""
+"""The control if transformers finds the segments itself: a sample learns the first token of the next."""
 PINPOINTS = [[28 * rows, 28 * columns] for rows in range(1, 4) for columns in range(1, 4)]
 
 
@@ -51,9 +51,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "ministral3": lambda: offline_processors.pixtral(224, 14, 2),
     "glm4v": lambda: offline_processors.glm4v(SMALL_SIZES, SMALL_CLIPS),
 }
-"""Families without a shipped processor; small tiles and limits, so that a tiny model sees many of them in a row."""
+"""Families without a shipped processor; tiles and limits are small, so that a tiny model sees many in a row."""
 SETTINGS: dict[str, dict[str, Any]] = {"qwen3_5_vl": {"family": "qwen3_5_vl"}, "gemma3": {"pan_and_scan": True}}
-"""What the encoder of a family is told besides its processor."""
+"""Settings of a family's encoder besides its processor."""
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", *MADE, "text")
 
 
@@ -75,7 +75,7 @@ def run(
         families: of `FAMILIES`.
         work: directory for data and processors.
         packs: of each family.
-        cp_size: context-parallel ranks that attention is computed as.
+        cp_size: context-parallel ranks that attention is split into.
         seed: of the data.
         device, attention, tolerance, bridge: see `energon_packing.report.parity.compare_run`.
 
@@ -134,13 +134,13 @@ def _on_bridge(family: str, packs: Sequence[Mapping[str, Any]]) -> dict[str, Any
         **{name: max(pack[name] for pack in packs) for name in ("logits", "loss", "gradient")},
         "control": min(pack["boundaries_ignored"] for pack in packs),
         "equal": not any(pack["failures"] for pack in packs),
-        # Bridge's comparison fails by itself where ignoring the boundaries makes no difference.
+        # Bridge's comparison fails by itself if ignoring the boundaries makes no difference.
         "control_found": min(pack["boundaries_ignored"] for pack in packs) > 1e-3,
     }
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The results as a Markdown table."""
+    """Returns the results as a Markdown table."""
     names = ("family", "model", "on", "segments", "logits", "loss", "gradient", "control")
     lines = [f"| {' | '.join(names)} |", f"| {' | '.join(['---'] * len(names))} |"]
     for row in rows:

@@ -1,6 +1,6 @@
-"""Packers of other packages for the packing benchmark, each in a process of its own with a time limit.
+"""Packers of other packages for the packing benchmark, each in its own process with a time limit.
 
-They run as shipped. TRL, binpacking and fast-axolotl come from PyPI into an environment of their own
+They run as shipped. TRL, binpacking and fast-axolotl are installed from PyPI into their own environment
 (`make_environment`), which sees the packages of this one and changes none; Megatron-Bridge is the installed one.
 
 ``python -m bench.peers NAME FILE`` packs the lengths of a file and prints one JSON line.
@@ -31,19 +31,19 @@ from energon_packing.packing.partition import flatten
 
 Packer = Callable[[list[int], int], Sequence[Sequence[int]]]
 PACKAGES = {"trl:bfd": "trl", "binpacking": "binpacking", "fast-axolotl": "fast-axolotl"}
-"""Peers that are installed from PyPI, and what they are called there."""
+"""Peers that are installed from PyPI -> their names there."""
 PEERS = (*PACKAGES, "bridge:first_fit", "bridge:first_fit_decreasing")
 PREFIX = {"binpacking": 10_000}
-"""Samples that a slow peer gets: binpacking takes minutes for 100,000, as its time grows with their square."""
+"""Samples that a slow peer gets: binpacking's time grows with their square, to minutes for 100,000."""
 MOST_TOKENS = {"trl:bfd": 30_000_000, "fast-axolotl": 30_000_000}
-"""Tokens of the samples that a peer gets that moves them all: hundreds of millions take gigabytes as Python's lists."""
+"""Tokens that a peer gets if it moves them all: hundreds of millions take gigabytes as Python lists."""
 LIMIT_SECONDS = 180.0
 SEARCH_PATH = os.pathsep.join(str(Path(__file__).resolve().parents[up]) for up in (2, 1))
 """Where a peer's process finds the package and the benchmarks."""
 
 
 def trl_packer() -> Packer:
-    """TRL's packing of data sets, in batches of 1,000 rows; its time includes moving the tokens."""
+    """Returns TRL's packing of data sets, in batches of 1,000 rows; its time includes moving the tokens."""
     dataset, pack_dataset = import_module("datasets").Dataset, import_module("trl").pack_dataset
     import_module("datasets").disable_progress_bars()
 
@@ -56,13 +56,13 @@ def trl_packer() -> Packer:
 
 
 def binpacking_packer() -> Packer:
-    """binpacking's bins of constant volume."""
+    """Returns binpacking's bins of constant volume."""
     to_constant_volume = import_module("binpacking").to_constant_volume
     return lambda lengths, capacity: to_constant_volume(list(lengths), capacity)
 
 
 def fast_axolotl_packer() -> Packer:
-    """fast-axolotl's rows; a token says which sample it belongs to, so that the rows show who lies where."""
+    """Returns fast-axolotl's rows; each token is its sample's number, so the rows show which sample is where."""
     concatenate_and_pack = import_module("fast_axolotl").concatenate_and_pack
 
     def pack(lengths: list[int], capacity: int) -> Sequence[Sequence[int]]:
@@ -74,14 +74,18 @@ def fast_axolotl_packer() -> Packer:
 
 
 def bridge_packer(name: str) -> Packer:
-    """One of Megatron-Bridge's functions."""
+    """Returns one of Megatron-Bridge's functions.
+
+    Raises:
+        ImportError: Megatron-Bridge is not installed.
+    """
     module = "megatron.bridge.data.packing.algorithms"
     if find_spec("megatron") is None:
         raise ImportError("No module named 'megatron'")
     try:
         found: Packer = getattr(import_module(module), name)
     except ImportError:
-        # Its package imports Transformer Engine; on a machine without, the stand-ins let the import pass.
+        # Its package imports Transformer Engine; on a machine without it, stand-ins let the import succeed.
         from energon_packing.bridge_cpu import stand_ins
 
         stand_ins.install()
@@ -93,7 +97,7 @@ def bridge_packer(name: str) -> Packer:
 
 
 def packer_of(name: str) -> Packer:
-    """The packer of a peer.
+    """Returns the packer of a peer.
 
     Raises:
         ImportError: its package is not installed.
@@ -104,17 +108,17 @@ def packer_of(name: str) -> Packer:
 
 
 def runs(row: np.ndarray) -> list[int]:
-    """Lengths of the runs of equal tokens in a row; the zeros of its padding are none."""
+    """Returns the lengths of the runs of equal tokens in a row, without the zeros of its padding."""
     starts = np.flatnonzero(np.diff(row, prepend=0))
     lengths = np.diff(np.append(starts, row.size))
     return [int(length) for length in lengths[row[starts] > 0]]
 
 
 def make_environment(directory: Path) -> tuple[Path, dict[str, str]]:
-    """A virtual environment with the peers of `PACKAGES`; what is installed there already stays.
+    """Makes a virtual environment with the peers of `PACKAGES`; packages that are already installed there stay.
 
     Returns:
-        its Python, and for each peer that pip could not install the last line of why.
+        Its Python, and for each peer that pip could not install, the last line of pip's error.
 
     Raises:
         UserError: the environment cannot be made.
@@ -147,7 +151,7 @@ def _output(python: Path, code: str) -> str:
 
 
 def prefix_of(name: str, given: LengthList) -> int:
-    """How many samples of a list a peer gets, by `PREFIX` and `MOST_TOKENS`."""
+    """Returns how many samples of a list a peer gets, by `PREFIX` and `MOST_TOKENS`."""
     samples = min(PREFIX.get(name, given.lengths.size), given.lengths.size)
     if name in MOST_TOKENS:
         samples = min(samples, int(np.searchsorted(np.cumsum(given.lengths), MOST_TOKENS[name], side="right")))
@@ -157,7 +161,7 @@ def prefix_of(name: str, given: LengthList) -> int:
 def run_peer(
     name: str, given: LengthList, *, python: Path | None = None, limit: float = LIMIT_SECONDS
 ) -> dict[str, Any]:
-    """Packs a list, or as much of it as `prefix_of` gives the peer, in a process of its own.
+    """Packs a list, or as much of it as `prefix_of` gives the peer, in its own process.
 
     Args:
         name: one of `PEERS`.
@@ -195,7 +199,7 @@ def run_peer(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Packs the lengths of a file by one peer; the process that `run_peer` starts."""
+    """Packs the lengths of a file with one peer, in the process that `run_peer` starts."""
     name, file = argv
     given = read_list(Path(file))
     lengths = given.lengths.tolist()

@@ -1,4 +1,4 @@
-"""The plots of docs/packing.md: fill and delay against the window, step efficiency against the data-parallel size.
+"""The plots of docs/packing.md: fill and delay over the window size, step efficiency over the data-parallel size.
 
 Needs matplotlib. Equal lists and seeds give equal files.
 """
@@ -31,12 +31,12 @@ def draw(out: Path, source: Path | None = None, *, samples: int = 100_000, seed:
     """Draws ``packing-fill.svg``, ``packing-delay.svg`` and ``packing-steps.svg``.
 
     Args:
-        out: directory, made where it is missing.
+        out: directory, made if it is missing.
         source: directory of length lists; None makes them from `seed`.
-        samples: at most so many of each list.
+        samples: at most this many of each list.
 
     Yields:
-        the path of each file once it is written.
+        The path of each file once it is written.
 
     Raises:
         UserError: matplotlib is not installed, or a list is missing.
@@ -78,7 +78,7 @@ def draw(out: Path, source: Path | None = None, *, samples: int = 100_000, seed:
 
 
 def disjoint_packs(given: LengthList, size: int) -> int:
-    """Packs where each buffer of `size` samples is packed by itself, best-fit decreasing."""
+    """Returns the number of packs if each buffer of `size` samples is packed by itself, best-fit decreasing."""
     starts = range(0, given.lengths.size, size)
     return sum(len(pack_lengths(given.lengths[start : start + size], given.capacity, "best_fit")) for start in starts)
 

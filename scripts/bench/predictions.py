@@ -1,13 +1,13 @@
-"""Exactness of the families: what they predict for random media beside what the real processors make of them.
+"""Exactness of the families: their predictions for random media compared with what the real processors make of them.
 
-Three questions are asked, and each row of the result says how often:
+Three comparisons are made, and each row of the result says how often:
 
-* *counted*: for every size, the processor's own arithmetic (``_get_num_multimodal_tokens``, or for the Qwen families
-  ``get_number_of_image_patches``) against the planned tokens or patches.
-* *made*: for every size, the whole image processor on an image without storage (torch's ``meta`` device, so that
-  20000x20000 pixels cost nothing) against the planned tiles or patch grid.
-* *written*: for as many small sizes as videos are asked for, and for every video, the whole processor on real pixels:
-  the placeholder tokens that it writes into the text, and the rows of its pixel tensor.
+* *counted*: for every size, the planned tokens or patches with the processor's own arithmetic
+  (``_get_num_multimodal_tokens``, or for the Qwen families ``get_number_of_image_patches``).
+* *made*: for every size, the planned tiles or patch grid with the whole image processor on an image without storage
+  (torch's ``meta`` device, so that 20000x20000 pixels cost nothing).
+* *written*: for every video, and for as many small images, the plan with the whole processor on real pixels: the
+  placeholder tokens that it writes into the text, and the rows of its pixel tensor.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import build_family
 
 LONGEST, SMALL, CROPPED = 20_000, 160, 1200
-"""Pixels of the longest side that is asked about, of one whose pixels are really made, and of one that has crops."""
+"""Longest side in pixels of any size, of an image whose pixels are really made, and of one that may have crops."""
 REFUSALS = (ValueError, TypeError, ZeroDivisionError, RuntimeError)
-"""What the processors raise for a size that they cannot serve."""
+"""What the processors raise for a size that they do not accept."""
 
 _QWEN = {"": {}, "wide": {"min_pixels": 28 * 28, "max_pixels": 16_384 * 28 * 28}, "narrow": {"max_pixels": 200_704}}
 _TILES = {"1-12": (1, 12), "1-6": (1, 6), "2-40": (2, 40), "1-1": (1, 1)}
@@ -51,12 +51,12 @@ class Tally:
     Attributes:
         family: name of the family.
         bounds: the processor's limits, ``""`` for its own.
-        sizes: predicted and actual agree: counted by the processor, and made by its image processor.
-        written: of real small images, tokens and pixels of the whole processor agree.
-        both_refused: the processor refuses the size, and so do we, for the same reason.
-        ours_alone: we refuse what the processor would blow up beyond ``encoder.max_source_pixels``.
-        videos: predicted frames, tokens and pixels agree with the whole processor.
-        videos_refused: both refuse the video.
+        sizes: images for which the plan agrees with the processor's count and with its image processor.
+        written: small images for which the plan agrees with the tokens and pixels of the whole processor.
+        both_refused: images that the processor and we refuse for the same reason.
+        ours_alone: images that only we refuse: the processor would enlarge them beyond ``encoder.max_source_pixels``.
+        videos: videos for which planned frames, tokens and pixels agree with the whole processor.
+        videos_refused: videos that both refuse.
         mismatches: anything else, in words.
     """
 
@@ -71,13 +71,13 @@ class Tally:
     mismatches: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The row, with the number of mismatches and the first three of them."""
+        """Returns the row, with the number of mismatches and the first three of them."""
         counts = vars(self) | {"mismatches": len(self.mismatches), "first": self.mismatches[:3]}
         return {"benchmark": "exactness", **counts}
 
 
 def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300, seed: int = 0) -> Iterator[Tally]:
-    """Compares every family under every set of bounds; ``sizes`` and ``videos`` are those of a family.
+    """Compares every family under every set of bounds; ``sizes`` and ``videos`` are per family.
 
     Raises:
         UserError: a name is no family with media.
@@ -104,7 +104,7 @@ def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300,
 
 
 def random_size(random: Random) -> tuple[int, int]:
-    """Width and height, 1 to 20000: half of them uniform, half of them alike on a logarithmic scale."""
+    """Returns width and height, 1 to 20000: half of the pairs uniform, half uniform on a logarithmic scale."""
     if random.random() < 0.5:
         return random.randint(1, LONGEST), random.randint(1, LONGEST)
     width, height = (round(math.exp(random.uniform(0, math.log(LONGEST)))) for _ in range(2))
@@ -112,7 +112,7 @@ def random_size(random: Random) -> tuple[int, int]:
 
 
 def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
-    """Sets of processor bounds by a short name -> the family under them."""
+    """Returns short names of sets of processor bounds -> functions that build the family under them."""
 
     def family(**config: Any) -> Callable[[], VisionFamily]:
         named = name if name in ("llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
@@ -176,19 +176,19 @@ def _plan(family: VisionFamily, media: Media) -> tuple[MediaPlan | None, SampleR
 
 
 def _count(family: VisionFamily, height: int, width: int, plan: MediaPlan | None) -> tuple[int, int]:
-    """What the processor's arithmetic says, and the planned number that it should equal."""
+    """Returns what the processor's arithmetic says, and the planned number, which should equal it."""
     if isinstance(family, Qwen25VL):
         patches = family.images.get_number_of_image_patches(height, width, {})
         return int(patches), plan.patches if plan else -1
-    if isinstance(family, Gemma3) and family.config.pan_and_scan:  # its arithmetic knows no crops
+    if isinstance(family, Gemma3) and family.config.pan_and_scan:  # its arithmetic ignores crops
         return _squares(family, height, width) * family.square_tokens, plan.tokens if plan else -1
-    if isinstance(family, Pixtral):  # it counts the tokens that end the rows, and takes 1 or 3 rows for the colours
+    if isinstance(family, Pixtral):  # it counts the tokens that end the rows, and takes a height of 1 or 3 for colours
         if height in (1, 3):
             return (0, 0) if plan else (0, -1)
         said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(said["num_image_tokens"][0]), plan.tokens + len(plan.runs) if plan else -1
     said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-    around = 2 if isinstance(family, InternVL) else 0  # it counts <img> and </img>
+    around = 2 if isinstance(family, InternVL) else 0  # it also counts <img> and </img>
     return int(said["num_image_tokens"][0]) - around, plan.tokens if plan else -1
 
 
@@ -199,7 +199,7 @@ def _squares(family: Gemma3, height: int, width: int) -> int:
 
 
 def _make_without_storage(family: VisionFamily, height: int, width: int) -> int | None:
-    """Rows of pixels (tiles, or patches of a Qwen family) of the whole image processor; None where it needs values."""
+    """Returns the rows of pixels (tiles, or patches of a Qwen family) that the image processor makes for a size."""
     pixels = torch.empty(3, height, width, dtype=torch.uint8, device="meta")
     images = family.processor.image_processor
     if isinstance(family, InternVL):
@@ -216,7 +216,7 @@ def _make_without_storage(family: VisionFamily, height: int, width: int) -> int 
 
 
 def _patches(family: Pixtral, sizes: Any) -> int:
-    """Patches of resized images ``(height, width)``; their tensor ``[images, 3, H, W]`` does not tell."""
+    """Returns the patches of images resized to ``(height, width)``; the tensor ``[images, 3, H, W]`` does not tell."""
     patch = family.processor.patch_size
     return sum(int(height) // patch * (int(width) // patch) for height, width in sizes)
 
@@ -226,14 +226,14 @@ def _planned_rows(family: VisionFamily, plan: MediaPlan) -> int:
         return plan.tiles
     if isinstance(family, Qwen25VL | Pixtral):
         return plan.patches
-    return plan.tokens * family.processor.image_processor.merge_size**2  # a plan of the generic one counts tokens
+    return plan.tokens * family.processor.image_processor.merge_size**2  # a plan of the generic family counts tokens
 
 
 def _same_reason(family: VisionFamily, error: Exception, rejected: SampleRejected, height: int, width: int) -> bool:
-    """Whether a rejection tells the processor's own reason; the LLaVA ones raise where no resolution fits a side."""
+    """Whether a rejection has the processor's own reason; LLaVA processors raise if no resolution fits a side."""
     if str(error) in rejected.detail:
         return True
-    if isinstance(family, Pixtral):  # it divides by what it has rounded down to 0
+    if isinstance(family, Pixtral):  # it divides by a side that it rounded down to 0
         return min(height, width) * int(family.images.size.longest_edge) <= max(height, width)
     if isinstance(family, Llava) and hasattr(family.images, "image_grid_pinpoints"):
         from transformers.image_processing_utils import select_best_resolution
@@ -250,7 +250,7 @@ def _compare_written(
     height: int,
     clip: tuple[int, float] | None = None,
 ) -> None:
-    """The whole processor on real pixels: placeholders in its text, rows of its pixels, sampled frames."""
+    """Compares the plan with the whole processor on real pixels: placeholders in its text, rows of pixels, frames."""
     frames, fps = clip or (None, None)
     media = Media(kind=kind, name=kind, width=width, height=height, frames=frames, fps=fps)
     plan, rejected = _plan(family, media)
@@ -280,7 +280,7 @@ def _compare_written(
 
 
 def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[int, int, tuple[int, ...]]:
-    """Tokens, rows of pixels, and frames; the Qwen processors sample the frames themselves, of the whole clip."""
+    """Returns tokens, rows of pixels, and frames; the Qwen processors sample the whole clip themselves."""
     shape = (3, media.height, media.width)
     text = family.placeholders[media.kind]
     arguments: dict[str, Any] = {}
@@ -293,7 +293,7 @@ def _write(family: VisionFamily, media: Media, plan: MediaPlan | None) -> tuple[
     elif isinstance(family, Qwen25VL):
         arguments["videos"] = [torch.zeros((media.frames, *shape), dtype=torch.uint8)]  # type: ignore[arg-type]
         metadata = {"total_num_frames": media.frames, "fps": media.fps}
-        if isinstance(family, Glm4v):  # reads the duration too, which readers of files give as this
+        if isinstance(family, Glm4v):  # it also reads the duration, which video readers report like this
             metadata["duration"] = media.frames / media.fps  # type: ignore[operator]
         arguments |= {"video_metadata": [metadata], "do_sample_frames": True, "fps": family.video_fps}
         arguments["return_metadata"] = True

@@ -1,12 +1,12 @@
-"""Whether packed rows mean to every kernel what they say: random rows through the cut of context parallelism.
+"""Checks that every kernel reads packed rows as they are meant: random rows through the cut of context parallelism.
 
     scripts/bench.py rows [--rows 10000] [--seed 0]
     scripts/bench.py rows --fill [--samples 100000]
 
-Prints one JSON line for each kind of row: ours, and as a control the rows in which the last sample's place takes all
-that is left over (ours until November 2026; Megatron-Bridge's packers). The oracle is `bench.p2p_cut`;
-its result is compared with the attention of each sample alone. ``masked_share`` is what masked segments cost where rows
-have no width of their own. ``--fill`` prints what they cost on lists of lengths of real data instead.
+Prints one JSON line for each kind of row: ours, and as a control rows whose last sample's place takes all the remaining
+space (ours until November 2026; Megatron-Bridge's packers). The oracle is `bench.p2p_cut`; its result is compared with
+the attention of each sample alone. ``masked_share`` is what masked segments cost in rows without a fixed width.
+``--fill`` instead prints what they cost on lists of lengths of real data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXACT = 1e-9
 """Largest difference that counts as equal, in float64."""
 NAMES = ("a", "c", "d8", "d32", "e")
 WIDTH = 4
-"""Of a head."""
+"""Width of a head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +42,8 @@ class RowCase:
     Attributes:
         lengths: real tokens of each.
         multiple: alignment of the run.
-        width: of the row in tokens; None for one as long as its samples.
-        ranks: context-parallel size; 1 where the multiple is of another kind (sequence parallelism).
+        width: of the row in tokens; None for a row as long as its samples.
+        ranks: context-parallel size; 1 if the multiple is of another kind (sequence parallelism).
     """
 
     lengths: tuple[int, ...]
@@ -53,12 +53,12 @@ class RowCase:
 
     @property
     def occupied(self) -> int:
-        """Tokens that the samples occupy."""
+        """Tokens that the samples occupy, alignment included."""
         return sum(-(-length // self.multiple) * self.multiple for length in self.lengths)
 
 
 def random_case(random: np.random.Generator) -> RowCase:
-    """A row of 1 to 6 samples; half of them have a fixed width, and many samples are aligned, as full packs are."""
+    """Draws a row of 1 to 6 samples; half have a fixed width, and many samples are aligned, as in full packs."""
     multiple = int(random.choice(MULTIPLES))
     longest = min(3 * multiple, 64)
     lengths = random.integers(1, longest + 1, int(random.integers(1, 7)))
@@ -92,7 +92,7 @@ def _row(length: int) -> dict[str, Any]:
 
 
 def our_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """Real and physical boundaries of our row, and the lengths of its samples in their order."""
+    """Returns real and physical boundaries of our row, and the lengths of its samples in row order."""
     order = visible_order([(length,) for length in case.lengths], case.multiple)
     lengths = tuple(case.lengths[at] for at in order)
     batch = thd.assemble([_row(length) for length in lengths], multiple=case.multiple, width=case.width)
@@ -102,7 +102,7 @@ def our_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[int
 
 
 def former_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-    """The same of a row whose last sample's place takes the rest: what Bridge's packers make."""
+    """Returns the same for a row whose last sample's place takes the rest, as Bridge's packers make it."""
     real = np.concatenate([[0], np.cumsum(case.lengths)])
     physical = np.concatenate([[0], np.cumsum([-(-n // case.multiple) * case.multiple for n in case.lengths])])
     if case.width is not None:
@@ -114,7 +114,7 @@ def former_boundaries(case: RowCase) -> tuple[torch.Tensor, torch.Tensor, tuple[
 def largest_error(
     real: torch.Tensor, physical: torch.Tensor, lengths: Sequence[int], *, ranks: int, padded: bool, seed: int
 ) -> float:
-    """The largest difference between a sample's attention in the row and alone."""
+    """Returns the largest difference between a sample's attention in the row and alone."""
     places = physical.numpy().astype(np.int64)
     random = np.random.default_rng(seed)
     query, key, value = random.standard_normal((3, int(places[-1]), WIDTH))
@@ -129,7 +129,7 @@ def largest_error(
 
 
 def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """One result for our rows and one for the control.
+    """Yields one result for our rows and one for the control.
 
     Args:
         count: random rows.
@@ -174,7 +174,7 @@ def measure(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8, 16, 32)) -> Iterator[dict[str, Any]]:
-    """What visible padding costs, one result for a list and a multiple, packed by the policy ``window``.
+    """Yields what visible padding costs, one result per list and multiple, packed by the policy ``window``.
 
     Args:
         names: of the lists of `synthetic_list`.
@@ -187,7 +187,7 @@ def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8
             capacity = given.capacity // multiple
             padded = given.lengths % multiple != 0
             units = -(-given.lengths // multiple)
-            alone = padded & (units == capacity)  # fills its row but for its own padding
+            alone = padded & (units == capacity)  # fills its row except for its own padding
             before = pack_lengths(units, capacity, policy="window")
             kept, kept_padded = units[~alone], padded[~alone]
             after = pack_lengths(kept, capacity, policy="window")
@@ -208,7 +208,7 @@ def fill(names: Sequence[str], samples: int, multiples: Sequence[int] = (2, 4, 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the results as JSON lines; 1 where a row of ours hides its padding or is attended wrongly."""
+    """Prints the results as JSON lines; 1 if a row of ours hides its padding or gives wrong attention."""
     parser = argparse.ArgumentParser(prog="bench.py rows", description=__doc__)
     parser.add_argument("--rows", type=int, default=10_000, help="random rows to check")
     parser.add_argument("--seed", type=int, default=0)

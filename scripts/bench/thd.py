@@ -1,7 +1,7 @@
-"""Times of packing one row: assembly, checks, context-parallel indices, unpacking, and its way between processes.
+"""Times of packing one row: assembly, checks, context-parallel indices, unpacking, and transfer between processes.
 
-Each line of the output is one JSON object: ``benchmark``, ``milliseconds`` (median) and ``worst`` (95th percentile),
-the limit that the project holds itself to where it has one, and the size of the row.
+Each line of the output is one JSON object: ``benchmark``, ``milliseconds`` (median), ``worst`` (95th percentile), the
+limit that the project sets itself, if any, and the size of the row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LIMITS = {"assemble": 2.0, "check_thd": 0.5, "context_parallel_indices": 0.2}
 
 
 def make_rows(multiple: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Samples of uneven length whose aligned lengths nearly fill the row, with every kind of field.
+    """Makes samples of uneven length whose aligned lengths nearly fill the row, with every kind of field.
 
-    Three-axis positions, an extra field, and in every other sample an image of 16 patches.
+    They have three-axis positions, an extra field, and every other one an image of 16 patches.
     """
     rng = np.random.default_rng(seed)
     shares = rng.dirichlet(np.full(SEGMENTS, 2.0)) * (TOKENS - SEGMENTS * multiple)
@@ -54,7 +54,7 @@ def make_rows(multiple: int, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Median and 95th percentile of the milliseconds that ``call`` takes, the first three calls left out."""
+    """Returns median and 95th percentile of the milliseconds that ``call`` takes, without the first three calls."""
     times = []
     for _ in range(repeats + 3):
         start = time.perf_counter()
@@ -65,7 +65,7 @@ def measure(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
 
 
 def run(repeats: int = 200) -> Iterator[dict[str, Any]]:
-    """One result for each operation, with and without alignment."""
+    """Yields one result for each operation, with and without alignment."""
     torch.set_num_threads(1)
     for multiple in (1, 2 * CP_SIZE):
         rows = make_rows(multiple)

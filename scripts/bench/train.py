@@ -1,8 +1,8 @@
-"""Benchmark of training: packs beside padded rows and Megatron-Bridge's in-batch packing, same samples, same model.
+"""Benchmark of training: packs compared with padded rows and Bridge's in-batch packing, same samples, same model.
 
-Every kind of rows runs in a fresh process on one thread: a tiny model of Bridge, Bridge's own training loop and forward
-step, the same conversations, all micro-batches made before the clock starts. Figures are of whole passes over the data;
-each result is one JSON object, and the last one compares them.
+Every kind of row runs in a fresh process on one thread: a tiny model of Megatron-Bridge, its own training loop and
+forward step, the same conversations, all micro-batches made before the clock starts. Figures are for whole passes over
+the data; each result is one JSON object, and the last one compares them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from energon_packing.errors import PackingError, UserError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 PIXELS = (32 * 32, 160 * 160)
-"""Limits of images and frames: a tiny vision tower is slow per patch, and text shall not drown in pictures."""
+"""Pixel limits of images and frames: a tiny vision tower is slow per patch, and images must not dwarf the text."""
 SAME_LOSS = 2e-5
-"""Losses of the first pass differ by less: the rows hold the same samples, and one does not see another. They differ by
-1e-6 in fp32; with the boundaries of packs ignored by 4e-4, a model of random weights caring little for context."""
+"""Losses of the first pass differ by less: the rows contain the same samples, and no sample sees another. They differ
+by 1e-6 in fp32; if pack boundaries are ignored, by 4e-4, since a model with random weights hardly uses context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +42,8 @@ class TrainBench:
         family: of the tiny model and the processor.
         seq_length: tokens of a pack, and the longest sample.
         window: measured samples that packs are chosen from.
-        micro_batches: samples of a micro-batch of the other rows, one run of each kind for each.
-        passes: measured over the data; figures are medians. One more comes before them.
+        micro_batches: samples per micro-batch of the other rows, one run of each kind for each size.
+        passes: measured passes over the data; figures are medians. One more comes first.
         seed: of the data.
     """
 
@@ -66,7 +66,7 @@ class TrainBench:
 
 
 def run(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
-    """Makes the data and measures every kind of rows.
+    """Makes the data and measures every kind of row.
 
     Args:
         bench: what is measured.
@@ -103,18 +103,18 @@ def run(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
 
 
 def kinds(sizes: Sequence[int]) -> list[tuple[Rows, int]]:
-    """Packs first, then the others for each size of a micro-batch."""
+    """Returns packs first, then the other kinds for each size of a micro-batch."""
     others: list[Rows] = [rows for rows in get_args(Rows) if rows != "packs"]
     return [("packs", 1), *((rows, size) for size in sizes for rows in others)]
 
 
 def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one kind of rows.
+    """Computes the figures of one kind of row.
 
     Returns:
         ``tokens_per_second`` and ``tokens_per_cpu_second``, real tokens over the median pass; ``peak_mb`` that training
-        took beyond the data; ``padding``, share of computed tokens that are none; ``widest``, tokens of the largest
-        micro-batch; ``loss`` of the pass before any step.
+        took beyond the data; ``padding``, the share of computed tokens that are padding; ``widest``, tokens of the
+        largest micro-batch; ``loss`` of the pass before any step.
     """
     computed = sum(measured["rows"])
     tokens = measured["tokens"]
@@ -140,11 +140,11 @@ def figures(name: str, bench: TrainBench, measured: dict[str, Any]) -> dict[str,
 
 
 def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Packs (the first result) against the others.
+    """Compares packs (the first result) with the others.
 
     Returns:
-        ``times_faster`` and ``memory`` (theirs over ours) by rows, from CPU seconds and peaks; ``same_samples`` and
-        ``same_loss``, without which the rest means nothing.
+        ``times_faster`` and ``memory`` (theirs over ours) per kind of row, from CPU seconds and peaks; ``same_samples``
+        and ``same_loss``, without which the rest means nothing.
 
     Raises:
         PackingError: there is nothing to compare with.
@@ -165,7 +165,7 @@ def verdict(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Options of ``scripts/bench.py train``."""
+    """Returns the options of ``scripts/bench.py train``."""
     default = TrainBench()
     options = argparse.ArgumentParser(prog="bench.py train", description=__doc__)
     options.add_argument("--conversations", type=int, default=default.conversations)

@@ -1,8 +1,8 @@
-"""One measured training of one kind of rows, in a process of its own: passes over all samples, one JSON object.
+"""One measured training of one kind of row, in its own process: passes over all samples, one JSON object.
 
-All micro-batches are made before the clock starts, so what is measured is the model: forward, backward, and one
-optimiser step a pass. Every pass reads the same samples in the same order, whatever rows they lie in, and the loss is
-divided by the trained tokens of the pass; so all kinds of rows must report the same loss.
+All micro-batches are made before the clock starts, so only the model is measured: forward, backward, and one optimiser
+step per pass. Every pass reads the same samples in the same order, whatever rows they are in, and the loss is divided
+by the trained tokens of the pass; so all kinds of row must report the same loss.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TrainJob:
         family: tiny vision model, one of `bench.train.FAMILIES`.
         seq_length: tokens of a pack, and the longest sample.
         window: measured samples that packs are chosen from.
-        micro_batch_size: samples of a micro-batch that is no pack.
-        passes: measured ones; one more comes before them.
+        micro_batch_size: samples of a micro-batch that is not a pack.
+        passes: measured passes; one more comes first.
         pixels: smallest and largest area of images and frames.
     """
 
@@ -59,13 +59,13 @@ class TrainJob:
 
 @dataclass(kw_only=True)
 class MicroBatches:
-    """All micro-batches of a pass and what they hold.
+    """All micro-batches of a pass and their contents.
 
     Attributes:
         batches: mappings that Bridge's steps read.
-        samples, tokens: of all of them, without padding.
+        samples, tokens: of all batches, without padding.
         dropped: samples that the encoder dropped.
-        vocab_size, special_tokens: what a tiny model of the encoder's family needs to know.
+        vocab_size, special_tokens: what a tiny model of the encoder's family needs.
     """
 
     batches: list[dict[str, Any]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class MicroBatches:
 
 
 def micro_batches(job: TrainJob) -> MicroBatches:
-    """Makes all micro-batches of a job; nothing of the loader stays behind."""
+    """Makes all micro-batches of a job; nothing of the loader remains in memory."""
     from energon_packing.bridge.in_batch import MicroBatchForm
     from energon_packing.energon.loader import build_loader, build_task_encoder
     from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
@@ -114,7 +114,7 @@ def micro_batches(job: TrainJob) -> MicroBatches:
 
 
 class _Passes:
-    """The micro-batches over and over, as an external data loader of Bridge."""
+    """Repeats the micro-batches forever, as an external data loader of Bridge."""
 
     def __init__(self, batches: Sequence[dict[str, Any]]) -> None:
         self._batches, self._read = batches, 0
@@ -192,12 +192,12 @@ def measure(job: TrainJob) -> dict[str, Any]:
 
 
 def _reset_peak(*, on_gpu: bool) -> int:
-    """Starts a new peak and gives what is held now, in bytes: of the GPU, or of the process (resident)."""
+    """Resets the peak and returns the memory held now in bytes: of the GPU, or of the process (resident)."""
     gc.collect()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
-    with contextlib.suppress(OSError, AttributeError):  # memory that was freed would be taken again unseen
+    with contextlib.suppress(OSError, AttributeError):  # freed memory could be reused without showing in the peak
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
@@ -213,7 +213,7 @@ def _status(name: str) -> int:
 
 
 def main() -> None:
-    """Takes a `TrainJob` as JSON and the file that the result is written to."""
+    """Runs the `TrainJob` that the first argument holds as JSON; writes the result to the file of the second."""
     torch.set_num_threads(1)
     values = json.loads(sys.argv[1])
     job = TrainJob(**values | {"pixels": tuple(values["pixels"])})

@@ -22,13 +22,13 @@ TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 def call_processor(
     encoder: ConversationEncoder, conversation: Conversation, measured: Measured, media: Sequence[Any]
 ) -> dict[str, Any]:
-    """The processor called on a whole sample.
+    """Calls the processor on a whole sample.
 
     Args:
-        encoder: names the processor and the chat template.
+        encoder: provides the processor and the chat template.
         conversation: the sample.
-        measured: says which frames of a video stand for it; nothing else of it is used.
-        media: for each medium an image or a stack of sampled frames, in any form that the processor takes.
+        measured: says which frames represent a video; nothing else of it is used.
+        media: an image or a stack of sampled frames for each image or video, in any form that the processor takes.
     """
     text = encoder.processor.apply_chat_template(
         conversation.to_messages(), tokenize=False, chat_template=encoder.template.source, **_tools(conversation)
@@ -48,7 +48,10 @@ def _tools(conversation: Conversation) -> dict[str, Any]:
 
 
 def _adds_special_tokens(encoder: ConversationEncoder, text: str) -> bool:
-    """As ``apply_chat_template(tokenize=True)`` of a processor decides it: not before a text that has the first one."""
+    """Whether special tokens are added, as a processor's ``apply_chat_template(tokenize=True)`` decides it.
+
+    They are not added to a text that begins with the first of them.
+    """
     bos = encoder.tokenizer.bos_token
     return encoder.family.special_tokens and not (bos is not None and text.startswith(bos))
 
@@ -56,7 +59,7 @@ def _adds_special_tokens(encoder: ConversationEncoder, text: str) -> bool:
 def media_arguments(
     encoder: ConversationEncoder, conversation: Conversation, measured: Measured, media: Sequence[Any]
 ) -> dict[str, Any]:
-    """``images``, ``videos`` and what belongs to them, for a processor's call on one sample."""
+    """Returns ``images``, ``videos`` and the arguments that go with them, for a processor's call on one sample."""
     family, result = encoder.family, dict[str, Any]()
     images = [entry for plan, entry in zip(measured.plans, media, strict=True) if plan.kind == "image"]
     if images:
@@ -85,10 +88,10 @@ def media_arguments(
 def differences(
     visual: Mapping[str, torch.Tensor], whole: Mapping[str, Any], plans: Sequence[MediaPlan]
 ) -> dict[str, float]:
-    """Largest absolute difference of each visual input; infinite where one is missing or of another shape or type.
+    """Returns the largest absolute difference of each visual input; infinite if missing or of another shape or type.
 
-    The LLaVA processors pad all images of a call to equally many tiles; that padding is taken off first, since our
-    tiles of samples that share a pack have none.
+    The LLaVA processors pad all images of a call to equally many tiles. That padding is removed first, since our tiles
+    have none.
     """
     theirs = {name: value for name, value in whole.items() if name not in TEXT_INPUTS}
     found = dict.fromkeys([*visual, *theirs], math.inf)

@@ -1,8 +1,8 @@
 """What a sample in the packing window costs its worker: the same loader with a small and with a large window.
 
-Each window runs in a fresh process that does a worker's work itself (no worker process, so that garbage can be
-collected and freed memory handed back before the measurement). Two figures that share no code: the process's own
-memory, and a count of all objects that the window reaches.
+Each window runs in a fresh process that does a worker's work itself (without a worker process, garbage can be collected
+and freed memory returned before the measurement). Two figures share no code: the process's own memory, and a count of
+all objects that the window reaches.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 from bench.loader_run import LoaderJob, read_job, run_config
 
 PACKS = 4
-"""Packs read before the measurement, so that all that is made once has been made."""
+"""Packs read before the measurement, so that everything that is made only once already exists."""
 
 
 def measure(job: LoaderJob) -> dict[str, Any]:
     """Reads a few packs and measures what the process then holds.
 
     Returns:
-        ``held`` samples in the window and in the plans, ``anonymous`` bytes of the process (its resident memory
-        without the pages of files, which come and go with other processes), ``reachable`` bytes of all objects that
-        the held samples and their restore keys reach, ``media`` that they name.
+        ``held`` samples in the window and in the plans, ``anonymous`` bytes of the process (resident memory without
+        file pages, which other processes affect), ``reachable`` bytes of all objects that the held samples and their
+        restore keys reach, and the number of ``media`` of the held samples.
     """
     from megatron.energon import get_loader
 
@@ -62,7 +62,7 @@ def _window_of(dataset: Any) -> Any:
 
 
 def give_back() -> None:
-    """Collects garbage and returns freed memory to the kernel, where the C library can."""
+    """Collects garbage and returns freed memory to the kernel, if the C library can."""
     gc.collect()
     name = ctypes.util.find_library("c")
     trim = getattr(ctypes.CDLL(name), "malloc_trim", None) if name else None
@@ -71,15 +71,15 @@ def give_back() -> None:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of this process that no file stands behind."""
+    """Returns the bytes of this process's resident memory that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
 
 def reachable_bytes(roots: Iterable[Any]) -> int:
-    """Sizes of all objects that `roots` reach, each counted once; arrays with their data.
+    """Returns the total bytes of all objects that `roots` reach, each counted once; arrays with their data.
 
-    Classes, modules, functions and media stores are not entered: they are there once, however many samples are held.
+    Classes, modules, functions and media stores are not followed: they exist once, however many samples are held.
     """
     from megatron.energon.cache import FileStore
 
@@ -94,13 +94,13 @@ def reachable_bytes(roots: Iterable[Any]) -> int:
         seen.add(id(found))
         total += sys.getsizeof(found)
         if (base := getattr(found, "base", None)) is not None and hasattr(found, "nbytes"):
-            open_objects.append(base)  # a view keeps the whole array that it looks into
+            open_objects.append(base)  # a view keeps its whole array alive
         open_objects.extend(gc.get_referents(found))
     return total
 
 
 def compare(small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
-    """Bytes for each further sample held, by the process's memory and by the count of objects."""
+    """Returns the bytes per additional sample held, by the process's memory and by the count of objects."""
     samples = large["held"] - small["held"]
     return {
         "benchmark": "loader.memory",
@@ -112,7 +112,7 @@ def compare(small: dict[str, Any], large: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Takes a `LoaderJob` as JSON and the file that the result is written to."""
+    """Runs the `LoaderJob` that the first argument holds as JSON; writes the result to the file of the second."""
     job = read_job(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(measure(job) | {"job": dataclasses.asdict(job)}), encoding="utf-8")
 

@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, where it is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
 
 NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness", "parity", "train", "budget")
 
@@ -32,14 +32,16 @@ class Results(io.TextIOBase):
         self._text: list[str] = []
 
     def write(self, text: str) -> int:
+        """Passes `text` on and keeps it; returns the number of characters."""
         self._text.append(text)
         return int(self._stream.write(text))
 
     def flush(self) -> None:
+        """Flushes the stream."""
         self._stream.flush()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The results that were printed."""
+        """Returns the results that were printed."""
         lines = "".join(self._text).splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 

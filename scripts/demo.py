@@ -30,7 +30,7 @@ console = Console()
 
 
 def say(message: str) -> None:
-    """One line of progress."""
+    """Prints one line of progress."""
     console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {message}", highlight=False, soft_wrap=True)
 
 
@@ -51,7 +51,7 @@ class Steps:
         self.bar.stop()
 
     def done(self, count: int, note: str) -> None:
-        """After step ``count``, from 1."""
+        """Shows that step ``count``, from 1, is done."""
         self.bar.update(self.task, completed=count)
         if not console.is_terminal and (count % self.every == 0 or count == self.total):
             say(f"{self.what}: step {count}/{self.total}, {note}")
@@ -59,7 +59,7 @@ class Steps:
 
 @dataclasses.dataclass(kw_only=True)
 class Epoch:
-    """What one epoch of packs holds."""
+    """Counts of one epoch of packs."""
 
     packs: int = 0
     emitted: int = 0
@@ -72,7 +72,11 @@ class Epoch:
 
 
 def read_epochs(*configs: RunConfig) -> list[Epoch]:
-    """Reads one epoch of each configuration, all at once, checking every pack."""
+    """Reads one epoch of each configuration, all at once, and checks every pack.
+
+    Raises:
+        UserError: the first configuration gives no pack.
+    """
     from energon_packing.energon.loader import build_loader
 
     once = [dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False)) for config in configs]
@@ -148,7 +152,7 @@ def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any
 def summary(
     report: Any, config: RunConfig, epoch: Epoch, aligned: Epoch, runs: list[tuple[str, Any]], began: float
 ) -> None:
-    """The table at the end."""
+    """Prints the table at the end."""
     length = config.packing.seq_length
     table = Table(title="energon_packing: from conversations to training", show_header=False, title_justify="left")
     table.add_column()
@@ -198,7 +202,7 @@ def prepare(data: tuple[Path, ...], out: Path, conversations: int, seed: int, ov
     for path in data:
         if not path.exists():
             raise UserError(f"--data {path} does not exist; name conversation files or a directory of them.")
-    # Named by its sources, so that the demo on your data does not replace the demo on ours.
+    # Named after its sources, so that the demo on your data does not replace the demo on ours.
     name = hashlib.sha256("\n".join(str(path.resolve()) for path in data).encode()).hexdigest()[:12]
     report = convert(
         ConvertConfig(

@@ -70,7 +70,7 @@ def results(names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         try:
             yield from checks[name]()
-        except Exception as error:  # a kernel's own error is a result too, beside those of the other checks
+        except Exception as error:  # a kernel's own error is a result too, like those of the other checks
             package = error.name if isinstance(error, ModuleNotFoundError) else None
             if package is not None and not package.startswith("energon_packing"):
                 yield {"check": name, "skipped": f"this check needs a package that is not installed: {package}"}

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 8 scripts/train.py bridge_configs.qwen3_vl:qwen3_vl_8b_sft train.train_iters=2000
     torchrun --nproc-per-node 8 scripts/train.py checkpoints/iter_0000100/run_config.yaml
 
-Reads a Bridge configuration, applies the overrides, judges it by our rules for the GPUs of this run, and hands it to
-Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed rows. A mistake ends it with one sentence
-and exit code 2, a violated rule with exit code 1, both before any GPU is taken.
+Reads a Bridge configuration, applies the overrides, checks it against our rules for the GPUs of this run, and passes it
+to Megatron-Bridge's `pretrain` or `finetune` with the forward step for packed rows. A mistake ends it with one sentence
+and exit code 2, a violated rule with exit code 1, both before any GPU is used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode
 
 
 def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bool, cpu: bool) -> list[str]:
-    """Trains, or returns what is wrong with the configuration."""
+    """Trains, or returns the violated rules, one sentence each."""
     from energon_packing.errors import UserError
 
     if cpu and (step != STEP or mode != "auto"):  # before Bridge is imported, which takes ten seconds
@@ -76,7 +76,7 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
     if cpu:
         _on_the_cpu(config)
         return []
-    # Here and not above: both need NVIDIA's resiliency extension.
+    # Imported here, because both need NVIDIA's resiliency extension.
     if mode == "finetune" or (mode == "auto" and config.checkpoint.pretrained_checkpoint):
         from megatron.bridge.training.finetune import finetune as train
     else:
@@ -86,10 +86,10 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
 
 
 def configuration(run: str, overrides: tuple[str, ...]) -> Any:
-    """Bridge's ``ConfigContainer`` of a recipe or a YAML file, with overrides.
+    """Returns Bridge's ``ConfigContainer`` from a recipe or a YAML file, with overrides applied.
 
     Raises:
-        UserError: it cannot be read, or an override names nothing.
+        UserError: it cannot be read, or an override names no existing setting.
     """
     from energon_packing.errors import ConfigError
     from energon_packing.validate.sources.container_run import ContainerRun

@@ -30,7 +30,7 @@ TEXTS = 4000
 PIXELS = 28 * 28
 PIXELS_3 = 32 * 32
 
-# In the order of the ids of Qwen's own tokenizers; True marks tokens that `skip_special_tokens` removes.
+# In the id order of Qwen's own tokenizers; True marks tokens that `skip_special_tokens` removes.
 SPECIAL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("<|endoftext|>", True),
     ("<|im_start|>", True),
@@ -60,12 +60,12 @@ SPECIAL_TOKENS: tuple[tuple[str, bool], ...] = (
     ("</think>", False),
 )
 
-# The pre-tokenizer of Qwen2: contractions, words with a leading mark, single digits, punctuation, line breaks, blanks.
+# Qwen2's pre-tokenizer: contractions, words with a leading mark, single digits, punctuation, line breaks, blanks.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Frequent English words, so that text that is not the demo's does not fall apart into bytes.
+# Frequent English words, so that text other than the demo's does not fall apart into bytes.
 COMMON = """
 about above across after again against all almost along already also although always among and another any anyone
 anything are around as ask at away back be became because been before began behind being believe below best better
@@ -96,7 +96,7 @@ rate amount distance location recipe movie restaurant schedule reminder
 
 
 def training_text() -> Iterator[str]:
-    """Texts of every kind that the demo's conversations hold, drawn with a fixed seed."""
+    """Yields texts of every kind in the demo's conversations, drawn with a fixed seed."""
     rng = Random("demo tokenizer")
     topics = list(prose.TOPICS.values())
     yield from words.TOWN_HEADS
@@ -121,7 +121,7 @@ def training_text() -> Iterator[str]:
 
 
 def train() -> Tokenizer:
-    """A byte-level BPE tokenizer with `VOCABULARY` tokens, the special ones last."""
+    """Trains a byte-level BPE tokenizer with `VOCABULARY` tokens, the special ones last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -146,7 +146,7 @@ def train() -> Tokenizer:
 
 
 def tokenizer_config(processor_class: str | None) -> dict[str, Any]:
-    """`tokenizer_config.json`: end of turn ends a generation, end of text pads."""
+    """Returns `tokenizer_config.json`: the end of a turn stops generation, the end of text pads."""
     named = [token for token, special in SPECIAL_TOKENS if special and token not in ("<|endoftext|>", "<|im_end|>")]
     config: dict[str, Any] = {
         "add_prefix_space": False,
@@ -167,9 +167,9 @@ def tokenizer_config(processor_class: str | None) -> dict[str, Any]:
 
 
 def vision_configs(name: str) -> dict[str, dict[str, Any]]:
-    """`preprocessor_config.json` and `video_preprocessor_config.json` of a family.
+    """Returns `preprocessor_config.json` and `video_preprocessor_config.json` of a family.
 
-    An image costs 16 to 320 tokens in both families. `size` means pixels a picture for images and for the videos of
+    An image costs 16 to 320 tokens in both families. `size` means pixels per image, and per frame for the videos of
     Qwen2.5-VL (at most 64 tokens for two frames), but pixels of all sampled frames together for those of Qwen3-VL.
     """
     qwen3 = name == "qwen3_vl"
@@ -229,6 +229,7 @@ def write(out: Path) -> None:
 
 
 def main() -> None:
+    """Writes the processor directories and prints the size of each file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "energon_packing" / "demo" / "processors")
     out: Path = parser.parse_args().out

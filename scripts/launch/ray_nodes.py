@@ -1,9 +1,9 @@
-"""Runs one command on each of several nodes of a Ray cluster, at once; the last step of ray.sh.
+"""Runs one command on several nodes of a Ray cluster at the same time; the last step of ray.sh.
 
     ray_nodes.py NODES RESOURCE=NUMBER WORD...
 
-The words ``{rank}``, ``{host}`` and ``{port}`` become the number of the node, and the address and a free port of the
-first one. Ends with the first exit status that is not 0, after the other nodes were stopped.
+The words ``{rank}``, ``{host}`` and ``{port}`` are replaced by the number of the node, and by the address and a free
+port of the first one. If a node fails, the others are stopped, and the program ends with its exit status.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 
 def command_of(words: list[str], rank: int, host: str, port: int) -> list[str]:
-    """The words for one node."""
+    """Returns the words for one node."""
     place = {"{rank}": str(rank), "{host}": host, "{port}": str(port)}
     return [place.get(word, word) for word in words]
 
 
 def free_place() -> tuple[str, int]:
-    """Address of this node, and a port of it that is free now."""
+    """Returns the address of this node, and a port that is free on it now."""
     import ray
 
     with socket.socket() as free:
@@ -31,12 +31,12 @@ def free_place() -> tuple[str, int]:
 
 
 def run_here(words: list[str], environment: dict[str, str]) -> int:
-    """Exit status of the words on this node."""
+    """Runs the words on this node; returns their exit status."""
     return subprocess.run(words, env=os.environ | environment, check=False).returncode
 
 
 def main(nodes: int, resources: dict[str, float], words: list[str]) -> int:
-    """Exit status of all nodes together."""
+    """Runs the words on all nodes; returns the first exit status that is not 0, or 0."""
     import ray
     from ray.util.placement_group import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

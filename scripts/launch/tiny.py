@@ -1,4 +1,4 @@
-"""A recipe of two layers for trying launchers on a machine without GPUs: ``scripts.launch.tiny:text``.
+"""A recipe with two layers, to try launchers on a machine without GPUs: ``scripts.launch.tiny:text``.
 
 torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --data DATA
 """
@@ -14,7 +14,7 @@ LENGTH = 1024
 
 
 def text() -> Any:
-    """A tiny language model on the demo's text processor; name the data with ``--data``."""
+    """Returns a tiny language model's recipe with the demo's text processor; name the data with ``--data``."""
     from energon_packing.bridge import PackedEnergonDatasetConfig
     from energon_packing.bridge_cpu import tiny_models
     from energon_packing.demo import processor_path

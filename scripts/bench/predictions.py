@@ -1,10 +1,10 @@
 """Exactness of the families: their predictions for random media compared with what the real processors make of them.
 
-Three comparisons are made, and each row of the result says how often:
+Each row of the result says how often a plan agrees with each of three:
 
-* *counted*: for every size, the planned tokens or patches with the processor's own arithmetic
+* *counted*: for every size, the planned tokens or patches, with the processor's own arithmetic
   (``_get_num_multimodal_tokens``, or for the Qwen families ``get_number_of_image_patches``).
-* *made*: for every size, the planned tiles or patch grid with the whole image processor on an image without storage
+* *made*: for every size, the planned tiles or patch grid, with the whole image processor on an image without storage
   (torch's ``meta`` device, so that 20000x20000 pixels cost nothing).
 * *written*: for every video, and for as many small images, the plan with the whole processor on real pixels: the
   placeholder tokens that it writes into the text, and the rows of its pixel tensor.

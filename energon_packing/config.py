@@ -31,6 +31,7 @@ SplitAt = Literal["turn", "token"]
 SplitPositions = Literal["restart", "continue"]
 WhenOver = Literal["resize", "truncate", "drop", "raise"]
 LossWeighting = Literal["token", "sample", "square"]
+Pixels = Literal["bytes", "float32", "bfloat16"]
 Thinking = Literal["keep", "strip", "mask", "trim_empty"]
 TrainLineBreak = Literal["as_marked", "always", "never"]
 ToolDefinitions = Literal["required", "optional"]
@@ -172,6 +173,10 @@ class EncoderConfig:
     pan_and_scan: bool | None = None
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""
+    pixels: Pixels = "bytes"
+    """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
+    float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
+    rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
     max_source_pixels: int = 120_000_000
     """An image or frame with more pixels than this is rejected before it is decoded."""
     max_decoded_bytes: int = 5 * 2**30

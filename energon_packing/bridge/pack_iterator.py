@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from energon_packing.energon.loader import PackLoader
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
@@ -69,7 +71,11 @@ class BridgePackIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        return self._form(next(self._reader))
+        batch: Any = next(self._reader)
+        if isinstance(batch, PackedBatch) and batch.pixel_forms and torch.cuda.is_available():
+            # Bytes travel to the device, where `to_bridge` makes the processor's numbers of them.
+            batch = batch.with_pixels_on(torch.device("cuda", torch.cuda.current_device()))
+        return self._form(batch)
 
     def save_state(self) -> Any:
         """State after the last batch; it holds only builtins and Energon's own state classes."""

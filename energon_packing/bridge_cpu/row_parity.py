@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from energon_packing import thd
 from energon_packing.bridge_cpu import stand_ins
 from energon_packing.bridge_cpu.attention import ignore_boundaries
 
@@ -111,7 +112,8 @@ def row_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     batches = []
     for row in rows:
         tokens = torch.as_tensor(row["input_ids"])[None]
-        visual = {name: tensor for name, tensor in (row.get("visual_inputs") or {}).items() if tensor is not None}
+        given = thd.finished_row(row).get("visual_inputs") or {}
+        visual = {name: tensor for name, tensor in given.items() if tensor is not None}
         positions = torch.as_tensor(row["position_ids"])
         batches.append(
             {

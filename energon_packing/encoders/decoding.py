@@ -1,9 +1,10 @@
-"""The media of one measured sample, decoded within the run's limits."""
+"""The media of one measured sample: decoded within the run's limits, and as the model's visual inputs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -11,10 +12,43 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import MediaPlan
+from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.media.frame_files import decode_frame_files
 from energon_packing.media.image import decode_image
 from energon_packing.media.video import decode_frames
+from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
+
+
+def visual_inputs(
+    measured: Measured,
+    read: Callable[[str], bytes],
+    config: EncoderConfig,
+    family: VisionFamily,
+    forms: Mapping[str, PixelForm],
+) -> dict[str, Any]:
+    """Decodes the media of a sample and makes the model's inputs of them.
+
+    Args:
+        measured, read, config: as for `decode_media`; ``config.pixels`` says what pixels are.
+        family: with the limits of this sample.
+        forms: the family's ``pixel_forms``.
+
+    Returns:
+        ``visual_inputs`` (name -> tensor), and ``pixel_forms`` if some of them are bytes: fields of a row.
+
+    Raises:
+        SampleRejected: as for `decode_media`.
+    """
+    decoded = decode_media(measured, read, config)
+    visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
+    check_grids(visual, measured)
+    forms = {name: form for name, form in forms.items() if name in visual}
+    if config.pixels == "bytes":
+        return {"visual_inputs": visual, PIXEL_FORMS: forms} if forms else {"visual_inputs": visual}
+    visual = finish(visual, forms)
+    if config.pixels == "bfloat16":
+        visual |= {name: visual[name].bfloat16() for name in PIXELS if name in visual}
+    return {"visual_inputs": visual}
 
 
 def decode_media(measured: Measured, read: Callable[[str], bytes], config: EncoderConfig) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.decoding import check_grids, decodable, decode_media
+from energon_packing.encoders.decoding import decodable, visual_inputs
 from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
@@ -253,10 +253,11 @@ class ConversationEncoder(SampleEncoder):
 
         Returns:
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
-            ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor),
-            ``key`` and ``expected_length``; each of ``config.extra_fields`` as float32 ``[L]``, 0 outside the targets;
-            each of `token_fields` as int64 ``[L]``; ``padded_media`` and ``shared_placeholder`` if the family's images
-            and videos need `energon_packing.encoders.joinable_rows` to share a pack.
+            ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor), with
+            ``pixel_forms`` if some of them are bytes, ``key`` and ``expected_length``; each of ``config.extra_fields``
+            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as int64 ``[L]``; ``padded_media`` and
+            ``shared_placeholder`` if the family's images and videos need `energon_packing.encoders.joinable_rows` to
+            share a pack.
 
         Raises:
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -287,16 +288,15 @@ class ConversationEncoder(SampleEncoder):
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
-            "visual_inputs": self._render_media(measured, read),
+            **self._render_media(measured, read),
         }
 
-    def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
+    def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         if not measured.plans:
-            return {}
-        decoded = decode_media(measured, read, self.config)
-        visual = self._resizer.family(measured.settings).pixels(measured.plans, decoded)
-        check_grids(visual, measured)
-        return visual
+            return {"visual_inputs": {}}
+        # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
+        family = self._resizer.family(measured.settings)
+        return visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
 
     def _check_modality(self, conversation: Conversation) -> None:
         if not self.accepts(conversation):

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, finish, repeated
+
 SHARED_PLACEHOLDER = "shared_placeholder"
 """Key of a row: True if the model cannot distinguish placeholders of images from those of videos."""
 TYPES = "mm_token_type_ids"
@@ -29,7 +31,21 @@ def videos_as_images(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any
     named = {name for row in rows if row.get(SHARED_PLACEHOLDER) for name in row.get("visual_inputs") or {}}
     if not {"pixel_values", "pixel_values_videos"} <= named:
         return list(rows)
-    return [_with_images_only(row) if row.get(SHARED_PLACEHOLDER) else row for row in rows]
+    sharing = iter(_alike([row for row in rows if row.get(SHARED_PLACEHOLDER)]))
+    return [_with_images_only(next(sharing)) if row.get(SHARED_PLACEHOLDER) else row for row in rows]
+
+
+def _alike(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the rows with patches of images and videos in one form: bytes if that is possible, otherwise numbers."""
+    made: list[Mapping[str, Any]] = []
+    for row in rows:
+        visual, forms = dict(row.get("visual_inputs") or {}), dict(row.get(PIXEL_FORMS) or {})
+        if "pixel_values" in forms:  # a time step has as many frames as an image is repeated
+            visual["pixel_values"], forms["pixel_values"] = repeated(visual["pixel_values"], forms["pixel_values"])
+        made.append({**row, "visual_inputs": visual, PIXEL_FORMS: forms})
+    if len({row[PIXEL_FORMS].get(name) for row in made for name in PIXELS if name in row["visual_inputs"]}) == 1:
+        return made
+    return [{**row, "visual_inputs": finish(row["visual_inputs"], row[PIXEL_FORMS]), PIXEL_FORMS: {}} for row in made]
 
 
 def _with_images_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -51,4 +67,6 @@ def _with_images_only(row: Mapping[str, Any]) -> Mapping[str, Any]:
             grids.append(next(grid))
             pixels.append(next(patches))
     visual |= {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)}
-    return {**row, "visual_inputs": visual, TYPES: row[TYPES].clamp(max=IMAGE)}
+    form = row[PIXEL_FORMS].get("pixel_values_videos")
+    forms = {} if form is None else {"pixel_values": form}
+    return {**row, "visual_inputs": visual, PIXEL_FORMS: forms, TYPES: row[TYPES].clamp(max=IMAGE)}

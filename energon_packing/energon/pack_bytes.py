@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.pixels import PIXELS, forms_of
 from energon_packing.wan.pack import WanPack
 
 AnyPack = PackedBatch | WanPack
 _CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}
-
-PIXELS = ("pixel_values", "pixel_values_videos")
-"""Visual inputs that only the first pipeline stage reads: Bridge's ``vlm_step`` drops the same two on later stages."""
 
 _ALIGNMENT = 64
 _MAPPINGS = ("visual_inputs", "extra")
@@ -33,8 +31,10 @@ def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
 
     Args:
         batch: on the host.
-        pixels: False omits `PIXELS`.
+        pixels: False omits `PIXELS`; Bridge's ``vlm_step`` drops the same two on later stages.
     """
+    if not pixels and isinstance(batch, PackedBatch):
+        batch = dataclasses.replace(batch, pixel_forms={})
     tensors = _tensors(batch, pixels=pixels)
     plain = {
         spec.name: getattr(batch, spec.name)
@@ -48,6 +48,8 @@ def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
         entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
         offset += tensor.nbytes
     mappings = [name for name in _mappings(type(batch)) if getattr(batch, name) is not None]
+    if "pixel_forms" in plain:
+        plain["pixel_forms"] = {name: dataclasses.asdict(form) for name, form in plain["pixel_forms"].items()}
     header = {"class": type(batch).__name__, "plain": plain, "tensors": entries, "mappings": mappings}
     text = json.dumps(header).encode()
     start = _aligned(8 + len(text))
@@ -69,6 +71,8 @@ def pack_from_bytes(buffer: torch.Tensor) -> Any:
     fields: dict[str, Any] = {
         name: tuple(value) if name in _FOREIGN else _tuples(value) for name, value in header["plain"].items()
     }
+    if "pixel_forms" in fields:
+        fields["pixel_forms"] = forms_of(fields["pixel_forms"])
     for name in _mappings(kind):
         fields[name] = {} if name in header["mappings"] else None
     for name, dtype_name, shape, at in header["tensors"]:

@@ -37,7 +37,8 @@ from energon_packing.energon.samples import (
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import DroppedSample, Ledger
 from energon_packing.thd.batch import IGNORE_INDEX
-from energon_packing.thd.rows import join_visual_inputs
+from energon_packing.thd.pixels import finish
+from energon_packing.thd.rows import join_visual_inputs, joined_forms
 
 
 @edataclass
@@ -50,7 +51,7 @@ class SampleBatch(Batch):
         attention_mask: bool ``[B, T]``, True on tokens of a sample.
         position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
         lengths: int64 ``[B]``, tokens of each sample.
-        visual_inputs: name -> tensor, the media of all rows in order.
+        visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
         extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as int64.
         keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
@@ -193,7 +194,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             attention_mask=torch.arange(width)[None, :] < torch.tensor(lengths)[:, None],
             position_ids=stacked("position_ids", 0),
             lengths=torch.tensor(lengths),
-            visual_inputs=dict(visual_inputs or {}),
+            visual_inputs=finish(visual_inputs or {}, joined_forms(keys, rows)),
             extras={
                 name: stacked(name, 0.0) for name in (*self.encoder.config.extra_fields, *self.encoder.token_fields)
             },

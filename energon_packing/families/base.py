@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.pixel_forms import proven
+from energon_packing.thd.pixels import PixelForm
 
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
@@ -144,13 +147,39 @@ class VisionFamily(ABC):
     def replacement(self, plan: MediaPlan) -> str:
         """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
 
+    def byte_forms(self) -> Mapping[str, PixelForm]:
+        """Returns how the bytes of `pixels` with ``raw`` become numbers, by visual input.
+
+        Returns:
+            Nothing if the family makes numbers only; then its `pixels` needs no ``raw``.
+        """
+        return {}
+
+    @cached_property
+    def _proven(self) -> tuple[Mapping[str, PixelForm], str | None]:
+        return proven(self, self.byte_forms())
+
+    @property
+    def pixel_forms(self) -> Mapping[str, PixelForm]:
+        """`byte_forms`, compared with the processor once; nothing if the family keeps floats."""
+        return self._proven[0]
+
+    @property
+    def keeps_floats(self) -> str | None:
+        """Why pixels are floats from the worker on; None if they stay bytes until they are used."""
+        return self._proven[1]
+
     @abstractmethod
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns the model inputs of one sample's media, under the Hugging Face argument names.
 
         Args:
             plans: of all media of the sample, in conversation order.
             media: for each plan, uint8 ``[3, H, W]`` (image) or ``[len(frame_indices), 3, H, W]`` (video).
+            raw: whether inputs that `byte_forms` names are bytes in that form; otherwise they are the processor's
+                floats.
         """
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:

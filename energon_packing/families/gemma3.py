@@ -11,6 +11,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.thd.pixels import PixelForm
 
 SIGLIP_PATCH = 14
 """Pixels along a side of a patch of Gemma 3's vision encoder; its processor does not contain the number."""
@@ -92,7 +94,14 @@ class Gemma3(VisionFamily):
         crops = " ".join([square] * (plan.tiles - 1))
         return f"Here is the original image {square} and here are some crops to help you see better {crops}"
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the form of squares."""
+        form = form_of(self.images, "images")
+        return {} if form is None else {"pixel_values": form}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[squares, 3, H, W]``: each image before its crops.
 
         Raises:
@@ -100,7 +109,9 @@ class Gemma3(VisionFamily):
         """
         if not media:
             return {}
-        made = self.images(images=list(media), input_data_format="channels_first", return_tensors="pt")
+        made = self.images(
+            images=list(media), input_data_format="channels_first", return_tensors="pt", **(RAW if raw else {})
+        )
         for plan, crops in zip(plans, made["num_crops"], strict=True):
             if 1 + int(crops) != plan.tiles:
                 raise SampleRejected("media_changed", f"an image became {1 + int(crops)} tiles, measured {plan.tiles}")

@@ -11,7 +11,9 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.families.tile_bound import check_pinpoints, check_tiles
+from energon_packing.thd.pixels import Layout, PixelForm
 
 PROBES = ((96, 96), (64, 200), (301, 75), (450, 620))
 """Heights and widths of the blank images that a processor is checked with before it is trusted."""
@@ -85,11 +87,14 @@ class HuggingFace(VisionFamily):
                 raise self._refusal(f"its {name} of images of several sizes cannot be joined")
             if not torch.equal(torch.cat([part for part in parts if part is not None]), tensor):
                 raise self._refusal(f"its {name} of several images is not that of the images one by one")
+        pixels = together[1].get("pixel_values")
+        self._layout: Layout = "patches" if pixels is not None and pixels.dim() == 2 else "images"
         return text, overheads.pop()
 
-    def _ask(self, images: list[torch.Tensor]) -> tuple[list[int], dict[str, torch.Tensor]]:
+    def _ask(self, images: list[torch.Tensor], *, raw: bool = False) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Returns token ids and visual inputs of a text that contains only the images."""
-        made = self.processor(text=[self.image_token * len(images)], images=images, return_tensors="pt")
+        text, settings = [self.image_token * len(images)], RAW if raw else {}
+        made = self.processor(text=text, images=images, return_tensors="pt", **settings)
         visual = {name: value for name, value in made.items() if name not in TEXT_INPUTS}
         return made["input_ids"][0].tolist(), visual
 
@@ -136,7 +141,14 @@ class HuggingFace(VisionFamily):
         """Returns what the processor writes around an image, with one placeholder in between."""
         return self._text
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the form that the image processor's settings suggest; whether it is right shows in a comparison."""
+        form = form_of(getattr(self.processor, "image_processor", None), self._layout)
+        return {} if form is None else {"pixel_values": form}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns everything but text that the processor makes, in one call with all images of the sample.
 
         Raises:
@@ -144,7 +156,7 @@ class HuggingFace(VisionFamily):
         """
         if not media:
             return {}
-        ids, visual = self._ask(list(media))
+        ids, visual = self._ask(list(media), raw=raw)
         written, planned = ids.count(self.image_id), sum(plan.tokens for plan in plans)
         if written != planned:
             raise SampleRejected(

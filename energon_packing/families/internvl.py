@@ -13,7 +13,9 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, MediaPlan, VisionFamily, require
 from energon_packing.families.frames import chosen_frames, uniform_frames
+from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
+from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 8
 """Frames of a video if neither the configuration nor the processor sets a number."""
@@ -114,18 +116,31 @@ class InternVL(VisionFamily):
             return tile
         return "\n".join(f"Frame{number}: {tile}" for number in range(1, plan.tiles + 1))
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the form of tiles and frames, if it is one."""
+        form = form_of(self.images, "images")
+        if form is None or (self.videos is not None and form_of(self.videos, "images") != form):
+            return {}
+        return {"pixel_values": form}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         cut: list[torch.Tensor] = []
         if images:
             made = self.images(
-                images=images, crop_to_patches=True, input_data_format="channels_first", return_tensors="pt"
+                images=images,
+                crop_to_patches=True,
+                input_data_format="channels_first",
+                return_tensors="pt",
+                **(RAW if raw else {}),
             )
             cut = list(torch.split(made["pixel_values"], [int(count) for count in made["num_patches"]]))
         waiting = iter(cut)
         parts = [
-            next(waiting) if plan.kind == "image" else self._frames(tensor)
+            next(waiting) if plan.kind == "image" else self._frames(tensor, raw)
             for plan, tensor in zip(plans, media, strict=True)
         ]
         for plan, part in zip(plans, parts, strict=True):
@@ -135,7 +150,7 @@ class InternVL(VisionFamily):
             return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
 
-    def _frames(self, clip: torch.Tensor) -> torch.Tensor:
+    def _frames(self, clip: torch.Tensor, raw: bool) -> torch.Tensor:
         # One clip per call: the processor accepts several clips only if all have equally many frames.
-        made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt")
+        made = self.videos(videos=[clip], do_sample_frames=False, return_tensors="pt", **(RAW if raw else {}))
         return made["pixel_values_videos"].flatten(0, 1)

@@ -11,6 +11,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.thd.pixels import PixelForm
 
 
 class Llava(VisionFamily):
@@ -113,9 +115,18 @@ class Llava(VisionFamily):
         """Returns the placeholder alone."""
         return self.image_token
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the form of squares and tiles."""
+        form = form_of(self.images, "images")
+        return {} if form is None else {"pixel_values": form}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[images, 3, H, W]``."""
         if not media:
             return {}
-        made = self.images(images=list(media), input_data_format="channels_first", return_tensors="pt")
+        made = self.images(
+            images=list(media), input_data_format="channels_first", return_tensors="pt", **(RAW if raw else {})
+        )
         return {"pixel_values": made["pixel_values"]}

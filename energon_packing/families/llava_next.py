@@ -12,6 +12,7 @@ from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.llava import Llava
+from energon_packing.families.pixel_forms import RAW
 from energon_packing.families.tile_bound import check_pinpoints
 
 
@@ -40,7 +41,9 @@ class LlavaNext(Llava):
         tiles = 1 + rows * columns
         return MediaPlan(kind="image", grid=(tiles, *self.tile_grid), runs=(tokens,), tiles=tiles)
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` and ``image_sizes`` ``[images, 2]`` (height, width).
 
         By default the processor pads all images of a call to equally many tiles, ``[images, tiles, 3, H, W]``, which
@@ -49,7 +52,12 @@ class LlavaNext(Llava):
         images = [(plan, tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         if not images:
             return {}
-        made = self.images(images=[[tensor for _, tensor in images]], do_pad=False, input_data_format="channels_first")
+        made = self.images(
+            images=[[tensor for _, tensor in images]],
+            do_pad=False,
+            input_data_format="channels_first",
+            **(RAW if raw else {}),
+        )
         for (plan, _), cut in zip(images, made["pixel_values"], strict=True):
             if len(cut) != plan.tiles:
                 raise SampleRejected("media_changed", f"an image became {len(cut)} tiles, measured {plan.tiles}")

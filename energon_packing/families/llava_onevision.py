@@ -14,6 +14,8 @@ from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan, require
 from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.llava_next import LlavaNext
+from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 32
 """Frames of a video if the video processor has no ``num_frames``; the published number."""
@@ -95,17 +97,31 @@ class LlavaOneVision(LlavaNext):
         """Returns the placeholder of the kind alone."""
         return self.image_token if plan.kind == "image" else self.video_token
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the forms of tiles and frames."""
+        forms = super().byte_forms()
+        if not forms or self.videos is None:
+            return forms
+        frames = form_of(self.videos, "images")
+        return {} if frames is None else {**forms, "pixel_values_videos": frames}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns `LlavaNext`'s inputs and ``pixel_values_videos`` ``[videos, video_frames, 3, H, W]``.
 
         With images there is also ``batch_num_images`` ``[1]``, the number of images in the sample, which distinguishes
         a single image from one of several.
         """
-        result = super().pixels(plans, media)
+        result = super().pixels(plans, media, raw=raw)
         clips = [self.spread(tensor) for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if clips:
             made = self.videos(
-                videos=clips, do_sample_frames=False, input_data_format="channels_first", return_tensors="pt"
+                videos=clips,
+                do_sample_frames=False,
+                input_data_format="channels_first",
+                return_tensors="pt",
+                **(RAW if raw else {}),
             )
             result["pixel_values_videos"] = made["pixel_values_videos"]
         return result

@@ -13,6 +13,8 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
+from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.thd.pixels import PixelForm
 
 
 class Pixtral(VisionFamily):
@@ -88,7 +90,14 @@ class Pixtral(VisionFamily):
         """Returns one placeholder per row, each followed by the token that ends the row or the image."""
         return (self.image_token + self._break) * (len(plan.runs) - 1) + self.image_token + self._end
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the form of images; their padding is 0 after normalisation and is found by ``image_sizes``."""
+        form = form_of(self.images, "images", sizes="image_sizes")
+        return {} if form is None else {"pixel_values": form}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[images, 3, H, W]`` and ``image_sizes`` ``[images, 2]``.
 
         Images are padded below and to the right to the largest of the sample. The models cut the padding off by
@@ -100,7 +109,11 @@ class Pixtral(VisionFamily):
         if not media:
             return {}
         made = self.images(
-            images=list(media), patch_size=self.side, input_data_format="channels_first", return_tensors="pt"
+            images=list(media),
+            patch_size=self.side,
+            input_data_format="channels_first",
+            return_tensors="pt",
+            **(RAW if raw else {}),
         )
         patch = self.side // self.merge
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]

@@ -1,11 +1,11 @@
-"""Image patches of the Qwen-VL processors: the same values in less than half the time.
+"""Patches of the Qwen-VL and GLM-V processors as bytes, written once, to their final place.
 
-``Qwen2VLImageProcessor`` (transformers 5) copies an image's pixels about seven times on the way to its patches. Most
-copies are 32-bit floats and contain the image twice, because it is repeated for the temporal axis before its pixels are
-sorted into patches. Here bytes are sorted, and floats are written once, to their final place.
+``Qwen2VLImageProcessor`` and the video processors like it (transformers 5) copy pixels about seven times on the way to
+the patches, most of them as 32-bit floats. Here an image or frame is resized by the processor's own function, and its
+bytes are sorted into patches. `energon_packing.thd.pixels` turns them into the processor's floats later.
 
-The result must equal the processor's bit for bit. This is checked once, on a probe image. If the processor gives
-anything else (another release, a subclass, a disabled step), the processor itself is used.
+The result must equal the processor's bit for bit. This is checked once, on a probe. If the processor gives anything
+else (another release, a subclass, a disabled step), the processor itself is used.
 """
 
 from __future__ import annotations
@@ -15,63 +15,99 @@ from typing import Any
 
 import torch
 
+from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.thd.pixels import finish
+
 PROBE_HEIGHT, PROBE_WIDTH = 57, 93
+PROBE_FRAMES = 3
 
 
-class QwenImagePatches:
-    """Makes ``pixel_values`` and ``image_grid_thw`` for an image processor.
+class QwenPatches:
+    """Makes the patches and grids of an image processor, or of a video processor.
 
     Args:
-        processor: a ``Qwen2VLImageProcessor``, its limits already set.
-        grid: patches ``(rows, columns)`` of an image of ``(height, width)`` pixels.
+        processor: its limits already set.
+        kind: ``image`` or ``video``: what the processor takes.
+        grid: patches ``(rows, columns)`` of ``(frames, height, width)``; an image is one frame.
+
+    Attributes:
+        direct: whether patches are made here; otherwise the processor makes them.
+        form: how the bytes become the processor's floats; None if it does not normalise bytes.
     """
 
-    def __init__(self, processor: Any, grid: Callable[[int, int], tuple[int, int]]) -> None:
+    def __init__(self, processor: Any, kind: str, grid: Callable[[int, int, int], tuple[int, int]]) -> None:
         self._processor = processor
         self._grid = grid
+        self._kind = kind
+        self._pixels, self._grids = (
+            ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+        )
+        # The processor repeats an image along the temporal axis; its bytes are carried once.
+        repeat = (getattr(processor, "temporal_patch_size", None) or 1) if kind == "image" else 1
+        self.form = form_of(processor, "patches", repeat=repeat)
         self.direct = self._equals_the_processor()
+        if not self.direct:
+            self.form = form_of(processor, "patches")
 
-    def __call__(self, images: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Patches of images, uint8 ``[3, H, W]`` each.
+    def __call__(self, media: Sequence[torch.Tensor], *, raw: bool) -> dict[str, torch.Tensor]:
+        """Returns patches and grids.
+
+        Args:
+            media: uint8 ``[3, H, W]`` images, or ``[frames, 3, H, W]`` videos.
+            raw: whether patches are bytes in ``form``; otherwise they are the processor's floats.
 
         Returns:
-            ``pixel_values`` float32 ``[patches, 3 * temporal * patch * patch]``, ``image_grid_thw`` int64
-            ``[images, 3]``.
+            ``pixel_values`` or ``pixel_values_videos`` ``[patches, values]``; ``image_grid_thw`` or ``video_grid_thw``
+            int64 ``[media, 3]``.
         """
-        if not self.direct:
-            made = self._processor(images=list(images), return_tensors="pt")
-            return {name: made[name] for name in ("pixel_values", "image_grid_thw")}
-        return self._make(images)
+        if self.direct and self.form is not None:
+            made = self._make(media)
+            return made if raw else finish(made, {self._pixels: self.form})
+        return self._ask(media, RAW if raw else {})
+
+    def _ask(self, media: Sequence[torch.Tensor], settings: dict[str, bool]) -> dict[str, torch.Tensor]:
+        if self._kind == "video":
+            made = self._processor(videos=list(media), do_sample_frames=False, return_tensors="pt", **settings)
+        else:
+            made = self._processor(images=list(media), return_tensors="pt", **settings)
+        return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
 
     def _equals_the_processor(self) -> bool:
-        probe = torch.randint(
-            256, (3, PROBE_HEIGHT, PROBE_WIDTH), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-        )
+        if self.form is None:
+            return False
+        shape = (3, PROBE_HEIGHT, PROBE_WIDTH)
+        if self._kind == "video":
+            shape = (PROBE_FRAMES, *shape)  # type: ignore[assignment]
+        probe = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         try:
-            made = self._make([probe])
-            expected = self._processor(images=[probe], return_tensors="pt")
+            made = finish(self._make([probe]), {self._pixels: self.form})
+            expected = self._ask([probe], {})
         except Exception:  # other settings, or a processor that rejects the probe: call the processor
             return False
-        return all(
-            made[name].dtype == expected[name].dtype and torch.equal(made[name], expected[name])
-            for name in ("pixel_values", "image_grid_thw")
-        )
+        return all(made[name].dtype == each.dtype and torch.equal(made[name], each) for name, each in expected.items())
 
-    def _make(self, images: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _make(self, media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         processor = self._processor
-        patch, steps = processor.patch_size, processor.temporal_patch_size
-        grids = [self._grid(*image.shape[-2:]) for image in images]
-        counts = [rows * columns for rows, columns in grids]
-        pixels = torch.empty((sum(counts), 3, steps, patch * patch), dtype=torch.float32)
-        for image, (rows, columns), place in zip(images, grids, pixels.split(counts), strict=True):
-            self._fill(self._resized(image, rows * patch, columns * patch), rows, columns, place)
+        patch = processor.patch_size
+        step = processor.temporal_patch_size if self._kind == "video" else 1
+        clips = [each if self._kind == "video" else each[None] for each in media]
+        grids = [(-(-len(clip) // step), *self._grid(len(clip), *clip.shape[-2:])) for clip in clips]
+        counts = [steps * rows * columns for steps, rows, columns in grids]
+        pixels = torch.empty((sum(counts), 3, step, patch * patch), dtype=torch.uint8)
+        for clip, (steps, rows, columns), place in zip(clips, grids, pixels.split(counts), strict=True):
+            for at in range(steps * step):
+                frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame
+                first = at // step * rows * columns
+                whole = self._resized(frame, rows * patch, columns * patch)
+                self._fill(whole, rows, columns, place[first : first + rows * columns, :, at % step])
         return {
-            "pixel_values": pixels.view(len(pixels), -1),
-            "image_grid_thw": torch.tensor([[1, rows, columns] for rows, columns in grids], dtype=torch.int64),
+            self._pixels: pixels.view(len(pixels), -1),
+            self._grids: torch.tensor(grids, dtype=torch.int64),
         }
 
     def _resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        # The processor's own resize, but channels last: torch filters that three times as fast as three planes.
+        # The processor's own resize, with pixels stored as rows of pixels, which torch filters three times as fast as
+        # three planes.
         from transformers.image_utils import SizeDict
 
         rows_of_pixels = image[None].contiguous(memory_format=torch.channels_last)
@@ -80,21 +116,15 @@ class QwenImagePatches:
         return resized[0]
 
     def _fill(self, image: torch.Tensor, rows: int, columns: int, place: torch.Tensor) -> None:
-        """Writes the patches of a resized image; those of one merged token are adjacent, as the vision encoder expects.
+        """Writes the patches of a resized image; the patches of one merged token are adjacent.
 
         Args:
             image: uint8 ``[3, rows * patch, columns * patch]``.
             rows: of patches.
             columns: of patches.
-            place: float32 ``[rows * columns, 3, temporal, patch * patch]``, overwritten.
+            place: uint8 ``[rows * columns, 3, patch * patch]``, overwritten.
         """
-        processor = self._processor
-        patch, merge = processor.patch_size, processor.merge_size
+        patch, merge = self._processor.patch_size, self._processor.merge_size
         blocks = image.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-        bytes_in_order = blocks.permute(1, 4, 2, 5, 0, 3, 6).reshape(len(place), 3, 1, patch * patch)
-        # As in the processor: rescaling is folded into the normalisation, and operations have the same order.
-        scale = 1.0 / processor.rescale_factor
-        mean, deviation = (
-            (torch.tensor(values) * scale).view(3, 1, 1) for values in (processor.image_mean, processor.image_std)
-        )
-        place.copy_(bytes_in_order.to(torch.float32).sub_(mean).div_(deviation).expand_as(place))
+        ordered = blocks.permute(1, 4, 2, 5, 0, 3, 6)
+        place.view(ordered.shape).copy_(ordered)

@@ -14,8 +14,9 @@ from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily, require
 from energon_packing.families.frames import chosen_frames
 from energon_packing.families.pixel_limits import set_pixel_limits
-from energon_packing.families.qwen_patches import QwenImagePatches
+from energon_packing.families.qwen_patches import QwenPatches
 from energon_packing.families.rope_positions import rope_positions
+from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FPS = 2.0
 
@@ -52,7 +53,8 @@ class Qwen25VL(VisionFamily):
         if config.video_max_frames is not None:
             self.videos.max_frames = config.video_max_frames
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
-        self._image_patches = QwenImagePatches(self.images, self._image_grid)
+        self._image_patches = QwenPatches(self.images, "image", lambda _, *size: self._image_grid(*size))
+        self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
 
     def plan(self, media: Media) -> MediaPlan:
         """Returns the patches after the processor's own resizing, merged two by two into tokens.
@@ -146,7 +148,15 @@ class Qwen25VL(VisionFamily):
         """Returns the placeholder of the kind alone; the chat template writes the tokens around it."""
         return self.image_token if plan.kind == "image" else self.video_token
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def byte_forms(self) -> dict[str, PixelForm]:
+        """Returns the forms of both kinds of patches."""
+        forms = {"pixel_values": self._image_patches.form, "pixel_values_videos": self._video_patches.form}
+        known = {name: form for name, form in forms.items() if form is not None}
+        return known if len(known) == len(forms) else {}
+
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values``, ``image_grid_thw`` ``[images, 3]``, ``pixel_values_videos`` and ``video_grid_thw``.
 
         The pixels are the patches ``[patches, patch size]`` of all images (or videos) in order. For Qwen2.5-VL,
@@ -156,12 +166,9 @@ class Qwen25VL(VisionFamily):
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if images:
-            result.update(self._image_patches(images))
+            result.update(self._image_patches(images, raw=raw))
         if videos:
-            made = self.videos(videos=videos, do_sample_frames=False, return_tensors="pt")
-            result.update(
-                pixel_values_videos=made["pixel_values_videos"], video_grid_thw=made["video_grid_thw"].to(torch.int64)
-            )
+            result.update(self._video_patches(videos, raw=raw))
             result.update(self._video_extras([plan for plan in plans if plan.kind == "video"]))
         return result
 

@@ -37,7 +37,7 @@ def decode_frames(
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
 
     Returns:
-        uint8 ``[len(indices), 3, H, W]``, rotated as the container says.
+        uint8 ``[len(indices), 3, H, W]``, rotated as the container says; a view of rows of pixels (channels last).
 
     Raises:
         SampleRejected: ``corrupt_media`` if the clip cannot be read or is shorter than measured,
@@ -52,7 +52,7 @@ def decode_frames(
         raise ValueError("decode_frames needs at least one index")
     # Our own: PyAV's shared one keeps a thread pool, which deadlocks in a worker that was forked after its use.
     reformatter = av.video.reformatter.VideoReformatter()
-    frames: torch.Tensor | None = None
+    frames: np.ndarray | None = None  # rows of pixels, like images
     found = 0
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -87,13 +87,13 @@ def decode_frames(
                     )
                 if index == wanted[found]:
                     rgb = reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-                    pixels = np.rot90(rgb, quarter_turns(frame.rotation)).transpose(2, 0, 1)
+                    pixels = np.rot90(rgb, quarter_turns(frame.rotation))
                     if frames is None:
-                        frames = torch.empty((len(indices), *pixels.shape), dtype=torch.uint8)
+                        frames = np.empty((len(indices), *pixels.shape), dtype=np.uint8)
                     if pixels.shape != frames.shape[1:]:
                         raise SampleRejected("corrupt_media", f"frame {index} of the video is turned another way")
                     first, last = bisect_left(indices, index), bisect_right(indices, index)
-                    frames[first:last] = torch.from_numpy(pixels.copy())
+                    frames[first:last] = pixels
                     found += 1
                     if found == len(wanted):
                         break
@@ -103,7 +103,7 @@ def decode_frames(
         raise SampleRejected(
             "corrupt_media", f"the video ends before frame {wanted[found]}, although more frames were measured"
         )
-    return frames
+    return torch.from_numpy(frames).permute(0, 3, 1, 2)
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:

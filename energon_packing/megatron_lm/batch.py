@@ -12,6 +12,7 @@ from energon_packing.errors import PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.boundaries import packed_seq_params
 from energon_packing.thd.context_parallel import slice_for_context_parallel
+from energon_packing.thd.pixels import PIXELS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     part = row
     if cp > 1 and not whole_row:
         part = slice_for_context_parallel(row, cp, parallel_state.get_context_parallel_rank())
-    part = part.to(device(), non_blocking=True)
+    part = part.to(device(), non_blocking=True).finished()
     mask = part.padding_mask
     if not first:
         mask = _of_sequence_parallel_rank(mask)
@@ -94,8 +95,8 @@ def without_pixels(row: PackedBatch) -> PackedBatch:
     """The row without what only the vision encoder reads, by far its largest part."""
     if not row.visual_inputs:
         return row
-    kept = {name: tensor for name, tensor in row.visual_inputs.items() if not name.startswith("pixel_values")}
-    return replace(row, visual_inputs=kept or None)
+    kept = {name: tensor for name, tensor in row.visual_inputs.items() if name not in PIXELS}
+    return replace(row, visual_inputs=kept or None, pixel_forms={})
 
 
 def _of_sequence_parallel_rank(mask: torch.Tensor) -> torch.Tensor:

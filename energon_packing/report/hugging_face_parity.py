@@ -25,6 +25,7 @@ from energon_packing.thd import (
     IGNORE_INDEX,
     PackedBatch,
     context_parallel_indices,
+    finished_row,
     reassemble,
     slice_for_context_parallel,
     unpack,
@@ -327,7 +328,7 @@ def _alone_logits(subject: Subject, row: Mapping[str, Any]) -> torch.Tensor:
         subject.model.model.rope_deltas = None  # kept from call to call by transformers, for generation
     tokens = row["input_ids"]
     kinds = row["mm_token_type_ids"] if "mm_token_type_ids" in row else _kinds(subject, tokens)
-    arguments = _arguments(subject, tokens[None], kinds[None], row.get("visual_inputs"))
+    arguments = _arguments(subject, tokens[None], kinds[None], finished_row(row).get("visual_inputs"))
     return subject.model(**arguments).logits[0].float()
 
 
@@ -350,7 +351,7 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
     physical = batch.boundaries.to(device).long()
     segment = torch.repeat_interleave(torch.arange(physical.numel() - 1, device=device), physical.diff())
     kinds = _packed_kinds(subject, batch)
-    arguments = _arguments(subject, batch.tokens, kinds, batch.visual_inputs)
+    arguments = _arguments(subject, batch.tokens, kinds, batch.finished().visual_inputs)
     if linear_layers(subject.model) and isolate:
         arguments |= kernel_arguments(physical)
     if subject.attention == "positions":

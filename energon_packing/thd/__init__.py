@@ -22,6 +22,7 @@ _PUBLIC = {
     "check_thd": "checks",
     "context_parallel_indices": "context_parallel",
     "context_parallel_indices_numpy": "context_parallel",
+    "finished_row": "pixels",
     "packed_seq_params": "boundaries",
     "pad_cu_seqlens": "boundaries",
     "reassemble": "context_parallel",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from energon_packing.thd.context_parallel import context_parallel_indices_numpy as context_parallel_indices_numpy
     from energon_packing.thd.context_parallel import reassemble as reassemble
     from energon_packing.thd.context_parallel import slice_for_context_parallel as slice_for_context_parallel
+    from energon_packing.thd.pixels import finished_row as finished_row
     from energon_packing.thd.rows import unpack as unpack
 
 

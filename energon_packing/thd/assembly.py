@@ -22,7 +22,14 @@ import torch
 
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
-from energon_packing.thd.rows import ROW_FIELDS, join_extra, join_visual_inputs, row_arrays, verify_targets
+from energon_packing.thd.rows import (
+    ROW_FIELDS,
+    join_extra,
+    join_visual_inputs,
+    joined_forms,
+    row_arrays,
+    verify_targets,
+)
 from energon_packing.thd.visible_padding import hides_padding
 
 
@@ -49,6 +56,7 @@ def assemble(
       ``[3, L]`` (all rows alike): required;
     * the names of ``extra_fields``, ``[L]``: required where declared;
     * ``visual_inputs``: name -> tensor whose first axis counts this sample's media or patches; joined in row order;
+    * ``pixel_forms``: name -> `energon_packing.thd.pixels.PixelForm` of those that are bytes; alike in all rows;
     * ``attention_mask`` ``[L]``: rejected unless all true, because a processor that pads (left or right) would put
       padding inside a segment, where no boundary shows it;
     * ``key``: the sample's name, for messages and ``sample_keys`` (defaults to its index);
@@ -159,6 +167,7 @@ def assemble(
         total_tokens=width,
         visual_inputs=visual_inputs,
         visual_counts=visual_counts,
+        pixel_forms=joined_forms(keys, rows),
         sample_keys=keys,
         sample_lengths=tuple(lengths.tolist()),
         position_starts=position_starts if any(position_starts) else (),

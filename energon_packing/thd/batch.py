@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from energon_packing.errors import PackingError
+from energon_packing.thd.pixels import PixelForm, finish
 
 IGNORE_INDEX = -100
 """The label of a position without a target (PyTorch's and Bridge's ignore index)."""
@@ -62,6 +63,8 @@ class PackedBatch:
         total_tokens: T, the length of the whole row (also in a context-parallel slice, whose tensors are shorter).
         visual_inputs: name -> tensor, first axis over media or patches of all samples in order (``pixel_values``,
             ``image_grid_thw``, ``pixel_values_videos``, ``video_grid_thw``, ``second_per_grid_ts``); None for text.
+            Those that ``pixel_forms`` names are uint8; `finished` makes the model's numbers of them.
+        pixel_forms: name -> how the bytes of that visual input become numbers; empty if all are numbers.
         visual_counts: name -> how many entries on that tensor's first axis come from each sample, then each filler.
         sample_keys: one key for each sample, in order.
         sample_lengths: real length of each sample, in tokens.
@@ -86,6 +89,7 @@ class PackedBatch:
     max_seqlen: int
     total_tokens: int
     visual_inputs: Mapping[str, torch.Tensor] | None = None
+    pixel_forms: Mapping[str, PixelForm] = field(default_factory=dict)
     visual_counts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sample_keys: tuple[str, ...] = ()
     sample_lengths: tuple[int, ...] = ()
@@ -139,6 +143,17 @@ class PackedBatch:
         """The same batch on ``device``, every tensor moved."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def with_pixels_on(self, device: torch.device | str) -> PackedBatch:
+        """The same batch with its bytes of pixels, and what finishing them reads, moved to ``device``; nothing else."""
+        read = {*self.pixel_forms, *(form.sizes for form in self.pixel_forms.values())}
+        if not read or self.visual_inputs is None:
+            return self
+        moved = {
+            name: tensor.to(device, non_blocking=True) if name in read else tensor
+            for name, tensor in self.visual_inputs.items()
+        }
+        return replace(self, visual_inputs=moved)
+
     def pin_memory(self) -> PackedBatch:
         """The same batch in page-locked memory; called by a `torch.utils.data.DataLoader` with ``pin_memory=True``."""
         return self._map(lambda tensor: tensor.pin_memory())
@@ -155,13 +170,20 @@ class PackedBatch:
                 changed[spec.name] = {name: change(tensor) for name, tensor in value.items()}
         return replace(self, **changed)
 
+    def finished(self) -> PackedBatch:
+        """The same batch with pixels as the processor's float32 numbers, made on the device where the bytes are."""
+        if not self.pixel_forms:
+            return self
+        return replace(self, visual_inputs=finish(self.visual_inputs or {}, self.pixel_forms), pixel_forms={})
+
     def to_bridge(self) -> dict[str, Any]:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
         Keys, dtypes and shapes follow ``megatron.bridge.data.packing.in_batch`` of Megatron-Bridge 0.6.2: ``tokens``
         and ``input_ids`` are one object (``gpt_step`` reads the first), ``max_seqlen_q`` is a 0-D int32 tensor on the
         host (the steps call ``.cpu()`` on it), ``total_tokens`` is an int, and padded boundaries are omitted if there
-        are none. ``extra`` fields are added under their names; Bridge's own steps ignore them.
+        are none. ``extra`` fields are added under their names; Bridge's own steps ignore them. Pixels are numbers, as
+        `finished` makes them.
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
@@ -196,7 +218,7 @@ class PackedBatch:
     def _bridge_visual_inputs(self) -> Any:
         # One number per token; GLM's model reads it from the container even if a pack has no image.
         types = {name: self.extra[name] for name in ("mm_token_type_ids",) if name in self.extra}
-        given = {**(self.visual_inputs or {}), **types}
+        given = {**(self.finished().visual_inputs or {}), **types}
         if not given:
             return None
         from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs

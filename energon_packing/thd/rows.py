@@ -15,9 +15,10 @@ import torch
 
 from energon_packing.errors import PackingError
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.pixels import PIXEL_FORMS, PixelForm
 
 ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
-ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", "key", "expected_length", "position_start")
+ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", PIXEL_FORMS, "key", "expected_length", "position_start")
 
 
 def _array(value: Any) -> np.ndarray:
@@ -152,6 +153,24 @@ def join_visual_inputs(
     return joined, {name: tuple(count) for name, count in counts.items()}
 
 
+def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, PixelForm]:
+    """The forms of the visual inputs that are bytes, by name.
+
+    Raises:
+        PackingError: two samples have the same input in different forms.
+    """
+    forms: dict[str, PixelForm] = {}
+    for key, row in zip(keys, rows, strict=True):
+        for name, form in (row.get(PIXEL_FORMS) or {}).items():
+            if forms.setdefault(name, form) != form:
+                raise PackingError(
+                    f"sample {key}: the bytes of visual input {name} are normalised as {form}, those of a sample "
+                    f"before it as {forms[name]}; give all encoders of a pack one image processor, or set "
+                    "encoder.pixels to float32"
+                )
+    return forms
+
+
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Joins parts in new memory, even a single part, because a view would keep its whole storage alive.
 
@@ -198,5 +217,7 @@ def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
             taken[name] += count
         if visual:
             row["visual_inputs"] = visual
+        if forms := {name: form for name, form in batch.pixel_forms.items() if name in visual}:
+            row[PIXEL_FORMS] = forms
         rows.append(row)
     return rows

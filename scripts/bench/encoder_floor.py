@@ -21,6 +21,7 @@ from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import UserError
 from energon_packing.families.internvl import InternVL
+from energon_packing.thd.pixels import PIXEL_FORMS, finish
 
 
 class Floor:
@@ -83,7 +84,8 @@ class Floor:
             row = self._encoder.render(measured, sample.read)
             whole = call_processor(self._encoder, sample.conversation, measured, open_media(sample, measured))
             equal &= row["input_ids"].tolist() == whole["input_ids"][0].tolist()
-            worst = max([worst, *differences(row["visual_inputs"], whole, measured.plans).values()])
+            visual = finish(row["visual_inputs"], row.get(PIXEL_FORMS, {}))
+            worst = max([worst, *differences(visual, whole, measured.plans).values()])
         return {"tokens_equal": equal, "pixels_equal": "no" if worst else "bit-equal", "pixels_within": worst}
 
 

@@ -29,6 +29,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import SampleRejected
+from energon_packing.thd import finished_row
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
@@ -68,7 +69,7 @@ def by_processor(encoder: Any, conversation: Conversation, folder: Folder, turns
 
 def check_against_processor(encoder: Any, conversation: Conversation, folder: Folder, turns: int = 0) -> Any:
     measured = encoder.measure(conversation)
-    row = encoder.render(measured, folder.read)
+    row = finished_row(encoder.render(measured, folder.read))
     whole = by_processor(encoder, conversation, folder, turns)
     assert row["input_ids"].tolist() == whole["input_ids"][0].tolist()
     assert measured.length == row["expected_length"] == len(row["input_ids"])
@@ -100,7 +101,7 @@ def test_a_sixteen_bit_image_looks_like_its_eight_bit_twin(encoders: Any, tmp_pa
     deep = folder.add("deep.png", sixteen_bits(80, 60))
     twin = folder.add("twin.png", encoded(picture(80, 60, "L"), "PNG"))
     encoder = encoders["qwen3_vl"]
-    rows = [encoder.render(encoder.measure(about(media)), folder.read) for media in (deep, twin)]
+    rows = [finished_row(encoder.render(encoder.measure(about(media)), folder.read)) for media in (deep, twin)]
     pixels = [row["visual_inputs"]["pixel_values"] for row in rows]
     assert torch.equal(*pixels)
     assert pixels[0].std() > 0.1

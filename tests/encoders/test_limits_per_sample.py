@@ -18,6 +18,7 @@ from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.resizing import PIXELS
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.thd import finished_row
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 
@@ -127,7 +128,7 @@ def test_the_pixels_of_a_resized_sample_are_those_of_the_processor_at_the_lower_
     encoder = limited(family, max_tokens=250, when_over=("resize",))
     measured = encoder.measure(conversation)
     read = reads(conversation)
-    row = encoder.render(measured, read)
+    row = finished_row(encoder.render(measured, read))
     processor = copy.deepcopy(encoders[family].processor)
     processor.image_processor.size = {
         "shortest_edge": processor.image_processor.size["shortest_edge"],

@@ -24,6 +24,7 @@ from energon_packing.energon.sample_task_encoder import (
 )
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
+from energon_packing.thd import finished_row
 
 KINDS = {
     TextTaskEncoder: set(),
@@ -96,7 +97,8 @@ def test_each_task_encoder_alone_gives_every_sample_of_its_modality_and_ledgers_
 
 def test_pixels_of_a_batch_are_those_of_its_samples_in_order(dataset, single_rows):
     batch = next(iter(batches_of(dataset, TextImageTaskEncoder(encoder_config(), max_length=8192, drop_budget=1.0))))
-    expected = [single_rows[key]["visual_inputs"] for key in batch.keys if single_rows[key].get("visual_inputs")]
+    rows = [finished_row(single_rows[key]) for key in batch.keys]
+    expected = [row["visual_inputs"] for row in rows if row.get("visual_inputs")]
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(batch.visual_inputs[name], torch.cat([visual[name] for visual in expected]))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.thd.pixels import finish
 
 TEXTS = ("Hello there. ", "\n", "what is  this?", "Ünïcödé 你好 🙂", "a < b > c")
 
@@ -87,6 +88,12 @@ def both_ways(encoder: ConversationEncoder, conversation: Conversation, prepare=
     assert measured.length == len(ids)
     tensors = random_pixels(measured.plans, conversation.media)
     visual = encoder.family.pixels(measured.plans, tensors)
+    forms = encoder.family.pixel_forms
+    assert forms, encoder.family.keeps_floats
+    carried = encoder.family.pixels(measured.plans, tensors, raw=True)
+    assert all(carried[name].dtype == torch.uint8 for name in forms if name in carried)
+    for name, tensor in finish(carried, forms).items():
+        assert torch.equal(tensor, visual[name]), f"{name} of bytes"
     text = encoder.processor.apply_chat_template(
         conversation.to_messages(), tokenize=False, chat_template=encoder.template.source
     )

@@ -1,0 +1,88 @@
+"""Whether a family's processor can give bytes in place of floats, and how they become its floats later.
+
+All processors of transformers that run on torch resize bytes and normalise at the end. With the last step disabled,
+they give bytes. Whether `energon_packing.thd.pixels` makes exactly the processor's floats of them is checked once, on
+probes. If it does not, the family keeps floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from energon_packing.conversation import Media
+from energon_packing.errors import PackingError, SampleRejected
+from energon_packing.thd.pixels import Layout, PixelForm, finish
+
+if TYPE_CHECKING:
+    from energon_packing.families.base import VisionFamily
+
+RAW = {"do_rescale": False, "do_normalize": False}
+"""Arguments of a processor that disable the last step, after which pixels are floats."""
+PROBES = ((57, 93), (56, 56), (112, 112), (224, 224), (448, 448))
+"""Height and width of probes; a family may refuse small ones."""
+PROBE_FRAMES, PROBE_FPS = 4, 2.0
+
+
+def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | None = None) -> PixelForm | None:
+    """Returns the form of a processor's bytes, from its own mean, deviation and rescaling.
+
+    Args:
+        processor: an image or video processor of transformers.
+        layout, repeat, sizes: see `PixelForm`.
+
+    Returns:
+        None if the processor does not rescale and normalise three channels.
+    """
+    if not (getattr(processor, "do_rescale", False) and getattr(processor, "do_normalize", False)):
+        return None
+    mean, deviation = processor.image_mean, processor.image_std
+    if not (isinstance(mean, list | tuple) and len(mean) == 3 and isinstance(deviation, list | tuple)):
+        return None
+    # Rescaling folded into the normalisation: transformers computes these two tensors the same way.
+    scale = 1.0 / processor.rescale_factor
+    folded = [tuple((torch.tensor(values) * scale).tolist()) for values in (mean, deviation)]
+    return PixelForm(layout=layout, mean=folded[0], deviation=folded[1], repeat=repeat, sizes=sizes)
+
+
+def proven(family: VisionFamily, forms: Mapping[str, PixelForm]) -> tuple[dict[str, PixelForm], str | None]:
+    """Returns the forms if they give the family's own floats bit for bit on probes of every kind.
+
+    Returns:
+        The forms and None; or no form and the reason why the family keeps floats.
+    """
+    if not forms:
+        return {}, "its processor does not normalise bytes in one last step that is known here"
+    for kind in family.placeholders:
+        probe = _probe(family, kind)
+        if probe is None:
+            return {}, f"it refuses every {kind} that could be compared"
+        media, pixels = probe
+        try:
+            plans = family.plans([media])
+            made = finish(family.pixels(plans, [pixels], raw=True), forms)
+            expected = family.pixels(plans, [pixels])
+        except (PackingError, SampleRejected, ValueError, TypeError, RuntimeError, KeyError) as error:
+            return {}, f"an {kind} as bytes fails ({type(error).__name__}: {error})"
+        for name in expected.keys() | made.keys():
+            ours, theirs = made.get(name), expected.get(name)
+            if ours is None or theirs is None or ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
+                return {}, f"{name} of bytes is not the processor's"
+    return dict(forms), None
+
+
+def _probe(family: VisionFamily, kind: Any) -> tuple[Media, torch.Tensor] | None:
+    """An image or video of the family with random pixels, small if it accepts that."""
+    generator = torch.Generator().manual_seed(0)
+    for height, width in PROBES:
+        clip = {"frames": PROBE_FRAMES, "fps": PROBE_FPS, "duration": PROBE_FRAMES / PROBE_FPS}
+        media = Media(kind=kind, name="probe", width=width, height=height, **(clip if kind == "video" else {}))
+        try:
+            (plan,) = family.plans([media])
+        except SampleRejected:
+            continue
+        frames = (len(plan.frame_indices),) if kind == "video" else ()
+        return media, torch.randint(256, (*frames, 3, height, width), dtype=torch.uint8, generator=generator)
+    return None

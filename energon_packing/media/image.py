@@ -12,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from energon_packing.errors import SampleRejected
 from energon_packing.media.decoded_size import check_decoded_bytes
 from energon_packing.media.depth import grey_range, to_rgb
+from energon_packing.media.jpeg import decode_jpeg
 from energon_packing.media.probe import known_formats
 
 
@@ -48,6 +49,8 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
                         f"{image.width}x{image.height} pixels are over encoder.max_source_pixels={max_pixels}",
                     )
                 check_decoded_bytes(1, image.width, image.height, max_bytes)
+                if (decoded := decode_jpeg(data, image)) is not None:
+                    return decoded
                 grey = grey_range(image)
                 ImageOps.exif_transpose(image, in_place=True)  # otherwise an upright image would be copied
                 pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image, grey)))

@@ -140,8 +140,8 @@ def _header(
     if prompt is None:
         raise SampleRejected(
             "unstable_prefix",
-            f"the chat template shows the turns before turn {turn + 1} in another way when they stand alone; mark it "
-            "with {% generation %} and name the file with encoder.chat_template",
+            f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the answers in "
+            "it with {% generation %} and name the file in encoder.chat_template",
         )
     header = _common(prompt, frame)
     header = min(stops.whole(prompt, header), stops.whole(frame, header))
@@ -156,8 +156,8 @@ def _header(
     if headless and render(messages[:turn], False) == asked:
         raise SampleRejected(
             "unstable_prefix",
-            "the chat template writes no generation prompt, so that the header of an answer would be trained with it; "
-            "let it write one with add_generation_prompt, or mark it with {% generation %}",
+            "the chat template writes no generation prompt, so an answer's header would be trained too; make it write "
+            "one for add_generation_prompt, or mark the answers with {% generation %}",
         )
     return header
 

@@ -80,7 +80,7 @@ class ToolText:
         )
         if self.definition.count("{json}") + self.definition.count("{fields}") != 1:
             raise ConfigError(
-                f"The prompt's tools.definition {self.definition!r} must hold {{json}} or {{fields}} once."
+                f"The prompt's tools.definition {self.definition!r} must contain {{json}} or {{fields}} exactly once."
             )
         if self.definitions is None:
             unread = ("placement", "definition", "between_definitions", "before_definitions")
@@ -90,9 +90,7 @@ class ToolText:
         if self.call is None:
             _unread(self, "tools.", ("calls", "before_calls", "between_calls", "alone"), "tools.call")
         if self.alone and self.before_calls:
-            raise ConfigError(
-                "The prompt's tools.alone refuses a text beside calls, so that nothing reads before_calls."
-            )
+            raise ConfigError("The prompt's tools.alone refuses text next to calls, so nothing reads before_calls.")
         if self.id_length is not None and self.id_length < 1:
             raise ConfigError(f"The prompt's tools.id_length is {self.id_length}; it must be at least 1.")
 
@@ -177,7 +175,7 @@ def _hold_once(part: Any, prefix: str, *wanted: tuple[str, str]) -> None:
     for name, braced in wanted:
         text = getattr(part, name)
         if text is not None and text.count(f"{{{braced}}}") != 1:
-            raise ConfigError(f"The prompt's {prefix}{name} {text!r} must hold {{{braced}}} exactly once.")
+            raise ConfigError(f"The prompt's {prefix}{name} {text!r} must contain {{{braced}}} exactly once.")
 
 
 def _unread(part: Any, prefix: str, names: tuple[str, ...], needed: str) -> None:
@@ -185,4 +183,6 @@ def _unread(part: Any, prefix: str, names: tuple[str, ...], needed: str) -> None
     for entry in dataclasses.fields(part):
         value = getattr(part, entry.name)
         if entry.name in names and value != entry.default:
-            raise ConfigError(f"The prompt's {prefix}{entry.name} is {value!r}, which nothing reads without {needed}.")
+            raise ConfigError(
+                f"The prompt's {prefix}{entry.name} is {value!r}, but nothing reads it unless {needed} is set."
+            )

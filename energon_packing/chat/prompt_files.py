@@ -71,7 +71,7 @@ def load_prompt(path: Path) -> PromptFormat:
 def _read(path: Path) -> str:
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise ConfigError(f"encoder.chat_template: {str(path)!r} is larger than a template can be.")
+            raise ConfigError(f"encoder.chat_template: {str(path)!r} is larger than the limit of 1 MiB for a template.")
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         names = builtin_prompts()

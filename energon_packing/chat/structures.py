@@ -107,8 +107,8 @@ class TemplateReader:
                 return Reading(structure=structure, places=places, text=text, generated=marked)
             failure = failure or SampleRejected(
                 "template_omits",
-                f"the chat template writes {names_of(pieces, conversation.turns, [other])} in another form, or "
-                "something around it depends on it; use another encoder.chat_template",
+                f"the chat template changes {names_of(pieces, conversation.turns, [other])}, or the text around it "
+                "depends on it; use another encoder.chat_template",
             )
         assert failure is not None
         raise failure
@@ -156,7 +156,7 @@ class TemplateReader:
             kinds = {pieces[piece].kind for piece in left_out}
             way = "use another encoder.chat_template"
             if kinds & {"call", "argument", "definition"}:
-                way = "it shows no tools; use a format that does, such as encoder.chat_template: qwen"
+                way = "it has no tool support; use a format that has, such as encoder.chat_template: qwen"
             if kinds == {"definition"}:
                 way += ", or allow it with encoder.tool_definitions: optional"
             if kinds == {"thinking"}:
@@ -169,8 +169,8 @@ class TemplateReader:
             return SampleRejected(
                 "unstable_prefix",
                 f"the chat template puts turn {early + 1} ({roles[early]}) after turn {late + 1} ({roles[late]}), so "
-                "that answers would be trained after other turns than they were given to; move the turn, or use "
-                "another encoder.chat_template",
+                "answers would be trained after turns that they did not answer; move the turn, or use another "
+                "encoder.chat_template",
             )
         return None
 

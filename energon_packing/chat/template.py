@@ -241,7 +241,7 @@ class ChatTemplate:
         if hidden:
             raise SampleRejected(
                 "loss_weight_mismatch",
-                f"the template shows nothing of turn {hidden[0] + 1} as generated, which has the weight "
+                f"the template marks nothing of turn {hidden[0] + 1} as generated, although the turn has the weight "
                 f"{weights[hidden[0]]}",
             )
         if self.train_on == "last_assistant":
@@ -254,8 +254,8 @@ class ChatTemplate:
                 if all(isinstance(part, str) for part in parts):
                     raise SampleRejected(
                         "empty_answer",
-                        f"turn {turn + 1} (assistant) has no word, so that its place in the text cannot be found; "
-                        "remove it, or give it the weight 0",
+                        f"turn {turn + 1} (assistant) is empty, so its place in the text cannot be found; remove it, "
+                        "or set its weight to 0",
                     )
             chosen += [span._replace(weight=1.0 if weight is None else weight) for span in spans.get(turn, [])]
         return _with_gaps(chosen, len(text)) if self.train_on == "all" else chosen

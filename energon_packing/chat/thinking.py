@@ -68,7 +68,7 @@ def _without_thinking(text: str) -> str:
         while not depth and cursor < len(text) and text[cursor].isspace():
             cursor += 1
     if depth:
-        raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its partner")
+        raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its matching tag")
     return "".join([*pieces, text[cursor:]])
 
 
@@ -97,7 +97,7 @@ def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
     A template may write the opening tag itself, right before the trained text; such a span begins with thinking.
 
     Raises:
-        SampleRejected: ``unclosed_thinking`` if a tag has no partner.
+        SampleRejected: ``unclosed_thinking`` if a tag has no matching tag.
     """
     result: list[TrainedSpan] = []
     for span in spans:
@@ -115,6 +115,6 @@ def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
             result += [span._replace(start=cursor, end=opened), TrainedSpan(opened, tag.end(), 0.0)]
             cursor = opened = tag.end()
         if depth:
-            raise SampleRejected("unclosed_thinking", f"an assistant turn opens {OPEN} and never closes it")
+            raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
         result.append(span._replace(start=cursor))
     return result

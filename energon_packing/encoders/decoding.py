@@ -77,7 +77,7 @@ def decode_media(measured: Measured, read: Callable[[str], bytes], config: Encod
         except (KeyError, OSError) as error:
             raise SampleRejected("missing_media", f"cannot be read: {error}") from error
         if deadline is not None and time.monotonic() > deadline:
-            raise SampleRejected("decode_timeout", f"not reached within {limit} s")
+            raise SampleRejected("decode_timeout", f"decoding did not get to it within {limit} s")
         return data
 
     for media, plan in zip(measured.media, measured.plans, strict=True):
@@ -90,7 +90,7 @@ def decode_media(measured: Measured, read: Callable[[str], bytes], config: Encod
         if found != (media.width, media.height):
             raise SampleRejected(
                 "media_changed",
-                f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, measured as {media.width}x{media.height}",
+                f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, but {media.width}x{media.height} was measured",
             )
     return decoded
 
@@ -123,7 +123,7 @@ def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
         planned = [list(plan.grid) for plan in measured.plans if plan.kind == kind]
         made = visual[name].tolist() if name in visual else []
         if planned and name in visual and planned != made:
-            raise SampleRejected("media_changed", f"the {kind}s became grids {made}, measured as {planned}")
+            raise SampleRejected("media_changed", f"the {kind}s became grids {made}, but {planned} were measured")
 
 
 def _decode(

@@ -66,7 +66,7 @@ class ConversationEncoder(SampleEncoder):
         missing = sorted(self.kinds - set(self.family.placeholders))
         if missing and chosen != "mixed":
             raise ConfigError(
-                f"encoder.modality is {chosen!r}, but the family {self.family.name} takes no {missing[0]}s."
+                f"encoder.modality is {chosen!r}, but the family {self.family.name} does not accept {missing[0]}s."
             )
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
@@ -146,7 +146,7 @@ class ConversationEncoder(SampleEncoder):
             ConfigError: ``train_on`` is ``all``, which would train the common beginning twice.
         """
         if self.config.train_on == "all":
-            raise ConfigError("encoder.train_on is 'all', but of a chosen/rejected pair only the answers are trained.")
+            raise ConfigError("encoder.train_on is 'all', but only the answers of a chosen/rejected pair are trained.")
         self._check_modality(conversation)
         answers = conversation.answers()
         for answer in answers:
@@ -184,7 +184,7 @@ class ConversationEncoder(SampleEncoder):
         text, spans, moved = expanded(chat.text, self._placeholders.texts(chat.text, measured.plans, family))
         tokenized = self._tokenize(text)
         if not np.array_equal(tokenized.ids, measured.token_ids):
-            raise PackingError(f"sample {measured.key} has other tokens than when it was measured")
+            raise PackingError(f"sample {measured.key} has different tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
             end = self.template.turn_end(kept, chat, turns)
@@ -221,12 +221,13 @@ class ConversationEncoder(SampleEncoder):
         trained, weights = trained_tokens(text, chat.spans, self._never_trained)
         targets = int(np.count_nonzero(trained[1:]))
         if not targets:
-            raise SampleRejected("nothing_to_learn", "no token of the conversation is a target")
+            raise SampleRejected("nothing_to_learn", "the conversation has no target tokens")
         positions = np.flatnonzero(any_of(ids, self._run_ids)).astype(np.int32)
         lengths = np.array([run for plan in plans for run in plan.runs], dtype=np.int32)
         if len(positions) != len(lengths):
             raise SampleRejected(
-                "placeholder_mismatch", f"{len(positions)} runs of media tokens in the text for {len(lengths)} measured"
+                "placeholder_mismatch",
+                f"the text has {len(positions)} runs of media tokens, but {len(lengths)} were measured",
             )
         return Measured(
             key=conversation.key,

@@ -32,7 +32,7 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
             continue
         if name not in conversation.extras:
             raise SampleRejected(
-                "missing_extra", f"the record has no extras {name!r}, which encoder.extra_fields wants"
+                "missing_extra", f"the record has no extras {name!r}, which encoder.extra_fields requires"
             )
         value = conversation.extras[name]
         if isinstance(value, int | float):
@@ -40,7 +40,7 @@ def extra_values(conversation: Conversation, names: Sequence[str], targets: int)
             continue
         if len(value) != targets:
             raise SampleRejected(
-                "extra_mismatch", f"extras {name!r} holds {len(value)} numbers for {targets} trained tokens"
+                "extra_mismatch", f"extras {name!r} has {len(value)} numbers for {targets} trained tokens"
             )
         found[name] = np.array(value, dtype=np.float32)
     return found

@@ -67,7 +67,7 @@ class Bounds:
         ):
             if limit is not None and (found := sum(_count(what, segment) for segment in segments)) > limit:
                 reason = "oversize" if key == "packing.seq_length" else f"too_many_{what.replace(' ', '_')}"
-                return Excess(reason=reason, limit=key, detail=f"{found} {what} of at most {limit} ({key})")
+                return Excess(reason=reason, limit=key, detail=f"{found} {what}, over {key}={limit}")
         return None
 
 

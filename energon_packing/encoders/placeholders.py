@@ -67,7 +67,7 @@ class Placeholders:
         if found != expected:
             raise SampleRejected(
                 "placeholder_mismatch",
-                f"the chat template shows media {found} for a conversation with {expected}",
+                f"the chat template writes media {found}, but the conversation has {expected}",
             )
         if not matches:
             return chat

@@ -109,7 +109,7 @@ class SampleEncoder(ABC):
         Raises:
             SampleRejected: ``no_pair``, unless the encoder overrides this.
         """
-        raise SampleRejected("no_pair", f"{type(self).__name__} takes no chosen/rejected pairs")
+        raise SampleRejected("no_pair", f"{type(self).__name__} does not support chosen/rejected pairs")
 
 
 AnyMeasured = Measured | MeasuredPair | PlainMeasured

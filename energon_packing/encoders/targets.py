@@ -60,7 +60,7 @@ def enough_targets(measured: Measured, ratio: float) -> Measured:
     if measured.targets <= ratio * measured.length:
         raise SampleRejected(
             "too_few_targets",
-            f"{measured.targets} of {measured.length} tokens are targets, not more than a share of {ratio:.6g} "
-            "(encoder.limits.min_active_ratio)",
+            f"only {measured.targets} of {measured.length} tokens are targets; their share must exceed "
+            f"encoder.limits.min_active_ratio={ratio:.6g}",
         )
     return measured

@@ -20,6 +20,6 @@ def check_decoded_bytes(frames: int, width: int, height: int, max_bytes: int | N
     if max_bytes is not None and needed > max_bytes:
         raise SampleRejected(
             "media_too_large",
-            f"{frames} x {width}x{height} pixels take {needed} bytes, and {max_bytes} are left of "
-            "encoder.max_decoded_bytes",
+            f"{frames} x {width}x{height} pixels take {needed} bytes, but only {max_bytes} of "
+            "encoder.max_decoded_bytes are left",
         )

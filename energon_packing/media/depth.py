@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BITS_PER_SAMPLE, _PHOTOMETRIC, _SAMPLE_FORMAT = 258, 262, 339
 _SIGNED = 2
-_WAY_OUT = "save it with 8 or 16 unsigned bits a sample"
+_WAY_OUT = "save it with 8 or 16 unsigned bits per sample"
 
 
 class GreyRange(NamedTuple):

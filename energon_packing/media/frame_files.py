@@ -51,7 +51,7 @@ def decode_frame_files(
             raise SampleRejected(
                 "corrupt_media",
                 f"frame {number} is {frame.shape[2]}x{frame.shape[1]} pixels, "
-                f"the first one {frames.shape[3]}x{frames.shape[2]}",
+                f"but the first is {frames.shape[3]}x{frames.shape[2]}",
             )
         frames[number] = frame
     if frames is None:

@@ -282,14 +282,16 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
     wanted = named_size(file)
     size_in_bytes = file.seek(0, io.SEEK_END)
     if wanted is not None and size_in_bytes < wanted:
-        raise SampleRejected("corrupt_media", f"truncated: the header names {wanted} bytes, {size_in_bytes} are there")
+        raise SampleRejected(
+            "corrupt_media", f"truncated: the header states {wanted} bytes, but the file has {size_in_bytes}"
+        )
     file.seek(0)
     with open_video(file) as container:
         if not container.streams.video:
             raise SampleRejected("corrupt_media", "the file has no video stream")
         stream = container.streams.video[0]
         if (stream.disposition & stream.disposition.attached_pic).value:
-            raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
+            raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
         codec = stream.codec_context
         _check_pixels(codec.width, codec.height, max_pixels)
         codec.thread_count = 1  # the converter runs one file per thread
@@ -318,7 +320,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         count = _count_decoded(packets, stream, size) if exact else _count_packets(packets, stream)
         if "mov" in names and packets.seen < named_frames:
             raise SampleRejected(
-                "corrupt_media", f"truncated: the container names {named_frames} frames and holds {packets.seen}"
+                "corrupt_media", f"truncated: the container states {named_frames} frames, but holds {packets.seen}"
             )
     if not exact and named_frames not in (0, count.frames):
         # An edit list or a broken index: only decoding tells.

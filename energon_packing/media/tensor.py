@@ -73,7 +73,7 @@ def tensor_info(stream: BinaryIO, suffix: str, names: Sequence[str] = ()) -> Ten
     if suffix in ("pt", "pth"):
         found, tensor = _load_pt(stream, size, names)
         return TensorInfo(found, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), -1)
-    raise SampleRejected("unknown_tensor_format", f".{suffix} is none of {', '.join(SUFFIXES)}")
+    raise SampleRejected("unknown_tensor_format", f".{suffix} is not one of {', '.join(SUFFIXES)}")
 
 
 def read_tensor(data: bytes, suffix: str, names: Sequence[str] = ()) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _check_length(info: TensorInfo, end: int) -> TensorInfo:
     wanted = math.prod(info.shape) * _SIZES[info.dtype]
     if end - info.start != wanted:
         raise _corrupt(
-            f"{info.dtype} of shape {list(info.shape)} is {wanted} bytes, the file holds {end - info.start} of them"
+            f"{info.dtype} of shape {list(info.shape)} needs {wanted} bytes, but the file holds {end - info.start}"
         )
     return info
 
@@ -125,7 +125,7 @@ def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
     length_bytes = stream.read(width)
     length = int.from_bytes(length_bytes, "little")
     if len(length_bytes) < width or length > min(MAX_HEADER, size):
-        raise _corrupt(f"its header is {length} bytes long")
+        raise _corrupt(f"its header claims {length} bytes, more than the file or the limit allows")
     try:
         header = ast.literal_eval(stream.read(length).decode("utf-8").strip())
         descr, fortran, shape = header["descr"], header["fortran_order"], header["shape"]
@@ -143,7 +143,7 @@ def _npy_info(stream: BinaryIO, size: int) -> TensorInfo:
 def _sides(shape: Any) -> tuple[int, ...]:
     sides = shape if isinstance(shape, list | tuple) else (None,)
     if len(sides) > 8 or any(isinstance(side, bool) or not isinstance(side, int) or side < 0 for side in sides):
-        raise _corrupt("its header names no shape")
+        raise _corrupt("its header has no valid shape")
     return tuple(sides)
 
 
@@ -151,7 +151,7 @@ def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> Tens
     head = stream.read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
     if length > min(MAX_HEADER, size - 8):
-        raise _corrupt("not a safetensors file, or one of very many tensors")
+        raise _corrupt("not a safetensors file, or one with too many tensors")
     try:
         header = json.loads(stream.read(length).decode("utf-8"))
         header.pop("__metadata__", None)
@@ -184,7 +184,7 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
     try:
         with zipfile.ZipFile(stream) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise _corrupt("a .pt file whose entries are compressed, as torch writes none")
+                raise _corrupt("a .pt file with compressed entries, which torch never writes")
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
         raise SampleRejected(
             "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"
@@ -212,5 +212,5 @@ def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, to
         raise SampleRejected("wrong_shape", f"the tensor of shape {list(loaded.shape)} is empty")
     # A view can repeat one value to any size; the file must hold every byte that is allocated later.
     if loaded.numel() * loaded.element_size() > size:
-        raise _corrupt(f"a tensor of shape {list(loaded.shape)} in a file of {size} bytes")
+        raise _corrupt(f"a tensor of shape {list(loaded.shape)} does not fit in a file of {size} bytes")
     return found, loaded.detach()

@@ -60,7 +60,7 @@ def decode_frames(
                 raise SampleRejected("corrupt_media", "the file has no video stream")
             stream = container.streams.video[0]
             if (stream.disposition & stream.disposition.attached_pic).value:
-                raise SampleRejected("corrupt_media", "the file has no video stream, only sound with a cover picture")
+                raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
             size = stream.codec_context.width, stream.codec_context.height
             _check_pixels(size, max_pixels)
             check_decoded_bytes(len(indices), *size, max_bytes)
@@ -91,7 +91,9 @@ def decode_frames(
                     if frames is None:
                         frames = np.empty((len(indices), *pixels.shape), dtype=np.uint8)
                     if pixels.shape != frames.shape[1:]:
-                        raise SampleRejected("corrupt_media", f"frame {index} of the video is turned another way")
+                        raise SampleRejected(
+                            "corrupt_media", f"frame {index} is rotated differently from the first requested frame"
+                        )
                     first, last = bisect_left(indices, index), bisect_right(indices, index)
                     frames[first:last] = pixels
                     found += 1
@@ -101,7 +103,7 @@ def decode_frames(
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     if frames is None or found < len(wanted):
         raise SampleRejected(
-            "corrupt_media", f"the video ends before frame {wanted[found]}, although more frames were measured"
+            "corrupt_media", f"the video ends before frame {wanted[found]}, but more frames were measured"
         )
     return torch.from_numpy(frames).permute(0, 3, 1, 2)
 

@@ -225,24 +225,24 @@ CALLED = {"call": "{name}{arguments}"}
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
-        (DEFINED | {"definition": "nothing"}, "definition 'nothing' must hold {json} or {fields} once"),
-        (DEFINED | {"definition": "{json}{json}"}, "must hold {json} or {fields} once"),
-        (DEFINED | {"definition": "{json}{fields}"}, "must hold {json} or {fields} once"),
+        (DEFINED | {"definition": "nothing"}, "definition 'nothing' must contain {json} or {fields} exactly once"),
+        (DEFINED | {"definition": "{json}{json}"}, "must contain {json} or {fields} exactly once"),
+        (DEFINED | {"definition": "{json}{fields}"}, "must contain {json} or {fields} exactly once"),
         (
             CALLED | {"placement": "last_user"},
-            "placement is 'last_user', which nothing reads without tools.definitions",
+            "placement is 'last_user', but nothing reads it unless tools.definitions",
         ),
-        (CALLED | {"before_definitions": ","}, "before_definitions is ',', which nothing reads without"),
-        (CALLED | {"between_definitions": ","}, "between_definitions is ',', which nothing reads without"),
-        (CALLED | {"definition": "{fields}"}, "definition is '{fields}', which nothing reads without"),
-        (DEFINED | {"calls": "[{calls}]"}, "calls is '[{calls}]', which nothing reads without tools.call"),
-        (DEFINED | {"before_calls": " "}, "before_calls is ' ', which nothing reads without tools.call"),
-        (DEFINED | {"between_calls": ","}, "between_calls is ',', which nothing reads without tools.call"),
-        (DEFINED | {"alone": True}, "alone is True, which nothing reads without tools.call"),
+        (CALLED | {"before_definitions": ","}, "before_definitions is ',', but nothing reads it unless"),
+        (CALLED | {"between_definitions": ","}, "between_definitions is ',', but nothing reads it unless"),
+        (CALLED | {"definition": "{fields}"}, "definition is '{fields}', but nothing reads it unless"),
+        (DEFINED | {"calls": "[{calls}]"}, "calls is '[{calls}]', but nothing reads it unless tools.call"),
+        (DEFINED | {"before_calls": " "}, "before_calls is ' ', but nothing reads it unless tools.call"),
+        (DEFINED | {"between_calls": ","}, "between_calls is ',', but nothing reads it unless tools.call"),
+        (DEFINED | {"alone": True}, "alone is True, but nothing reads it unless tools.call"),
         (CALLED | {"alone": True, "before_calls": " "}, "nothing reads before_calls"),
         (CALLED | {"id_length": 0}, "id_length is 0"),
-        (DEFINED | {"id_length": 9}, "id_length is 9, which nothing reads without tool or tools.call"),
-        ({"tokens": ("<t>",)}, "tokens is ('<t>',), which nothing reads without tool, tools.call or tools.definitions"),
+        (DEFINED | {"id_length": 9}, "id_length is 9, but nothing reads it unless tool or tools.call"),
+        ({"tokens": ("<t>",)}, "tokens is ('<t>',), but nothing reads it unless tool, tools.call or tools.definitions"),
     ],
 )
 def test_a_setting_of_tools_that_nothing_reads_is_refused(tools, message):
@@ -253,13 +253,13 @@ def test_a_setting_of_tools_that_nothing_reads_is_refused(tools, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tool_group": "[{tools}]"}, "tool_group is '[{tools}]', which nothing reads without tool."),
-        ({"between_tools": ","}, "between_tools is ',', which nothing reads without tool."),
+        ({"tool_group": "[{tools}]"}, "tool_group is '[{tools}]', but nothing reads it unless tool is set."),
+        ({"between_tools": ","}, "between_tools is ',', but nothing reads it unless tool is set."),
         (
             {"assistant_after_tool": "{content}"},
-            "assistant_after_tool is '{content}', which nothing reads without tool.",
+            "assistant_after_tool is '{content}', but nothing reads it unless tool is set.",
         ),
-        ({"assistant_with_calls": "{content}"}, "which nothing reads without tools.call."),
+        ({"assistant_with_calls": "{content}"}, "but nothing reads it unless tools.call is set."),
     ],
 )
 def test_a_setting_of_tool_turns_without_any_is_refused(settings, message):

@@ -225,7 +225,7 @@ def test_dropping_and_raising_name_the_limit_and_the_numbers(limited, limits, re
         limited(**limits).measure(conversation)
     assert refused.value.reason == reason
     name, most = next(iter(limits.items()))
-    assert f"of at most {most} (encoder.limits.{name})" in refused.value.detail
+    assert f"over encoder.limits.{name}={most}" in refused.value.detail
     with pytest.raises(ConfigError, match=f"encoder.limits.{name}"):
         limited(**limits, when_over=("raise",)).measure(conversation)
 

@@ -174,14 +174,14 @@ class Conversation:
         if bool(self.chosen) != bool(self.rejected):
             raise SampleRejected("bad_record", "a pair needs both a chosen and a rejected answer")
         if any(isinstance(part, MediaPart) for turn in (*self.chosen, *self.rejected) for part in turn.parts):
-            raise SampleRejected("bad_record", "the answers of a pair hold text only; put media before them")
+            raise SampleRejected("bad_record", "the answers of a pair may contain only text; put media before them")
         for name, value in self.extras.items():
             if name == PREFERENCE and (self.is_pair or not isinstance(value, int | float)):
                 raise SampleRejected("bad_record", f"extras {name!r} is made from the answers of a pair")
             if isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
                 raise SampleRejected("bad_record", f"extras {name!r} names parts other than the answers of a pair")
             if isinstance(value, list | tuple) and self.is_pair:
-                raise SampleRejected("bad_record", f"extras {name!r} of a pair is one list for two answers")
+                raise SampleRejected("bad_record", f"extras {name!r} is one list, but a pair has two answers")
         named = [part.index for turn in self.turns for part in turn.parts if isinstance(part, MediaPart)]
         if named != list(range(len(self.media))):
             raise SampleRejected(
@@ -192,7 +192,7 @@ class Conversation:
             raise SampleRejected("empty_conversation", "the record has no turns")
         for turn in (*self.turns, *self.chosen, *self.rejected):
             if turn.role not in ROLES:
-                raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is none of {', '.join(ROLES)}")
+                raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is not one of {', '.join(ROLES)}")
 
     def to_messages(self) -> list[dict[str, Any]]:
         """Messages for a Hugging Face chat template, ``{"role": ..., "content": [{"type": "image"}, ...]}``.
@@ -295,7 +295,7 @@ def _read_extra(name: Any, value: Any) -> Any:
     numbers = value if isinstance(value, list | tuple) else [value]
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= LARGEST_NUMBER:
-            raise _RECORD.bad(f"extras {name!r} holds something that is no finite number")
+            raise _RECORD.bad(f"extras {name!r} contains something that is not a finite number")
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
@@ -345,9 +345,9 @@ def _read_media(entry: Any) -> Media:
     for frame in names:
         _RECORD.check_name(frame, kind, "a media entry")
     if (names or times) and (kind != "video" or entry.get("frames") != len(names) or names[0] != name):
-        raise _RECORD.bad(f"the frames of {kind} {reprlib.repr(name)} are not those that it lists")
+        raise _RECORD.bad(f"the frames of {kind} {reprlib.repr(name)} differ from its list of frames")
     for time in times:
         _RECORD.check_number(time, f"a frame time of {reprlib.repr(name)}", above_zero=False)
     if times and (len(times) != len(names) or any(later <= time for time, later in pairwise(times))):
-        raise _RECORD.bad(f"the frame times of {reprlib.repr(name)} are not one for each frame, ascending")
+        raise _RECORD.bad(f"the frame times of {reprlib.repr(name)} must be ascending, one per frame")
     return Media(**{**entry, "frame_names": names, "frame_times": times})

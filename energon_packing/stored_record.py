@@ -62,7 +62,7 @@ class StoredRecord:
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise self.bad(f"{what} is a {type(value).__name__}, expected a {'whole ' if whole else ''}number")
         if not 0 <= value <= LARGEST_NUMBER or (above_zero and value < SMALLEST_NUMBER):
-            raise self.bad(f"{what} is outside of what a record may hold")
+            raise self.bad(f"{what} is outside the range that a record allows")
 
     def check_name(self, name: Any, what: str, owner: str) -> None:
         """Rejects a name that no store can have, and (``media_outside_root``) one that leaves the store.
@@ -75,7 +75,7 @@ class StoredRecord:
             raise self.bad(f"{owner} has no usable name")
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:
-            raise SampleRejected("media_outside_root", f"{what} {reprlib.repr(name)} leaves the data set")
+            raise SampleRejected("media_outside_root", f"{what} {reprlib.repr(name)} points outside the data set")
 
 
 def is_unicode(text: str) -> bool:

@@ -70,7 +70,7 @@ def check_columns(
             raise SampleRejected("unsupported_column", f"the column {name!r} {why}")
     if any(name in record for name in _AUDIO_COLUMNS) and (count := _count(turns, "<audio>")):
         raise SampleRejected(
-            "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record names no audio"
+            "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
         )
     if any(reference.kind == "video" and not reference.is_frames for reference in media):
         refuse_cut(
@@ -86,8 +86,8 @@ def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]
         return "holds audio, which is not supported"
     if name in LABELS and is_preference_label(value):
         return (
-            f"is {value!r:.60}: it calls the answer wanted or unwanted (KTO), which is not supported; to train on the "
-            "wanted answers alone, keep those records and remove the column"
+            f"is {value!r:.60}, a preference label (KTO), which is not supported; to train on the preferred answers "
+            "alone, keep only their records and remove the column"
         )
     if name in _WEIGHTS and _weighs(value):
         return "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages"
@@ -100,9 +100,9 @@ def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]
     if name == "chat_template_kwargs" or (name == "documents" and isinstance(value, list)):
         return "is an argument of the chat template, which is not supported"
     if name == "objects" and any(_count(turns, tag) for tag in _GROUNDING):
-        return f"holds what stands for {' and '.join(_GROUNDING)} in the text, which is not supported"
+        return f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported"
     if _ANSWERS.fullmatch(name):
-        return "is part of a pair of answers that is not understood; docs/convert.md lists the layouts of pairs"
+        return "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones"
     return None
 
 

@@ -112,11 +112,11 @@ class ConvertConfig:
         reserved = {"extras", PREFERENCE, *RECORD_COLUMNS}.intersection(self.extra_columns)
         if "" in self.extra_columns or len(set(self.extra_columns)) < len(self.extra_columns) or reserved:
             raise ConfigError(
-                f"extra_columns is {list(self.extra_columns)}; name each column of extra values once, and none that "
-                "holds something else"
+                f"extra_columns is {list(self.extra_columns)}; name each column of extra values once, and no column "
+                "that convert reads for something else"
             )
         if not 0.0 <= self.max_rejects <= 1.0:
-            raise ConfigError(f"max_rejects is {self.max_rejects}; it is a share and must lie between 0 and 1")
+            raise ConfigError(f"max_rejects is {self.max_rejects}; it must be a share between 0 and 1")
 
     def fingerprint_options(self) -> dict[str, object]:
         """The options that decide the data set's content; resuming with different ones is refused, naming them."""

@@ -74,7 +74,7 @@ def prepare(
     meta = directory / META_DIRECTORY
     counted = json.loads((meta / INFO_FILE).read_text(encoding="utf-8"))["shard_counts"]
     if counted != dict(shards):
-        raise PackingError(f"Energon counts {counted} samples in {directory}, written were {dict(shards)}")
+        raise PackingError(f"Energon counts {counted} samples in {directory}, but {dict(shards)} were written")
     content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
     (meta / "dataset.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     _write_media_metadata(meta / "index.sqlite", media)

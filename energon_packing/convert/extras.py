@@ -49,7 +49,9 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
         if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
             raise SampleRejected("bad_extra", f"{name!r} has parts other than the two answers of a pair")
         if isinstance(value, list | tuple) and pair:
-            raise SampleRejected("bad_extra", f"{name!r} is one list for two answers; give one for each of them")
+            raise SampleRejected(
+                "bad_extra", f"{name!r} is one list, but a pair has two answers; give one list for each"
+            )
     return extras
 
 

@@ -42,7 +42,7 @@ def frame_times(value: Any, frames: int) -> tuple[float, ...]:
         return ()
     numbers: list[Any] = value if isinstance(value, list) else [None]
     if not all(isinstance(time, int | float) and not isinstance(time, bool) for time in numbers):
-        raise SampleRejected("bad_frames", "the timestamps of a list of frames are no list of numbers")
+        raise SampleRejected("bad_frames", "the timestamps of a list of frames are not a list of numbers")
     if len(numbers) != frames:
         raise SampleRejected("bad_frames", f"{len(numbers)} timestamps for a list of {frames} frames")
     if not all(0 <= time <= LARGEST_NUMBER for time in numbers) or any(b <= a for a, b in pairwise(numbers)):
@@ -66,7 +66,7 @@ def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | Non
         if (file.width, file.height) != size:
             raise SampleRejected(
                 "unequal_frames",
-                f"frame {number} of a list is {file.width}x{file.height} pixels, the first one {size[0]}x{size[1]}",
+                f"frame {number} of a list is {file.width}x{file.height} pixels, but the first is {size[0]}x{size[1]}",
             )
     rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else fps or DEFAULT_FRAME_FPS
     rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)

@@ -65,7 +65,7 @@ def dataset_entry(path: str | Path) -> str:
     if place.is_file():
         if place.name.endswith((".yaml", ".yml")):
             return str(path)
-        raise UserError(f"{path} is a file, but no .yaml; name the directory that 'energon-packing convert' wrote")
+        raise UserError(f"{path} is a file, but not .yaml; name the directory that 'energon-packing convert' wrote")
     if (place / DATASET_FILE).is_file():
         return str(place / DATASET_FILE)
     if (place / META_DIRECTORY / INFO_FILE).is_file():
@@ -73,9 +73,10 @@ def dataset_entry(path: str | Path) -> str:
     if not place.is_dir():
         raise UserError(f"{path} does not exist; name the directory that 'energon-packing convert' wrote")
     if (place / META_DIRECTORY).is_dir():
-        raise UserError(f"{path} is not prepared to the end (.nv-meta lacks {INFO_FILE}); run 'energon prepare {path}'")
+        raise UserError(f"{path} is only partly prepared (.nv-meta lacks {INFO_FILE}); run 'energon prepare {path}'")
     raise UserError(
-        f"{path} is no data set (neither {DATASET_FILE} nor {META_DIRECTORY}); make one with 'energon-packing convert'"
+        f"{path} is not a data set (it has neither {DATASET_FILE} nor {META_DIRECTORY}); make one with "
+        "'energon-packing convert'"
     )
 
 

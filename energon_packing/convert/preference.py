@@ -47,20 +47,20 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
     if not answers and not other:
         return None
     if record.get("rejected_images") or record.get("rejected_videos"):
-        raise _bad("the rejected answer has media of its own; both answers follow the same media")
+        raise _bad("the rejected answer has its own media; both answers must follow the same media")
     columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
     if len(columns) > 1:
-        raise _bad(f"the beginning stands in both {columns[0]!r} and {columns[1]!r}; keep one of them")
+        raise _bad(f"both {columns[0]!r} and {columns[1]!r} contain the beginning; keep one of them")
     common = _messages(record[columns[0]], columns[0], "user") if columns else None
     if other:
         if record.get("chosen_messages") is not None:
-            raise _bad(f"'chosen_messages' beside {other[0]!r} is not read; name the two 'chosen' and 'rejected'")
+            raise _bad(f"'chosen_messages' with {other[0]!r} is not supported; rename them to 'chosen' and 'rejected'")
         if answers or len(other) > 1:
-            raise _bad(f"{other[0]!r} stands beside {(*other[1:], *answers)[0]!r}; keep one of them")
+            raise _bad(f"the record has both {other[0]!r} and {(*other[1:], *answers)[0]!r}; keep one of them")
         return _replaced(common, record[other[0]], (columns[0] if columns else "", other[0]))
     if len(answers) == 1:
         (only,) = answers
-        raise _bad(f"the record has {only!r} and nothing to prefer it to; a pair has 'chosen' and 'rejected'")
+        raise _bad(f"the record has only {only!r}; a pair needs both 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
     if common is None:
         return _split(chosen, rejected, ("chosen", "rejected"))
@@ -121,7 +121,7 @@ def _replaced(whole: list[Any] | None, rejected: Any, columns: tuple[str, str]) 
     """``messages`` that end with the chosen answer, and the rejected answer that replaces it."""
     first, column = columns
     if whole is None:
-        raise _bad(f"{column!r} stands alone; the chosen answer is the end of 'messages'")
+        raise _bad(f"the record has {column!r} but no 'messages', which must end with the chosen answer")
     if column == "rejected_messages":
         return _split(whole, _messages(rejected, column, "assistant"), columns)
     answer = _messages(rejected, column, "assistant")

@@ -165,7 +165,7 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
     times = [None] * count if times is None else times
     for name, values in ((_RATES, rates), (_TIMES, times)):
         if not isinstance(values, list) or len(values) != count:
-            raise SampleRejected("bad_frames", f"{name!r} has not one entry for each of {count} video(s)")
+            raise SampleRejected("bad_frames", f"{name!r} must have one entry for each of the {count} video(s)")
     for entry in entries:
         if isinstance(entry, dict):
             _look_at_entry(entry, kind, filled[0], media)

@@ -157,7 +157,7 @@ def parse_record(
 
 def _hint(ignored: set[str]) -> str:
     meant = [(name, near) for name in sorted(ignored) if (near := near_name(name)) in READ_COLUMNS]
-    return "".join(f"; nothing reads the column {name!r}, did you mean {near!r}?" for name, near in meant)
+    return "".join(f"; the column {name!r} is not read, did you mean {near!r}?" for name, near in meant)
 
 
 Fields = tuple[str, str]
@@ -180,7 +180,7 @@ def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[An
 def _of_list(turns: list[Any], layout: RecordFormat, value: Mapping[str, Any]) -> tuple[list[Any], Fields]:
     """The beginning of a pair, which may come from any column."""
     if not turns:
-        raise SampleRejected("bad_pair", "no message stands before the two answers")
+        raise SampleRejected("bad_pair", "there is no message before the two answers")
     if (fields := _fields(turns[0], layout)) is None:
         raise _unknown_layout(value, layout)
     return turns, fields
@@ -213,7 +213,7 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
     ignored |= media.ignored
     if media.references:
-        raise SampleRejected("bad_pair", "an answer of the pair names media; they stand before both answers")
+        raise SampleRejected("bad_pair", "an answer of the pair contains media; put them before both answers")
     if not turns or turns[0].role != "assistant":
         found = f"a {turns[0].role} turn" if turns else "nothing"
         raise SampleRejected("bad_pair", f"an answer of the pair begins with {found}, expected an assistant turn")

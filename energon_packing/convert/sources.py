@@ -73,7 +73,7 @@ def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -
         if source.is_dir():
             found = sorted(path for path in source.rglob("*") if _is_source(path, source, shut))
             if not found:
-                raise UserError(f"{source} holds no .json, .jsonl or .ndjson file; name the file of conversations")
+                raise UserError(f"{source} has no .json, .jsonl or .ndjson file; name the file of conversations")
             pairs = [(path, path.relative_to(source).as_posix()) for path in found]
         elif source.is_file():
             if source.stat().st_size == 0:
@@ -172,7 +172,7 @@ def _read_array(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> 
         if element.error is None:
             yield RawRecord(source=source, number=number, where=where, value=element.value, position=stream.tell())
         else:
-            lost = "; nothing behind it was read" if element.last else ""
+            lost = "; nothing after it was read" if element.last else ""
             yield _broken(source, number, where, element.error + lost, stream.tell())
 
 

@@ -75,7 +75,7 @@ def check_tensor(path: Path, role: TensorRole, config: ConvertConfig, *, descrip
             raise SampleRejected("media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}")
         suffix = path.suffix.lower().lstrip(".")
         if suffix not in SUFFIXES:
-            raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is none of {', '.join(SUFFIXES)}")
+            raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
         digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
         info = tensor_info(stream, suffix, NAMES[role])
         shape = _shape(info, role)
@@ -112,7 +112,7 @@ def _check_values(data: bytes, suffix: str, info: TensorInfo, role: TensorRole) 
 
     tensor = read_tensor(data, suffix, (info.tensor, *NAMES[role]))
     if not torch.isfinite(tensor).all():
-        raise SampleRejected("not_finite", "it holds values that are not finite")
+        raise SampleRejected("not_finite", "it holds NaN or infinite values")
     if role == "latents":
         return info.shape[-3]
     filled = tensor.reshape(info.shape[-2:]).ne(0).any(dim=1).nonzero()

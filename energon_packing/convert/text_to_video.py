@@ -109,7 +109,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
         keys = ", ".join(sorted(key[:40] for key in value)[:20]) or "none"
         raise SampleRejected("unknown_layout", f"expected 'video' or 'latents'; the record's keys are: {keys}")
     if (caption is None or not caption.strip()) and not found["context"]:
-        raise SampleRejected("empty_caption", "the record has neither a caption nor 'context' embeddings of one")
+        raise SampleRejected("empty_caption", "the record has neither a caption nor caption embeddings ('context')")
     metadata = value.get("metadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise SampleRejected("non_string_value", f"'metadata' is a {type(metadata).__name__}, expected an object")

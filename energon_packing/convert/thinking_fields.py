@@ -34,7 +34,7 @@ def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise SampleRejected("non_string_value", f"turn {number} has a {name} that is {kind_of(value)}, not text")
+            raise SampleRejected("non_string_value", f"turn {number} has {name} that is {kind_of(value)}, not text")
         if value.strip():
             given[name] = value.strip("\n")
     if not given:
@@ -43,12 +43,12 @@ def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
     thought = given[first]
     for other in others:
         if given[other] != thought:
-            raise SampleRejected("conflicting_thinking", f"turn {number} has a {first} and another {other}")
+            raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and {other}, and they differ")
     if OPEN in thought or CLOSE in thought:
-        raise SampleRejected("conflicting_thinking", f"turn {number} has a {first} with {OPEN} or {CLOSE} in it")
+        raise SampleRejected("conflicting_thinking", f"turn {number} has {first} with {OPEN} or {CLOSE} in it")
     if OPEN not in text and CLOSE not in text:
         return f"{OPEN}\n{thought}\n{CLOSE}\n\n"
     inner, closed, rest = text.lstrip().removeprefix(OPEN).partition(CLOSE)
     if text.lstrip().startswith(OPEN) and closed and inner.strip("\n") == thought and OPEN not in rest + inner:
         return ""  # the text holds it already
-    raise SampleRejected("conflicting_thinking", f"turn {number} has a {first} and other thinking in its text")
+    raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and different thinking in its text")

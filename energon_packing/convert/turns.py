@@ -128,13 +128,13 @@ def _changes_meaning(name: str, value: Any, message: Mapping[str, Any]) -> str |
     if name in _IMAGES:
         return "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record"
     if name in ("tools", "functions"):
-        return "which is not read; tool definitions stand in the column 'tools' of the record"
+        return "which is not read; tool definitions belong in the record's column 'tools'"
     if name in _CALLS:
         return "but only an assistant calls tools"
     if name in _PART_OF_A_TURN:
-        return "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message says how much it is trained"
+        return "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained"
     if name in LABELS and is_preference_label(value):
-        return "which calls it wanted or unwanted; that is not supported, a weight of 0 leaves a message out"
+        return "a preference label, which is not supported; a weight of 0 excludes a message from training"
     if name == "channel" and value != "final":
         return f"{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'"
     if name == "tool_plan" or (name == "reasoning_details" and not any(message.get(n) for n in THINKING_FIELDS)):

@@ -34,26 +34,26 @@ def check_out(config: ConvertConfig) -> None:
     """
     out = config.out
     if out.name in ("", ".."):
-        raise UserError(f"--out {out} has no name of its own; name a directory to be made")
+        raise UserError(f"--out {out} has no name of its own; name a directory to create")
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a directory to be made")
+        raise UserError(f"--out {out} is a file; name a directory to create")
     if not out.is_dir() or not any(out.iterdir()):
         return
     if read_report(out) is None:
         raise UserError(
-            f"--out {out} is not empty and holds no data set that convert wrote; choose another directory, "
-            "or remove its content yourself"
+            f"--out {out} is not empty, and convert did not write what it contains; choose another directory, or "
+            "empty it yourself"
         )
     if not (config.overwrite or config.resume):
         raise UserError(
-            f"--out {out} holds a converted data set already; add --overwrite to replace it, --resume to keep it if it "
-            "is complete, or choose another directory"
+            f"--out {out} already contains a converted data set; add --overwrite to replace it, --resume to keep it if "
+            "it is complete, or choose another directory"
         )
     real = out.resolve()
     roots = [*config.sources, *([config.media_root] if config.media_root is not None else [])]
     for source in roots:
         if source.resolve().is_relative_to(real):
-            raise UserError(f"{source} lies inside --out {out}, which would be replaced; choose another directory")
+            raise UserError(f"{source} is inside --out {out}, which would be replaced; choose another directory")
 
 
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -101,25 +101,31 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[Defect]:
     return [
         sharegpt("bad-missing", "missing_media", "The image file does not exist.", ask, images=["broken/nowhere.jpg"]),
         sharegpt("bad-empty", "corrupt_media", "The image file has no bytes.", ask, images=["broken/empty.jpg"]),
-        sharegpt("bad-cut", "corrupt_media", "The JPEG ends in its middle.", ask, images=["broken/truncated.jpg"]),
+        sharegpt(
+            "bad-cut", "corrupt_media", "The JPEG is cut off in the middle.", ask, images=["broken/truncated.jpg"]
+        ),
         sharegpt(
             "bad-more-media",
             "placeholder_mismatch",
-            "The record names two images, its text one.",
+            "The record names two images, but its text has one placeholder.",
             ask,
             images=["broken/good.jpg", "broken/good.jpg"],
         ),
         sharegpt(
             "bad-more-placeholders",
             "placeholder_mismatch",
-            "The text has two placeholders, the record names one image.",
+            "The text has two placeholders, but the record names one image.",
             f"<image>{ask}",
             images=["broken/good.jpg"],
         ),
         sharegpt("bad-outside", "media_outside_root", "The path leaves the folder.", ask, images=["../outside.jpg"]),
         sharegpt("bad-absolute", "media_outside_root", "The path is absolute.", ask, images=["/etc/hostname"]),
         sharegpt(
-            "bad-sound", "corrupt_media", "The video file holds only sound.", "<video>Hm?", videos=["broken/sound.mp4"]
+            "bad-sound",
+            "corrupt_media",
+            "The video file contains only audio.",
+            "<video>Hm?",
+            videos=["broken/sound.mp4"],
         ),
         sharegpt(
             "bad-video", "corrupt_media", "The video file is cut off.", "<video>Hm?", videos=["broken/damaged.mp4"]
@@ -127,17 +133,19 @@ def make_defects(folder: Path, rng: Random, twin: str) -> list[Defect]:
         openai(
             "bad-role",
             "unknown_role",
-            "A turn has a role that nobody knows.",
+            "A turn has an unknown role.",
             {"messages": [user, {"role": "narrator", "content": answer}]},
         ),
         openai("bad-no-turns", "empty_conversation", "The list of messages is empty.", {"messages": []}),
         openai(
             "bad-value",
             "non_string_value",
-            "A turn holds a number instead of text.",
+            "A turn contains a number instead of text.",
             {"messages": [user, {"role": "assistant", "content": 42}]},
         ),
-        openai(None, "bad_json", "The line is cut off and is no JSON.", '{"id": "bad-json", "messages": [{"role": "us'),
+        openai(
+            None, "bad_json", "The line is cut off and is not JSON.", '{"id": "bad-json", "messages": [{"role": "us'
+        ),
         Defect(
             id=twin,
             source="openai.jsonl",

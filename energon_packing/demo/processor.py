@@ -24,5 +24,5 @@ def processor_path(name: str) -> Path:
         UserError: there is no shipped processor of that name.
     """
     if name not in PROCESSORS:
-        raise UserError(f"there is no demo processor {name!r}; the names are {', '.join(PROCESSORS)}")
+        raise UserError(f"there is no demo processor {name!r}; known: {', '.join(PROCESSORS)}")
     return Path(__file__).parent / "processors" / name

@@ -83,8 +83,8 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"conversations": ASKED, "chosen": "A"}, ("bad_pair", "nothing to prefer it to")),
-        ({"conversations": ASKED, "rejected": "A"}, ("bad_pair", "nothing to prefer it to")),
+        ({"conversations": ASKED, "chosen": "A"}, ("bad_pair", "only 'chosen'")),
+        ({"conversations": ASKED, "rejected": "A"}, ("bad_pair", "only 'rejected'")),
         ({"conversations": ASKED, "chosen": "A", "rejected": 3}, ("bad_pair", "'rejected' is neither text")),
         ({"conversations": ASKED, "chosen": "A", "rejected": []}, ("bad_pair", "'rejected' is neither text")),
         ({"conversations": ASKED, "chosen": "A", "rejected": "A"}, ("nothing_to_learn", "are the same")),
@@ -93,19 +93,19 @@ def test_an_answer_may_call_tools_and_go_on() -> None:
         ({"conversations": [], "chosen": "A", "rejected": "B"}, ("bad_pair", "neither text")),
         ({"chosen": "A", "rejected": "B"}, ("bad_pair", "share no beginning")),
         ({"chosen": [YES], "rejected": [NO]}, ("bad_pair", "share no beginning")),
-        ({"conversations": ASKED, "chosen": "<image>", "rejected": "B"}, ("bad_pair", "names media")),
+        ({"conversations": ASKED, "chosen": "<image>", "rejected": "B"}, ("bad_pair", "contains media")),
         (
             {"conversations": ASKED, "messages": ASKED_OPENAI, "chosen": "A", "rejected": "B"},
             ("bad_pair", "both 'messages' and 'conversations'"),
         ),
         (
             {"messages": [*ASKED_OPENAI, YES], "rejected_response": "B", "chosen": "A"},
-            ("bad_pair", "'rejected_response' stands beside 'chosen'"),
+            ("bad_pair", "both 'rejected_response' and 'chosen'"),
         ),
-        ({"rejected_response": "B"}, ("bad_pair", "stands alone")),
+        ({"rejected_response": "B"}, ("bad_pair", "but no 'messages'")),
         (
             {"messages": [*ASKED_OPENAI, YES], "rejected_response": "B", "rejected_images": ["a.png"]},
-            ("bad_pair", "media of its own"),
+            ("bad_pair", "its own media"),
         ),
         (
             {"conversations": ASKED, "chosen": {**GPT_YES, "weight": 0}, "rejected": "B"},

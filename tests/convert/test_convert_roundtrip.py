@@ -199,7 +199,7 @@ def test_an_entry_that_is_no_data_set_is_told_in_one_sentence(source: Path, tmp_
     (tmp_path / "half/.nv-meta").mkdir(parents=True)
     for path, words in (
         (tmp_path / "nowhere", "does not exist"),
-        (source, "is no data set"),
+        (source, "is not a data set"),
         (source / "a.json", "is a file"),
         (tmp_path / "half", "energon prepare"),
     ):

@@ -214,7 +214,7 @@ def test_the_output_inside_a_source_directory_is_never_a_source(tmp_path: Path) 
     [
         (lambda path: path / "nowhere.json", "does not exist"),
         (lambda path: (path / "empty.json").write_bytes(b"") or path / "empty.json", "is empty"),
-        (lambda path: (path / "dir").mkdir() or path / "dir", "holds no .json"),
+        (lambda path: (path / "dir").mkdir() or path / "dir", "has no .json"),
     ],
 )
 def test_an_unusable_source_is_told_in_one_sentence(tmp_path: Path, make, words: str) -> None:

@@ -89,7 +89,7 @@ def test_overwrite_never_removes_what_convert_did_not_make(source: Path, tmp_pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("years of work")
     for options in ({}, {"overwrite": True}, {"resume": True}):
-        with pytest.raises(UserError, match="holds no data set that convert wrote"):
+        with pytest.raises(UserError, match="convert did not write what it contains"):
             run(source, tmp_path / "out", **options)
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial/thesis.tex").write_text("years of work")
@@ -102,7 +102,7 @@ def test_overwrite_never_removes_what_convert_did_not_make(source: Path, tmp_pat
 def test_overwrite_never_removes_its_own_sources(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out")
     inside = write_json(tmp_path / "out/more.json", [sharegpt("a")])
-    with pytest.raises(UserError, match="lies inside --out"):
+    with pytest.raises(UserError, match="is inside --out"):
         run(inside, tmp_path / "out", overwrite=True)
     assert inside.exists()
 

@@ -109,7 +109,7 @@ class VisionFamily(ABC):
         self.config = config
         for name in FAMILY_FIELDS:
             if name not in self.reads and getattr(config, name) is not None:
-                raise ConfigError(f"encoder.{name} means nothing to the family {self.name}; remove it.")
+                raise ConfigError(f"The family {self.name} does not use encoder.{name}; remove it.")
         if config.position_ids == "mrope" and not self.mrope:
             raise ConfigError(
                 f"encoder.position_ids is 'mrope', but the family {self.name} counts positions on one axis."
@@ -140,7 +140,8 @@ class VisionFamily(ABC):
         """
         if media.kind not in self.placeholders:
             raise SampleRejected(
-                "unsupported_media", f"{media.kind} {media.name!r}: {self.name} takes no {media.kind}s"
+                "unsupported_media",
+                f"{media.kind} {media.name!r}: the family {self.name} does not accept {media.kind}s",
             )
 
     @abstractmethod
@@ -220,6 +221,6 @@ def require(value: float | int | None, media: Media, what: str) -> float | int:
     if value is None or value <= 0:
         raise SampleRejected(
             "unmeasured_media",
-            f"{media.kind} {media.name!r} has no {what}; convert or `energon prepare-media` gives it",
+            f"{media.kind} {media.name!r} has no {what}; convert the data or run `energon prepare-media` to measure it",
         )
     return value

@@ -114,5 +114,7 @@ class Gemma3(VisionFamily):
         )
         for plan, crops in zip(plans, made["num_crops"], strict=True):
             if 1 + int(crops) != plan.tiles:
-                raise SampleRejected("media_changed", f"an image became {1 + int(crops)} tiles, measured {plan.tiles}")
+                raise SampleRejected(
+                    "media_changed", f"an image became {1 + int(crops)} tiles, but {plan.tiles} were measured"
+                )
         return {"pixel_values": made["pixel_values"]}

@@ -87,7 +87,7 @@ class Glm4v(TimeSteps):
             if taken < step:
                 raise SampleRejected(
                     "too_few_frames",
-                    f"video {media.name!r}: {taken} of {total} frames at {fps:g} fps are taken "
+                    f"video {media.name!r}: only {taken} of {total} frames at {fps:g} fps are sampled "
                     f"(video_fps={self.video_fps:g}, video_max_frames={self.config.video_max_frames}); the "
                     f"processor of {self.name} needs at least {step} (t:{taken} must be larger than "
                     f"temporal_factor:{step})",

@@ -53,7 +53,7 @@ class HuggingFace(VisionFamily):
 
     def _refusal(self, what: str) -> ConfigError:
         return ConfigError(
-            f"The family {self.name} cannot serve {type(self.processor).__name__}: {what}; write a family of its own "
+            f"The family {self.name} does not support {type(self.processor).__name__}: {what}; write a family for it "
             "(docs/families.md)."
         )
 
@@ -70,23 +70,23 @@ class HuggingFace(VisionFamily):
         around, runs = zip(*(self._split(ids) for ids, _ in alone), strict=True)
         overheads = {count - run for count, run in zip(counted, runs, strict=True)}
         if len(set(around)) != 1 or len(overheads) != 1:
-            raise self._refusal("what it counts for an image is not what it writes")
+            raise self._refusal("it counts different tokens for an image than it writes")
         (before, after), (start, end) = around[0], self._edges()
         if before[: len(start)] != start or after[len(after) - len(end) :] != end:
             raise self._refusal("it moves the tokenizer's special tokens")
         before, after = before[len(start) :], after[: len(after) - len(end)]
         text = self.tokenizer.decode(before) + self.image_token + self.tokenizer.decode(after)
         if self._encode(text) != [*start, *before, self.image_id, *after, *end]:
-            raise self._refusal("the text around an image does not come back from its tokens")
+            raise self._refusal("the text around an image does not survive decoding and encoding")
         expected = [token for run in runs for token in (*before, *[self.image_id] * run, *after)]
         if together[0] != [*start, *expected, *end]:
-            raise self._refusal("several images in one text are not the same images one by one")
+            raise self._refusal("several images in one text give other tokens than the images one by one")
         for name, tensor in together[1].items():
             parts = [visual.get(name) for _, visual in alone]
             if any(part is None or part.dim() == 0 or part.shape[1:] != tensor.shape[1:] for part in parts):
                 raise self._refusal(f"its {name} of images of several sizes cannot be joined")
             if not torch.equal(torch.cat([part for part in parts if part is not None]), tensor):
-                raise self._refusal(f"its {name} of several images is not that of the images one by one")
+                raise self._refusal(f"its {name} of several images differs from that of the images one by one")
         pixels = together[1].get("pixel_values")
         self._layout: Layout = "patches" if pixels is not None and pixels.dim() == 2 else "images"
         return text, overheads.pop()
@@ -106,7 +106,7 @@ class HuggingFace(VisionFamily):
         """Returns the tokens before and after the run of placeholders, and its length."""
         at = [index for index, token in enumerate(ids) if token == self.image_id]
         if not at or at[-1] - at[0] + 1 != len(at):
-            raise self._refusal(f"an image becomes {len(at)} tokens {self.image_token!r} that are not one run")
+            raise self._refusal(f"the {len(at)} tokens {self.image_token!r} of an image are not one uninterrupted run")
         return (tuple(ids[: at[0]]), tuple(ids[at[-1] + 1 :])), len(at)
 
     def _edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -133,7 +133,7 @@ class HuggingFace(VisionFamily):
                 "media_geometry", f"image {media.name!r} of {width}x{height} pixels: {error}"
             ) from error
         if run < 1:
-            raise SampleRejected("media_geometry", f"image {media.name!r} of {width}x{height} pixels costs no token")
+            raise SampleRejected("media_geometry", f"image {media.name!r} of {width}x{height} pixels gives no tokens")
         # The processor does not report patches, so each token counts as one.
         return MediaPlan(kind="image", grid=(1, 1, run), runs=(run,))
 
@@ -161,6 +161,6 @@ class HuggingFace(VisionFamily):
         if written != planned:
             raise SampleRejected(
                 "media_changed",
-                f"{type(self.processor).__name__} writes {written} image tokens where it counted {planned}",
+                f"{type(self.processor).__name__} writes {written} image tokens, but counted {planned}",
             )
         return visual

@@ -84,8 +84,8 @@ class InternVL(VisionFamily):
         )
         if not 1 <= self.images.min_patches <= self.images.max_patches:
             raise ConfigError(
-                f"{self.images.min_patches} to {self.images.max_patches} tiles of {area} pixels leave no grid; "
-                "encoder.min_pixels and encoder.max_pixels are areas of the whole grid."
+                f"No grid has between {self.images.min_patches} and {self.images.max_patches} tiles of {area} pixels; "
+                "encoder.min_pixels and encoder.max_pixels limit the area of the whole grid."
             )
 
     def plan(self, media: Media) -> MediaPlan:
@@ -145,7 +145,9 @@ class InternVL(VisionFamily):
         ]
         for plan, part in zip(plans, parts, strict=True):
             if len(part) != plan.tiles:
-                raise SampleRejected("media_changed", f"a {plan.kind} became {len(part)} tiles, measured {plan.tiles}")
+                raise SampleRejected(
+                    "media_changed", f"the {plan.kind} became {len(part)} tiles, but {plan.tiles} were measured"
+                )
         if cut and len(cut) == len(parts):
             return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}

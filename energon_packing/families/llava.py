@@ -43,8 +43,8 @@ class Llava(VisionFamily):
         first, second = (tuple(pixels.shape[-2:]) for pixels in made)
         if first != second:
             raise ConfigError(
-                f"The image processor makes images of several sizes ({first}, {second}), which share no tensor; "
-                "set do_center_crop and crop_size in preprocessor_config.json."
+                f"The image processor makes images of different sizes ({first}, {second}), which cannot share a "
+                "tensor; set do_center_crop and crop_size in preprocessor_config.json."
             )
         return int(first[0]), int(first[1])
 
@@ -56,8 +56,8 @@ class Llava(VisionFamily):
         value = getattr(self.processor, name, None)
         if value is None:
             raise ConfigError(
-                f"The {type(self.processor).__name__} has no {name}, without which it cannot count the tokens of an "
-                "image; set it in processor_config.json to the vision encoder's."
+                f"The {type(self.processor).__name__} has no {name}, which is needed to count the tokens of an image; "
+                "set it in processor_config.json to the vision encoder's."
             )
         return int(value)
 
@@ -107,7 +107,7 @@ class Llava(VisionFamily):
         """
         if height * width > self.config.max_source_pixels:
             raise ValueError(
-                f"it would be {width}x{height} pixels on the way, over encoder.max_source_pixels="
+                f"resizing makes it {width}x{height} pixels, over encoder.max_source_pixels="
                 f"{self.config.max_source_pixels}"
             )
 

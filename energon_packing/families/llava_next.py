@@ -35,7 +35,7 @@ class LlavaNext(Llava):
 
         best = select_best_resolution((height, width), self.images.image_grid_pinpoints)
         if best is None:  # every resolution leaves a side below one pixel
-            raise ValueError("its side ratio fits none of the image_grid_pinpoints")
+            raise ValueError("none of the image_grid_pinpoints fits its aspect ratio")
         tokens = int(self.processor._get_number_of_features(height, width, *self.tile)) - self._dropped
         rows, columns = (-(-side // tile) for side, tile in zip(best, self.tile, strict=True))
         tiles = 1 + rows * columns
@@ -60,7 +60,9 @@ class LlavaNext(Llava):
         )
         for (plan, _), cut in zip(images, made["pixel_values"], strict=True):
             if len(cut) != plan.tiles:
-                raise SampleRejected("media_changed", f"an image became {len(cut)} tiles, measured {plan.tiles}")
+                raise SampleRejected(
+                    "media_changed", f"an image became {len(cut)} tiles, but {plan.tiles} were measured"
+                )
         tiles = list(made["pixel_values"])
         result = {
             "pixel_values": torch.cat(tiles) if len(tiles) > 1 else tiles[0],

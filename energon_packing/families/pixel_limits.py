@@ -25,7 +25,7 @@ def set_pixel_limits(processor: Any, smallest: int | None, largest: int | None) 
     high = size["longest_edge"] if largest is None else largest
     if low > high:
         raise ConfigError(
-            f"The pixel limits {low} to {high} leave no size; set both encoder.min_pixels and encoder.max_pixels "
-            "(or encoder.video_min_pixels and encoder.video_max_pixels)."
+            f"The lower pixel limit {low} exceeds the upper limit {high}; set both encoder.min_pixels and "
+            "encoder.max_pixels (or encoder.video_min_pixels and encoder.video_max_pixels)."
         )
     processor.size = type(size)(shortest_edge=low, longest_edge=high)

@@ -55,7 +55,8 @@ class Pixtral(VisionFamily):
             edge = math.isqrt(config.max_pixels) // self.side * self.side
             if not edge:
                 raise ConfigError(
-                    f"encoder.max_pixels={config.max_pixels} holds no token of {self.side}x{self.side} pixels."
+                    f"encoder.max_pixels={config.max_pixels} is smaller than one token of {self.side}x{self.side} "
+                    "pixels."
                 )
             self.images.size = type(self.images.size)(longest_edge=min(edge, self.images.size.longest_edge))
 
@@ -81,8 +82,8 @@ class Pixtral(VisionFamily):
         if not rows or not columns:
             raise SampleRejected(
                 "media_geometry",
-                f"image {media.name!r} of {width}x{height} pixels has no pixel left along its shorter side when its "
-                f"longer one becomes {edge}",
+                f"image {media.name!r} of {width}x{height} pixels is too narrow: with its longer side resized to "
+                f"{edge}, its shorter side becomes 0 pixels",
             )
         return MediaPlan(kind="image", grid=(1, rows * self.merge, columns * self.merge), runs=(columns,) * rows)
 
@@ -119,6 +120,6 @@ class Pixtral(VisionFamily):
         planned = [[plan.grid[1] * patch, plan.grid[2] * patch] for plan in plans]
         if made["image_sizes"].tolist() != planned:
             raise SampleRejected(
-                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, measured as {planned}"
+                "media_changed", f"the images became {made['image_sizes'].tolist()} pixels, but {planned} were measured"
             )
         return {"pixel_values": made["pixel_values"], "image_sizes": made["image_sizes"]}

@@ -100,7 +100,7 @@ class Qwen25VL(VisionFamily):
         indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
         result = tuple(int(index) for index in indices)
         if not result:
-            raise ValueError(f"{total} frames at {fps} fps leave no frame to sample")
+            raise ValueError(f"no frame can be sampled from {total} frames at {fps} fps")
         return result
 
     def _sampled(self, media: Media, total: int, fps: float) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Qwen25VL(VisionFamily):
                 cause = f"the clip has {total} {'frame' if total == 1 else 'frames'}"
             else:
                 cause = (
-                    f"of the clip's {total} frames at {fps:g} fps fewer are taken (video_fps={self.video_fps:g}, "
+                    f"fewer of the clip's {total} frames at {fps:g} fps are sampled (video_fps={self.video_fps:g}, "
                     f"video_min_frames={self.videos.min_frames}, video_max_frames={self.videos.max_frames})"
                 )
             raise SampleRejected(

@@ -99,11 +99,13 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
         if config.family not in _FAMILIES:
             near = difflib.get_close_matches(config.family, _FAMILIES, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"encoder.family {config.family!r} is none of {', '.join(families())}.{hint}")
+            raise ConfigError(
+                f"encoder.family {config.family!r} is unknown; known families: {', '.join(families())}.{hint}"
+            )
         family = _FAMILIES[config.family]
         if family.processor_classes and kind not in family.processor_classes:
             raise ConfigError(
-                f"encoder.family {config.family!r} takes {' or '.join(family.processor_classes)}, "
+                f"encoder.family {config.family!r} supports {' or '.join(family.processor_classes)}, "
                 f"but encoder.processor is a {kind}; use family 'auto'."
             )
         return family(processor, config)
@@ -113,7 +115,7 @@ def build_family(processor: Any, config: EncoderConfig) -> VisionFamily:
     if not hasattr(processor, "image_processor") and hasattr(processor, "get_vocab"):
         return Text(processor, config)
     raise ConfigError(
-        f"No family serves the processor class {kind}; known families: {', '.join(families())}. "
-        "The family 'huggingface' asks the processor itself; "
-        "a new one is registered with energon_packing.families.registry.register_family."
+        f"No family supports the processor class {kind}; known families: {', '.join(families())}. "
+        "Try the family 'huggingface', which uses the processor's own counts, or register a new family with "
+        "energon_packing.families.registry.register_family."
     )

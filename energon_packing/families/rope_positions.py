@@ -40,7 +40,7 @@ def rope_positions(
         rows, columns = h // merge, w // merge
         if end - start != t * rows * columns:
             raise ValueError(
-                f"a run of {end - start} visual tokens where its grid {(t, h, w)} gives {t * rows * columns}"
+                f"a run has {end - start} visual tokens, but its grid {(t, h, w)} needs {t * rows * columns}"
             )
         steps = np.indices((t, rows, columns)).reshape(3, -1)
         steps[0] *= interval

@@ -36,7 +36,7 @@ class Text(VisionFamily):
         """
         raise SampleRejected(
             "unsupported_media",
-            f"{media.kind} {media.name!r}: the family {self.name} takes text only; set encoder.family",
+            f"{media.kind} {media.name!r}: the family {self.name} accepts only text; set encoder.family",
         )
 
     def replacement(self, plan: MediaPlan) -> str:
@@ -45,7 +45,7 @@ class Text(VisionFamily):
         Raises:
             SampleRejected: ``unsupported_media``.
         """
-        raise SampleRejected("unsupported_media", f"the family {self.name} takes text only")
+        raise SampleRejected("unsupported_media", f"the family {self.name} accepts only text")
 
     def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns an empty dictionary: there are no media."""

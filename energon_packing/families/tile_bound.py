@@ -24,7 +24,7 @@ def check_tiles(tiles: Any, where: str) -> None:
     """
     if isinstance(tiles, int | float) and tiles > MOST_TILES:
         raise ConfigError(
-            f"{where} allows {tiles} tiles an image; at most {MOST_TILES} can be listed in bearable time, so lower it."
+            f"{where} allows {tiles} tiles per image; more than {MOST_TILES} take too long to list, so lower it."
         )
 
 
@@ -44,15 +44,15 @@ def check_pinpoints(pinpoints: Any, most_pixels: int) -> None:
         raise ConfigError(f"{where} must be a list of [height, width], not {str(pinpoints)[:40]!r}.")
     if len(pinpoints) > MOST_TILES:
         raise ConfigError(
-            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so at most "
-            f"{MOST_TILES} are taken."
+            f"{where} lists {len(pinpoints)} resolutions; every image is compared with each of them, so the limit is "
+            f"{MOST_TILES}."
         )
     for pair in pinpoints:
         sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
         if len(sides) != 2 or not all(type(side) is int and side > 0 for side in sides):
-            raise ConfigError(f"{where} holds {str(pair)[:40]!r}, which is no [height, width] in pixels.")
+            raise ConfigError(f"{where} contains {str(pair)[:40]!r}, which is not a [height, width] in pixels.")
         if sides[0] * sides[1] > most_pixels:
             raise ConfigError(
-                f"{where} holds {sides[0]}x{sides[1]} pixels, over encoder.max_source_pixels={most_pixels}; an image "
-                "is padded to that size on the way, so take it out or raise the limit."
+                f"{where} contains {sides[0]}x{sides[1]} pixels, over encoder.max_source_pixels={most_pixels}; images "
+                "are padded to that size, so remove it or raise the limit."
             )

@@ -42,7 +42,7 @@ def test_a_setting_is_refused_by_name_where_the_family_does_not_read_it(name, fi
     family = object.__new__(_FAMILIES[name])
     config = EncoderConfig(**{field: VALUES[field]})
     if field in REFUSED[name]:
-        with pytest.raises(ConfigError, match=rf"encoder\.{field} means nothing to the family {name}; remove it"):
+        with pytest.raises(ConfigError, match=rf"The family {name} does not use encoder\.{field}; remove it"):
             VisionFamily.__init__(family, SimpleNamespace(), config)
     else:
         VisionFamily.__init__(family, SimpleNamespace(), config)

@@ -68,7 +68,7 @@ def test_a_family_of_its_own_and_the_generic_one_measure_alike():
 
 
 def test_a_processor_whose_images_are_no_single_run_or_no_joined_tensor_is_refused():
-    with pytest.raises(ConfigError, match="not one run"):
+    with pytest.raises(ConfigError, match="not one uninterrupted run"):
         encoder(pixtral(128), family="huggingface")
     with pytest.raises(ConfigError, match=r"pixel_values of .* cannot be joined"):
         encoder(llava_next(SIDE, PINPOINTS), family="huggingface")
@@ -86,7 +86,7 @@ def test_a_processor_that_counts_otherwise_than_it_writes_is_refused(monkeypatch
         return said
 
     monkeypatch.setattr(processor, "_get_num_multimodal_tokens", off_by_size)
-    with pytest.raises(ConfigError, match="is not what it writes"):
+    with pytest.raises(ConfigError, match="different tokens for an image than it writes"):
         encoder(processor, family="huggingface")
 
 
@@ -99,9 +99,9 @@ def test_an_image_that_becomes_other_tokens_than_were_counted_is_rejected(monkey
 
 
 def test_it_is_chosen_by_name_only_and_takes_no_videos():
-    with pytest.raises(ConfigError, match="'huggingface' asks the processor itself"):
+    with pytest.raises(ConfigError, match="'huggingface', which uses the processor's own counts"):
         build_family(glm46v(), EncoderConfig())
-    with pytest.raises(SampleRejected, match="takes no videos"):
+    with pytest.raises(SampleRejected, match="does not accept videos"):
         generic("glm46v").family.plan(video(8, 2.0, 30, 30))
     with pytest.raises(ConfigError, match="no image_token"):
         build_family(tokenizer(), EncoderConfig(family="huggingface"))

@@ -195,7 +195,7 @@ def test_other_image_processors_are_asked_for_their_size():
 
 
 def test_what_the_families_cannot_do_is_refused_by_name():
-    with pytest.raises(SampleRejected, match="takes no videos"):
+    with pytest.raises(SampleRejected, match="does not accept videos"):
         published("llava").family.plan(video(8, 2.0, 30, 30))
     for name, value in (("max_pixels", 1000), ("video_fps", 2.0), ("video_max_frames", 8), ("position_ids", "mrope")):
         with pytest.raises(ConfigError, match=name):

@@ -44,7 +44,7 @@ def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(name, wid
     try:
         plan = family.plan(image(width, height))
     except SampleRejected as rejected:
-        assert "no pixel left" in rejected.detail  # noqa: PT017
+        assert "is too narrow" in rejected.detail  # noqa: PT017
         assert min(width, height) * PUBLISHED[name][0] <= max(width, height)
     else:
         assert plan.tokens + len(plan.runs) == said > 0
@@ -66,7 +66,7 @@ def test_an_image_of_any_size_becomes_the_planned_patches(name, width, height):
             input_data_format="channels_first",
         )
     except ValueError:
-        with pytest.raises(SampleRejected, match="no pixel left"):
+        with pytest.raises(SampleRejected, match="is too narrow"):
             family.plan(image(width, height))
         return
     patch = PUBLISHED[name][1]
@@ -157,7 +157,7 @@ def test_samples_of_a_pack_are_padded_as_one_call_of_the_processor_pads_them():
 
 
 def test_rows_that_were_not_made_alike_are_refused_and_not_joined_anyhow():
-    with pytest.raises(PackingError, match="cannot follow"):
+    with pytest.raises(PackingError, match="cannot be joined to"):
         thd.assemble([row for _, row in rows(small("pixtral"), SAMPLES)])
 
 
@@ -179,7 +179,7 @@ def test_no_image_is_over_max_pixels_after_its_sides_were_rounded_up(limit, widt
 
 
 def test_what_the_family_cannot_do_is_refused_by_name():
-    with pytest.raises(SampleRejected, match="takes no videos"):
+    with pytest.raises(SampleRejected, match="does not accept videos"):
         small("pixtral").family.plan(video(8, 2.0, 30, 30))
     for name, value in (("min_pixels", 1000), ("video_fps", 2.0), ("position_ids", "mrope"), ("max_pixels", 100)):
         with pytest.raises(ConfigError, match=name):

@@ -119,7 +119,7 @@ class LimitsConfig:
             )
         if not 0.0 <= self.min_active_ratio < 1.0:
             raise ConfigError(
-                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it is a share of at least 0 and below 1."
+                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1."
             )
 
 
@@ -275,13 +275,15 @@ class PackingConfig:
         limits = {name: getattr(self, name) for name in PACK_LIMITS}
         _at_least("packing", limits, 1)
         if self.max_cost_per_pack is not None and not math.isfinite(self.max_cost_per_pack):
-            raise ConfigError(f"packing.max_cost_per_pack is {self.max_cost_per_pack}; None sets no limit.")
+            raise ConfigError(
+                f"packing.max_cost_per_pack is {self.max_cost_per_pack}; it must be finite, or None for no limit."
+            )
         if self.policy != "window":  # the registry needs numpy
             from energon_packing.packing.online import check_online_policy
 
             check_online_policy(self.policy)
         if not 0.0 <= self.drop_budget <= 1.0:
-            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it is a share between 0 and 1.")
+            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it must be a share between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,7 +389,7 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         if value not in choices:
             near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
             hint_text = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where} is {value!r}; it is one of {', '.join(map(repr, choices))}.{hint_text}")
+            raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, choices))}.{hint_text}")
         return value
     if origin is tuple:
         kind = typing.get_args(hint)[0]

@@ -185,6 +185,6 @@ def _opened(path: Path) -> IO[str]:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"The ledger {path} cannot be written ({error.strerror}). Make room there, or set packing.ledger to another "
+        f"The ledger {path} cannot be written ({error.strerror}). Free space there, or set packing.ledger to another "
         "directory."
     )

@@ -240,7 +240,7 @@ def test_a_full_disk_stops_the_run_with_the_file_and_the_way_out(tmp_path: Path)
     (tmp_path / "w.jsonl").symlink_to("/dev/full")
     ledger = Ledger(str(tmp_path), budget=1.0, name="w")
     with pytest.raises(
-        UserError, match=r"w\.jsonl cannot be written \(No space left on device\)\. Make room"
+        UserError, match=r"w\.jsonl cannot be written \(No space left on device\)\. Free space"
     ) as caught:
         ledger.drop("a", "oversize", "too long")
     assert "\n" not in str(caught.value)

@@ -53,7 +53,7 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
         for name in (media.name, *media.frame_names):
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
-                raise SampleRejected("media_outside_root", f"{media.kind} {name!r} leaves the data set")
+                raise SampleRejected("media_outside_root", f"{media.kind} {name!r} points outside the data set")
     if all(media.width is not None for media in conversation.media):
         return conversation
     return dataclasses.replace(conversation, media=tuple(measured(media, store) for media in conversation.media))
@@ -70,7 +70,7 @@ def measured(media: Media, store: FileStore) -> Media:
     except (RuntimeError, NotImplementedError) as error:
         raise SampleRejected(
             "unmeasured_media",
-            f"no size is known of {media.name!r}; run: energon prepare-media --media-metadata-by-extension DIR",
+            f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",
         ) from error
     if isinstance(found, ImageMetadata) and media.frame_names:
         return dataclasses.replace(media, width=found.width, height=found.height)

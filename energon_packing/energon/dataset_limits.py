@@ -62,15 +62,15 @@ class DatasetLimits:
 
     def _make(self, encoder: SampleEncoder, given: Any, where: str) -> SampleEncoder:
         if not isinstance(encoder, ConversationEncoder):
-            raise ConfigError(f"{where}: {type(encoder).__name__} takes no limits; use a ConversationEncoder.")
+            raise ConfigError(f"{where}: {type(encoder).__name__} does not support limits; use a ConversationEncoder.")
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{where} is {given!r}; it is a mapping of limits, such as {{max_images: 2}}.")
+            raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
         limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
         limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
         worker = torch.utils.data.get_worker_info()
         if sentences and (worker is None or worker.id == 0):
             warnings.warn(
-                f"{where}: a sample may not hold more than a pack: lowered {', '.join(sentences)}.", stacklevel=2
+                f"{where}: a sample must fit into a pack, so these were lowered: {', '.join(sentences)}.", stacklevel=2
             )
         return encoder.under(limits)
 
@@ -82,7 +82,7 @@ def refuse_dataset_limits(sample: Any) -> None:
         ConfigError: the sample's data set has its own limits.
     """
     if _given(sample) is not None:
-        raise ConfigError(f"{_where(sample)}: clips take no limits of a data set; set them in the encoder section.")
+        raise ConfigError(f"{_where(sample)}: clips do not support limits per data set; set them in encoder.")
 
 
 def _given(sample: Any) -> Any:

@@ -46,7 +46,9 @@ class DummyImage:
 
     def __init__(self, encoder: ConversationEncoder) -> None:
         if "image" not in encoder.family.placeholders:
-            raise ConfigError(f"packing.dummy_image needs a vision family; {encoder.family.name} takes no images.")
+            raise ConfigError(
+                f"packing.dummy_image needs a vision family; {encoder.family.name} does not accept images."
+            )
         found: list[Measured] = []
         refused = ""
         for side in SIDES:

@@ -36,7 +36,7 @@ def refuse_unlimited_failures(task_encoder: Any) -> None:
     """
     default = task_encoder.__default_failure_tolerance__
     kind = type(task_encoder).__name__
-    meant = "in Energon that is no limit, so that data which fail everywhere are read for ever; 1 stops at the first"
+    meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
     if not default:
         raise ConfigError(f"{kind}.__default_failure_tolerance__ is {default}: {meant}.")
     for name in FUNCTIONS:

@@ -17,6 +17,6 @@ def check_fingerprint(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             raise ConfigError(
-                f"The saved loader state was made with {name}={saved.get(name)!r}, this run has "
-                f"{own.get(name)!r}; restore the setting, or start the data anew."
+                f"The saved loader state was made with {name}={saved.get(name)!r}, but this run has "
+                f"{own.get(name)!r}; restore the setting, or start the data over."
             )

@@ -120,7 +120,7 @@ class PackLoader:
         """
         if self._monitor is None:
             raise PackingError(
-                "this PackLoader counts nothing; pass capacity=task_encoder.capacity, as build_loader does"
+                "this PackLoader keeps no statistics; pass capacity=task_encoder.capacity, as build_loader does"
             )
         return self._monitor.statistics()
 
@@ -144,7 +144,7 @@ class PackLoader:
             PackingError: before the first pack (Energon would wait forever for its workers).
         """
         if not self._started:
-            raise PackingError("the loader has no state before its first pack; save after one was read")
+            raise PackingError("the loader has no state before its first pack; read a pack first")
         return self._loader.save_state_rank()
 
     def restore_state(self, state: Any) -> None:

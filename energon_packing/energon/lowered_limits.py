@@ -26,7 +26,7 @@ def lower_limits(encoder: EncoderConfig, packing: PackingConfig) -> EncoderConfi
     if not sentences:
         return encoder
     named = ", ".join(f"encoder.limits.{sentence}" for sentence in sentences)
-    warnings.warn(f"A sample may not hold more than a pack: lowered {named}.", stacklevel=3)
+    warnings.warn(f"A sample must fit into a pack, so these were lowered: {named}.", stacklevel=3)
     return dataclasses.replace(encoder, limits=limits)
 
 

@@ -43,8 +43,8 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
         value, usual = getattr(packing, name), getattr(default, name)
         if value != usual:
             raise ConfigError(
-                f"{where}.{name} is {value!r}, but in the mode {mode!r} no packs are chosen and nothing reads it; "
-                f"leave it at {usual!r}."
+                f"{where}.{name} is {value!r}, but the mode {mode!r} chooses no packs, so nothing reads it; leave it "
+                f"at {usual!r}."
             )
 
 
@@ -76,7 +76,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     ) -> None:
         if micro_batch_size < 1:
             raise ConfigError(f"micro_batch_size is {micro_batch_size}; it must be at least 1.")
-        refuse_unread(packing, where="packing", mode="one sample a row")
+        refuse_unread(packing, where="packing", mode="one sample per row")
         super().__init__(encoder, dataclasses.replace(packing, window=micro_batch_size), parallel, **others)
         self.micro_batch_size = micro_batch_size
 
@@ -103,7 +103,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
     def _check_size(self, measured: AnyMeasured) -> None:
         if len(measured.segments) > 1:
-            raise SampleRejected("pair", "a chosen/rejected pair is two rows; read it in packs")
+            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; use packs for it")
         super()._check_size(measured)
 
     @stateless

@@ -97,7 +97,7 @@ class Replica:
         if len(stages) * len(next(iter(stages.values()))) != len(places) or len(stages) != size * depth:
             raise ConfigError(
                 f"The {len(places)} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
-                "shared inside equal replicas only."
+                "shared only within equal replicas."
             )
         # torch.distributed requires that every rank creates every group, in the same order.
         stage_group = leader_group = None

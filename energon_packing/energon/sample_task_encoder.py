@@ -110,7 +110,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         if max_length < 1 or multiple < 1 or max_length % multiple:
             raise ConfigError(f"max_length {max_length} must be a positive multiple of multiple {multiple}.")
         if not 0.0 <= drop_budget <= 1.0:
-            raise ConfigError(f"drop_budget is {drop_budget}; it is a share between 0 and 1.")
+            raise ConfigError(f"drop_budget is {drop_budget}; it must be a share between 0 and 1.")
         self.encoder: SampleEncoder = self.encoder_class(encoder, processor=processor)
         self.max_length = max_length
         self.truncate = truncate
@@ -137,9 +137,9 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def _measured(self, sample: ConversationSample) -> AnyMeasured:
         if sample.conversation is None:
-            raise SampleRejected("bad_record", "the cooker gave no conversation")
+            raise SampleRejected("bad_record", "the cooker returned no conversation")
         if sample.conversation.is_pair:
-            raise SampleRejected("pair", "a chosen/rejected pair is two rows; read it with PackingTaskEncoder")
+            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; read it with PackingTaskEncoder")
         encoder = self._of_datasets.encoder(self.encoder, sample)
         measured = encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
         if measured.length > self.max_length:

@@ -153,7 +153,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         if problem is None:
             try:
                 if sample.conversation is None:
-                    raise SampleRejected("bad_record", "the cooker gave no conversation")
+                    raise SampleRejected("bad_record", "the cooker returned no conversation")
                 number = self._accepting(sample.conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
                 measured = self._measured(encoder, sample.conversation, most=self.limits.tokens)

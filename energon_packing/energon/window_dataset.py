@@ -163,8 +163,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         group = list(self.packer.select_pack(held, self._draining))
         if group[:1] != [0] or group != sorted(set(group)) or group[-1] >= len(held):
             raise PackingError(
-                f"selection {group} of {len(held)} samples must ascend, hold none twice, and begin with the oldest, "
-                f"{held[0].__key__}"
+                f"selection {group} of {len(held)} samples must be ascending, without duplicates, and begin with the "
+                f"oldest, {held[0].__key__}"
             )
         self._planned.put(self._window.take(group))
         self._plan_lengths.append(len(group))

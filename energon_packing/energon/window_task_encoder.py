@@ -150,7 +150,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             SampleRejected: it is anything else.
         """
         if self.packing.oversize == "raise":
-            raise ConfigError(f"Sample {key} has {detail}. Raise it, or drop such samples with packing.oversize=drop.")
+            raise ConfigError(
+                f"Sample {key} has {detail}. Raise the limit, or drop such samples with packing.oversize=drop."
+            )
         raise SampleRejected(reason, detail, length)
 
     @staticmethod

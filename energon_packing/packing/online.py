@@ -29,8 +29,8 @@ def check_online_policy(name: str) -> None:
     if not find_policy(name).streams:
         online = ", ".join(repr(known) for known in policy_names() if find_policy(known).streams)
         raise ConfigError(
-            f"packing.policy {name!r} keeps packs open that no window of samples holds; it packs whole lists only "
-            f"(pack_lengths). Online, use one of {online}."
+            f"packing.policy {name!r} packs only whole lists (pack_lengths), because it keeps packs open longer than a "
+            f"window does. Online, use one of {online}."
         )
 
 

@@ -70,10 +70,10 @@ class PackLimits:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.multiple < 1 or self.tokens % self.multiple:
-            raise ConfigError(f"a pack of {self.tokens} tokens is no multiple of {self.multiple}, or below 1")
+            raise ConfigError(f"a pack of {self.tokens} tokens is not a positive multiple of {self.multiple}")
         for name, limit in self.limited.items():
             if limit < 1:
-                raise ConfigError(f"a pack that may hold {limit} {name} holds no sample at all")
+                raise ConfigError(f"a limit of {limit} {name} per pack allows no samples; it must be at least 1")
 
     @property
     def units(self) -> int:

@@ -74,7 +74,7 @@ def flatten(groups: Sequence[np.ndarray | Sequence[int]]) -> tuple[np.ndarray, n
 
 def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int) -> None:
     if flat.size and flat.min() < 0:
-        raise PackingError(f"selection is no partition: negative indices {_some(flat[flat < 0].tolist())}")
+        raise PackingError(f"selection is not a partition: negative indices {_some(flat[flat < 0].tolist())}")
     if isinstance(expected, int):
         top = max(expected, int(flat.max(initial=-1)) + 1)
         wanted = (np.arange(top) < expected).astype(np.int64)
@@ -93,7 +93,7 @@ def _check_indices(flat: np.ndarray, expected: np.ndarray | Sequence[int] | int)
     ):
         if where.any():
             problems.append(f"{word}: {_some(np.flatnonzero(where).tolist())}")
-    raise PackingError(f"selection is no partition of its input; indices {'; '.join(problems)}")
+    raise PackingError(f"selection is not a partition of its input; indices {'; '.join(problems)}")
 
 
 def _some(values: Sequence[int]) -> str:

@@ -38,7 +38,9 @@ def pack_stream[Sample](
         ConfigError: capacity or window below 1, an unknown oversize mode.
     """
     if oversize not in ("raise", "drop"):
-        raise ConfigError(f"pack_stream knows oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it")
+        raise ConfigError(
+            f"pack_stream supports oversize 'raise' and 'drop', not {oversize!r}; shorten samples before it"
+        )
     measures = {name: pair[0] for name, pair in (constraints or {}).items()}
     packer: WindowPacker[Sample] = WindowPacker(
         capacity, window, {name: pair[1] for name, pair in (constraints or {}).items()}
@@ -63,7 +65,7 @@ def _packs[Sample](
             if packer.full:
                 yield packer.next_pack()
         elif oversize == "raise":
-            raise UserError(f"sample {number} of the stream fits no pack: {problem}")
+            raise UserError(f"sample {number} of the stream does not fit into a pack: {problem}")
         elif on_drop is not None:
             on_drop(sample, problem)
     yield from packer.drain()

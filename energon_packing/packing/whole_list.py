@@ -135,6 +135,6 @@ def _kept(tokens: np.ndarray, capacity: int, limits: Constraints, oversize: str)
         name = next(name for name, cost in limits.costs.items() if cost[index] > limits.limits[name])
         what = f"{limits.costs[name][index]} {name}, limit {limits.limits[name]}"
     raise UserError(
-        f"sample {index} fits no pack: {what} ({int(over.sum())} such samples); "
+        f"sample {index} does not fit into a pack: {what} ({int(over.sum())} such samples); "
         "raise the limit, shorten the samples, or pass oversize='drop'"
     )

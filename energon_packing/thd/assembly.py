@@ -90,7 +90,7 @@ def assemble(
         if width % multiple or width % total_multiple:
             raise ConfigError(
                 f"width {width} is not a multiple of {math.lcm(multiple, total_multiple)}, which alignment to "
-                f"{multiple} and a total multiple of {total_multiple} need; choose the next width that is"
+                f"{multiple} and a total multiple of {total_multiple} require; choose the next larger multiple"
             )
     extra_fields = dict(extra_fields or {})
     if clash := sorted(set(extra_fields) & {*ROW_FIELDS, *BRIDGE_KEYS}):
@@ -115,8 +115,8 @@ def assemble(
     tail = width - occupied
     if hidden and not tail:
         raise PackingError(
-            f"sample {keys[-1]} ends the row of {width} tokens and is the only one with padding behind it, which "
-            f"kernels take for none; put it before another sample, or leave {multiple} tokens for a masked segment"
+            f"sample {keys[-1]} ends the row of {width} tokens and is the only one followed by padding, which kernels "
+            f"would overlook; put it before another sample, or leave {multiple} tokens for a masked segment"
         )
 
     starts = np.zeros(len(rows) + 1, dtype=np.int64)
@@ -136,8 +136,8 @@ def assemble(
         own = row["position_ids"]
         if own.shape[:-1] != axes:
             raise PackingError(
-                f"sample {key}: position_ids of shape {list(own.shape)} beside {[*axes, int(lengths[0])]} of sample "
-                f"{keys[0]}; all samples of a pack need 1-D positions, or all [3, length]"
+                f"sample {key}: position_ids has shape {list(own.shape)}, but that of sample {keys[0]} has "
+                f"{[*axes, int(lengths[0])]}; all samples of a pack need 1-D positions, or all [3, length]"
             )
         positions[..., start:end] = own
         if end < stop:

@@ -226,6 +226,7 @@ class PackedBatch:
         known = {spec.name for spec in fields(GenericVisualInputs)}
         if unknown := sorted(set(given) - known):
             raise PackingError(
-                f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; it knows {', '.join(sorted(known))}"
+                f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; its fields are "
+                f"{', '.join(sorted(known))}"
             )
         return GenericVisualInputs(**given)

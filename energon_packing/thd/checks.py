@@ -20,12 +20,12 @@ INVARIANTS = {
     "starts_at_zero": "both boundary arrays start at 0",
     "strictly_increasing": "every segment has a real length above 0",
     "boundary_padding": "repeated boundaries at the end, and only those, repeat the last one",
-    "real_within_physical": "no segment is longer than the place that it has",
+    "real_within_physical": "no segment is longer than its place",
     "covers_row": "the last physical boundary and total_tokens are the length of the row",
     "padded_presence": "padded boundaries exist for an alignment multiple above 1, and only then",
     "aligned": "every physical length is a multiple of the alignment",
-    "padding_is_visible": "padding that exists shows before the start of the last segment, where kernels look for it",
-    "max_seqlen": "max_seqlen is the longest physical segment (or more where boundaries have a fixed length)",
+    "padding_is_visible": "any padding shows before the start of the last segment, where kernels look for it",
+    "max_seqlen": "max_seqlen is the longest physical segment (or more if boundaries have a fixed length)",
     "samples": "keys and lengths of the samples agree with the boundaries; only a masked tail is a segment without one",
     "visual_counts": "each visual input has as many entries as its samples brought",
     "padding_mask": "padding_mask is True outside the samples and nowhere else",
@@ -107,7 +107,7 @@ def check_media(
             if placeholders * merge_size**2 != patches or patch_counts[index] != patches:
                 found.append(
                     f"media: sample {key} has {placeholders} {kind} placeholders and {patch_counts[index]} rows of "
-                    f"{pixels_name}, its grids name {patches} patches, {merge_size**2} to a token"
+                    f"{pixels_name}, but its grids have {patches} patches, {merge_size**2} per token"
                 )
     return found
 
@@ -124,7 +124,7 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
         shape = list(tensor.shape)
         mrope = name == "position_ids" and shape == [3, *row]
         if len(row) != 2 or row[0] != 1 or (shape != row and not mrope):
-            yield f"shape: {name} is {shape} beside tokens of {row}, expected [1, T]"
+            yield f"shape: {name} is {shape}, tokens are {row}, expected [1, T]"
     for name, expected in (
         ("tokens", "torch.int64"),
         ("labels", "torch.int64"),
@@ -183,7 +183,7 @@ def _alignment(batch: PackedBatch, physical: np.ndarray, multiple: int) -> Itera
     rest = physical % multiple
     if rest.any():
         segment = int(rest.argmax())
-        yield f"aligned: segment {segment} occupies {physical[segment]} tokens, no multiple of {multiple}"
+        yield f"aligned: segment {segment} occupies {physical[segment]} tokens, not a multiple of {multiple}"
     longest = int(physical.max())
     if batch.max_seqlen < longest or (batch.boundary_padding is None and batch.max_seqlen != longest):
         yield f"max_seqlen: it is {batch.max_seqlen}, the longest physical segment has {longest} tokens"

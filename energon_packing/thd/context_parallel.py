@@ -39,7 +39,7 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
     lengths = boundaries[1:] - starts
     if lengths.min() <= 0:
         segment = int(lengths.argmin())
-        raise PackingError(f"segment {segment} has length {lengths[segment]}; no empty segment can be partitioned")
+        raise PackingError(f"segment {segment} has length {lengths[segment]}; an empty segment cannot be partitioned")
     if cp_size == 1:
         return np.arange(boundaries[-1], dtype=np.int64)
     pieces = 2 * cp_size
@@ -47,8 +47,8 @@ def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, 
     if rest.any():
         segment = int(rest.argmax())
         raise PackingError(
-            f"segment {segment} has {lengths[segment]} tokens, no multiple of {pieces} = 2 * {cp_size}; assemble with "
-            f"the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
+            f"segment {segment} has {lengths[segment]} tokens, not a multiple of {pieces} = 2 * {cp_size}; assemble "
+            f"with the multiple of alignment_multiple(context_parallel={cp_size}, ...)"
         )
     begin = np.empty((lengths.size, 2), dtype=np.int64)
     begin[:, 0] = starts + cp_rank * size

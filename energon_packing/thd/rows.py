@@ -46,18 +46,18 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
     for name, value in arrays.items():
         own = tuple(value.shape)
         if own != shape and not (name == "position_ids" and own == (3, *shape)):
-            raise PackingError(f"sample {key}: {name} has shape {list(own)} beside input_ids of {shape[0]} tokens")
+            raise PackingError(f"sample {key}: {name} has shape {list(own)}, but input_ids has {shape[0]} tokens")
     attention_mask = row.get("attention_mask")
     if attention_mask is not None:
         mask = _array(attention_mask)
         if mask.shape != shape or not mask.all():
             raise PackingError(
-                f"sample {key}: its attention_mask marks padding; remove the padding (processor padding=False, "
-                "padding_side has no part in packing) before assembly"
+                f"sample {key}: its attention_mask marks padding; remove the padding before assembly (processor "
+                "padding=False; packing does not use padding_side)"
             )
     expected = row.get("expected_length")
     if expected is not None and int(expected) != shape[0]:
-        raise PackingError(f"sample {key}: {shape[0]} tokens were rendered where {int(expected)} had been predicted")
+        raise PackingError(f"sample {key}: {shape[0]} tokens were rendered, but {int(expected)} were predicted")
     return arrays
 
 
@@ -142,8 +142,8 @@ def join_visual_inputs(
             first = parts.setdefault(name, [])
             if first and (first[0].shape[1:] != tensor.shape[1:] or first[0].dtype != tensor.dtype):
                 raise PackingError(
-                    f"sample {key}: visual input {name} is {tensor.dtype} {list(tensor.shape)}, which cannot follow "
-                    f"{first[0].dtype} {list(first[0].shape)}"
+                    f"sample {key}: visual input {name} is {tensor.dtype} {list(tensor.shape)}, which cannot be joined "
+                    f"to {first[0].dtype} {list(first[0].shape)}"
                 )
             first.append(tensor)
             counts.setdefault(name, [0] * len(rows))[index] = tensor.shape[0]

@@ -116,9 +116,9 @@ OTHER = {
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_setting_that_chooses_what_shares_a_row_is_refused_by_its_name(run_config, name):
     packing = PackingConfig(**{name: OTHER[name]})
-    with pytest.raises(ConfigError, match=rf"^packing\.{name} is .*no packs are chosen and nothing reads it"):
+    with pytest.raises(ConfigError, match=rf"^packing\.{name} is .*chooses no packs, so nothing reads it"):
         MicroBatchTaskEncoder(run_config().encoder, packing, micro_batch_size=2)
-    with pytest.raises(ConfigError, match=rf"^dataset\.packing\.{name} is .* in the mode 'padded'"):
+    with pytest.raises(ConfigError, match=rf"^dataset\.packing\.{name} is .* the mode 'padded'"):
         refuse_unread(packing, where="dataset.packing", mode="padded")
 
 
@@ -138,5 +138,5 @@ def test_a_state_of_another_micro_batch_size_is_refused_by_name(plain):
     loader = micro_batches(plain(), 2)
     next(iter(loader))
     other = micro_batches(plain(), 3)
-    with pytest.raises(ConfigError, match="made with micro_batch_size=2, this run has 3"):
+    with pytest.raises(ConfigError, match="made with micro_batch_size=2, but this run has 3"):
         other.restore_state(loader.save_state())

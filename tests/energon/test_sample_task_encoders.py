@@ -153,7 +153,7 @@ def test_the_configuration_names_a_modality_too(dataset, run_config_of, train_ke
 
 def test_a_modality_that_the_family_lacks_or_that_contradicts_the_encoder_is_refused():
     llava = EncoderConfig(processor=str(processor_path("qwen2_5_vl")), family="text")
-    with pytest.raises(ConfigError, match="takes no images"):
+    with pytest.raises(ConfigError, match="does not accept images"):
         TextImageEncoder(llava)
     with pytest.raises(ConfigError, match=r"encoder\.modality is 'text'"):
         TextImageEncoder(encoder_config(modality="text"))

@@ -69,7 +69,7 @@ def test_a_template_that_hides_tools_refuses_those_conversations_and_warns_once(
     assert dropped
     assert {entry.reason for entry in dropped.values()} == {"template_omits"}
     assert len(told) == 1
-    assert "it shows no tools; use a format that does, such as encoder.chat_template: qwen" in told[0]
+    assert "it has no tool support; use a format that has, such as encoder.chat_template: qwen" in told[0]
 
 
 def test_under_the_built_in_format_with_tools_every_call_is_trained(dataset: Path) -> None:

@@ -27,7 +27,7 @@ TRAPS = {
     16: "the last token of a segment learns the first of the next",
     17: "the packed gradient is not the token-weighted gradient of the unpacked data",
     18: "padding has a label, a weight, or an effect on the losses of a mixture of experts",
-    47: "padding behind the last segment alone, which kernels take for none",
+    47: "padding after the last segment only, which kernels overlook",
 }
 
 MOE = "router functions of Megatron-Core on the rows without padding"

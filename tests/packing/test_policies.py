@@ -73,9 +73,9 @@ def test_check_partition_accepts_a_subset_of_indices_as_the_expected_ones() -> N
 
 
 def test_an_oversize_sample_raises_with_index_length_and_capacity() -> None:
-    with pytest.raises(UserError, match="sample 1 fits no pack: length 9, capacity 8 "):
+    with pytest.raises(UserError, match="sample 1 does not fit into a pack: length 9, capacity 8 "):
         pack_lengths([8, 9, 3], 8)
-    with pytest.raises(UserError, match="sample 2 fits no pack: 5 images, limit 4 "):
+    with pytest.raises(UserError, match="sample 2 does not fit into a pack: 5 images, limit 4 "):
         pack_lengths([8, 2, 3], 8, constraints={"images": ([0, 4, 5], 4)})
 
 

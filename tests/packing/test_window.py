@@ -128,7 +128,7 @@ def test_an_endless_stream_is_packed_without_reading_ahead_of_the_window() -> No
 
 
 def test_a_stream_names_the_sample_that_fits_no_pack_or_reports_each_dropped_one() -> None:
-    with pytest.raises(UserError, match="sample 1 of the stream fits no pack: length 9, capacity 8"):
+    with pytest.raises(UserError, match="sample 1 of the stream does not fit into a pack: length 9, capacity 8"):
         list(pack_stream(["ab", "c" * 9], 8))
     dropped = []
     packs = list(pack_stream(["ab", "c" * 9, "", "d"], 8, oversize="drop", on_drop=lambda *args: dropped.append(args)))

@@ -200,7 +200,7 @@ def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
 def test_a_rendered_length_other_than_the_predicted_one_names_the_sample_and_both_lengths():
     rows = rows_of(5, 6)
     rows[0]["expected_length"], rows[1]["expected_length"] = 5, 9
-    with pytest.raises(PackingError, match="sample s1: 6 tokens were rendered where 9 had been predicted"):
+    with pytest.raises(PackingError, match="sample s1: 6 tokens were rendered, but 9 were predicted"):
         thd.assemble(rows)
 
 

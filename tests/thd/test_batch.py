@@ -268,7 +268,7 @@ def test_the_indices_of_numpy_and_torch_are_one():
     ("boundaries", "error", "message"),
     [
         ([0, 8, 8, 16], PackingError, "segment 1 has length 0"),
-        ([0, 8, 18], PackingError, "segment 1 has 10 tokens, no multiple of 4"),
+        ([0, 8, 18], PackingError, "segment 1 has 10 tokens, not a multiple of 4"),
         ([4, 8], PackingError, "starts at 0"),
         ([0], PackingError, "starts at 0"),
     ],

@@ -112,7 +112,7 @@ def _print_tables(rows: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]
     first = rows[0]
     console.print(f"{samples:,} samples, packs of {capacity:,} tokens, at least {first['bound']:,} packs")
     if first["oversize"]:
-        console.print(f"{first['oversize']:,} samples fit no pack alone and are left out")
+        console.print(f"{first['oversize']:,} samples are too large for any pack and are left out")
     table = Table("policy", "packs", "fill", "alignment", "tail", "delay, 99th percentile", "seconds")
     for row in rows:
         held = f", {row['window']} held" if row["window"] else ""

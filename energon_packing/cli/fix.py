@@ -64,7 +64,7 @@ def write_fixed(source: RunSource, overrides: tuple[str, ...]) -> Fix:
     for override in overrides if whole else ():
         place, _, text = override.partition("=")
         if place[:1] in "+~":
-            raise ConfigError(f"--fix writes plain values; it cannot hold --set {override}.")
+            raise ConfigError(f"--fix writes only plain values, so it does not support --set {override}.")
         _put(after, place.strip(), yaml.safe_load(text))
     for place, value in changes.items():
         _put(after, place, value)

@@ -105,12 +105,12 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("micro-batch", f"{summary['micro_batch_size']} {row}(s) of up to {summary['seq_length']} tokens"),
         (
             "global batch",
-            f"{summary['global_batch_size']} {row}s, up to {summary['max_tokens_per_step']} tokens a step"
-            + (f", {steps} micro-batches a replica" if steps else ""),
+            f"{summary['global_batch_size']} {row}s, up to {summary['max_tokens_per_step']} tokens per step"
+            + (f", {steps} micro-batches per replica" if steps else ""),
         ),
     ]
     if row == "pack" and summary["samples_per_step"]:
-        lines.append(("samples", f"about {summary['samples_per_step']} a step"))
+        lines.append(("samples", f"about {summary['samples_per_step']} per step"))
     if summary["global_batch_size_in_packs"]:
         lines.append(("packed", f"global batch of {summary['global_batch_size_in_packs']} packs for the same tokens"))
     elif row == "sample":

@@ -39,7 +39,7 @@ Examples:
   energon-packing validate --world-size 8 -- --tensor-model-parallel-size 2 --seq-length 4096
 
 Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violated, something that the run reads is
-missing or unusable, or Bridge rejects the run, 2 what was given cannot be used.
+missing or unusable, or Bridge rejects the run, 2 unusable input.
 """
 
 
@@ -56,31 +56,31 @@ missing or unusable, or Bridge rejects the run, 2 what was given cannot be used.
     "--world-size",
     metavar="N",
     type=click.IntRange(min=1),
-    help="GPUs of the run. Without it the smallest number that holds one replica is judged.",
+    help="GPUs of the run. Default: the smallest number that fits one replica.",
 )
 @click.option("--step", metavar="NAME", help="Forward step, such as vlm_step or energon_packing.bridge.step.")
 @click.option(
     "--tokens-per-sample",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Mean length of a sample: adds samples a step, and for a run that is not packed the global batch of packs "
+    help="Mean length of a sample: adds samples per step and, if the run is not packed, the global batch of packs "
     "with the same tokens.",
 )
 @click.option(
     "--measure",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Measure the first N samples of the data set, without decoding media: adds samples a step, steps an "
-    "epoch, the longest sample, and for packs the expected fill.",
+    help="Measure the first N samples of the data set, without decoding media: adds samples per step, steps per "
+    "epoch, the longest sample and, for packs, the expected fill.",
 )
 @click.option(
     "--model-configs",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Folder of NAME/config.json of models, read instead of the hub; without it bridge_configs/hf of a checkout. "
+    help="Folder with a NAME/config.json per model, read instead of the hub. Default: bridge_configs/hf of a checkout. "
     "Our YAML names the model in training.model.",
 )
-@click.option("--fix", is_flag=True, help="Write a corrected file beside RUN, show the difference, and judge that.")
+@click.option("--fix", is_flag=True, help="Write a corrected file next to RUN, show the difference, and check it.")
 @click.option(
     "--data/--no-data",
     default=True,
@@ -192,7 +192,7 @@ def _print_rules(
     holding = [judgement.rule.id for judgement in judgements if judgement.outcome == "ok"]
     silent = sum(judgement.outcome == "not applicable" for judgement in judgements)
     console.print(f"[green]ok[/]  {len(holding)} rules hold: {', '.join(holding)}.")
-    console.print(f"{silent} rules say nothing about such a run (--json lists them).\n")
+    console.print(f"{silent} rules do not apply to this run (--json lists them).\n")
 
     grid = Table(box=None, show_header=False, pad_edge=False)
     for name, value in summary_lines(summary):

@@ -58,13 +58,13 @@ def read_lengths(path: Path) -> SampleLengths:
             lengths = np.array([int(line) for line in path.read_text(encoding="utf-8").split()], dtype=np.int64)
     except (OSError, KeyError, ValueError, EOFError) as error:
         raise UserError(
-            f"{path} is no list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
+            f"{path} is not a list of lengths ({error}); give .npz with an array `length`, .npy, or text with one "
             "length per line."
         ) from error
     if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 1:
-        raise UserError(f"{path} must hold at least one length, and only whole numbers of tokens of at least 1.")
+        raise UserError(f"{path} must contain at least one length, and only positive whole numbers of tokens.")
     if images is not None and (images.shape != lengths.shape or images.min() < 0):
-        raise UserError(f"{path} has {lengths.size} lengths, but `images` of shape {images.shape} or below 0.")
+        raise UserError(f"{path} has {lengths.size} lengths, but images has shape {images.shape} or negative values.")
     return SampleLengths(lengths=lengths.astype(np.int64), images=images, capacity=capacity)
 
 
@@ -95,7 +95,7 @@ def fills(
         UserError: the capacity is not a multiple of `multiple`, images are limited but not known, or nothing fits.
     """
     if capacity % multiple:
-        raise UserError(f"the capacity of {capacity} tokens is no multiple of {multiple}")
+        raise UserError(f"the capacity of {capacity} tokens is not a multiple of {multiple}")
     if image_limit is not None and samples.images is None:
         raise UserError("images are limited, but the list does not say how many images each sample has")
     aligned = -(-samples.lengths // multiple) * multiple

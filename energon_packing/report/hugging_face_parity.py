@@ -111,7 +111,7 @@ class Perturbation:
             )
         if not self.own > tolerance:
             found.append(
-                f"pack {self.pack}: changing segment {self.index} changes its own logits by {self.own:.2e} only"
+                f"pack {self.pack}: changing segment {self.index} changes its own logits by only {self.own:.2e}"
             )
         return found
 
@@ -138,8 +138,8 @@ class PackParity:
         found += self.perturbation.failures(tolerance)
         if self.boundaries_ignored is not None and not self.boundaries_ignored > tolerance:
             found.append(
-                f"pack {self.perturbation.pack}: ignoring the boundaries changes logits by "
-                f"{self.boundaries_ignored:.2e} only, so this comparison could not have found a leak"
+                f"pack {self.perturbation.pack}: ignoring the boundaries changes logits by only "
+                f"{self.boundaries_ignored:.2e}, so this comparison could not have found a leak"
             )
         return found
 
@@ -194,13 +194,13 @@ def compare_pack(
     """
     if subject.attention == "positions" and (cp_size > 1 or break_ in ("boundaries", "positions")):
         raise UserError(
-            "attention 'positions' leaves the mask to transformers, so neither --cp above 1 nor --break boundaries or "
-            "positions works with it; use --attention mask."
+            "attention 'positions' leaves the mask to transformers, so it does not work with --cp above 1, --break "
+            "boundaries or --break positions; use --attention mask."
         )
     if cp_size > 1 and linear_layers(subject.model):
         raise UserError(
-            "Layers with linear attention are not computed rank by rank here, so --cp above 1 would show nothing about "
-            "them; use --cp 1."
+            "Layers with linear attention are not computed rank by rank here, so --cp above 1 would not test them; use "
+            "--cp 1."
         )
     if subject.attention == "mask" and batch.total_tokens > LONGEST_MASK:
         raise UserError(

@@ -65,7 +65,7 @@ def load_subject(
     rows = int(loaded.get_input_embeddings().weight.shape[0])
     if rows <= highest:
         raise UserError(
-            f"The model {model} knows {rows} tokens, but the processor's vocabulary goes up to {highest}; name the "
+            f"The model {model} has {rows} tokens, but the processor's vocabulary goes up to {highest}; name the "
             "processor that belongs to the model (encoder.processor)."
         )
     flash = attention == "positions" and device.startswith("cuda") and has_flash_attention()

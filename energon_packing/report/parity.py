@@ -42,7 +42,7 @@ def compare_run(
         sentence each; empty if packed equals alone) and the settings.
 
     Raises:
-        UserError: there is no such device or model, or the data set gives no pack.
+        UserError: there is no such device or model, or the data set has no packs.
     """
     import torch
 
@@ -51,7 +51,7 @@ def compare_run(
     from energon_packing.report.models import load_subject
 
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise UserError(f"There is no device {device!r} here; use --device cpu.")
+        raise UserError(f"The device {device!r} is not available; use --device cpu.")
     limit = TOLERANCE if tolerance is None else tolerance
     cp_size = config.parallel.context_parallel
     encoder = ConversationEncoder(config.encoder)
@@ -99,7 +99,7 @@ def _packs(config: RunConfig, count: int) -> list[Any]:
 
     batches = [pack.batch for pack in itertools.islice(build_loader(config), count)]
     if not batches:
-        raise UserError(f"The data set {config.data.path} gives no pack; `energon-packing stats` says why.")
+        raise UserError(f"The data set {config.data.path} has no packs; the ledger says why.")
     return batches
 
 

@@ -66,7 +66,7 @@ def _conv_by_span(
 ) -> torch.Tensor:
     """Causal depthwise convolution of ``x`` ``[1, channels, T]`` by ``weight`` ``[channels, width]``."""
     if activation not in ("silu", "swish"):
-        raise NotImplementedError(f"the convolution's activation is {activation!r}; only silu is made here")
+        raise NotImplementedError(f"the convolution's activation is {activation!r}; only silu is supported here")
     lengths = [x.shape[-1]] if seq_idx is None else torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
     width = weight.shape[-1]
     made = [

@@ -110,7 +110,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
         name="Kimi K2.5",
         prefix="kimik25",
         context_parallel=False,
-        why="slices packed rows over ranks as if they held one sample",
+        why="slices packed rows over ranks as if they were one sample",
         source="models/kimi_vl/modeling_kimi_k25_vl.py",
         holds=("packed_seq_params=packed_seq_params", "_split_on_cp_rank(inputs_embeds, cp_size"),
         lacks=("packed_cp_indices",),

@@ -122,7 +122,7 @@ def model_facts(config_file: Path) -> dict[str, Any]:
 def _read(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > LARGEST_JSON:
-            raise ConfigError(f"{file} holds {file.stat().st_size} bytes; that is no configuration.")
+            raise ConfigError(f"{file} has {file.stat().st_size} bytes, too many for a configuration.")
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.") from error

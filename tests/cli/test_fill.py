@@ -64,7 +64,7 @@ def test_samples_that_fit_no_pack_are_counted_not_hidden(lists):
     (found,) = rows(lists / "mine.txt", "--capacity", 500, "--policy", "best_fit")
     assert found["oversize"] == int((LENGTHS > 500).sum())
     assert found["samples"] + found["oversize"] == LENGTHS.size
-    assert "samples fit no pack alone" in fill(lists / "mine.txt", "--capacity", 500).output
+    assert "samples are too large for any pack" in fill(lists / "mine.txt", "--capacity", 500).output
 
 
 def test_sorting_by_cost_lets_ranks_wait_less(lists):
@@ -82,9 +82,9 @@ def test_sorting_by_cost_lets_ranks_wait_less(lists):
     ("name", "content", "told"),
     [
         ("none.txt", None, "No such file"),
-        ("bad.npz", b"no zip", "is no list of lengths"),
-        ("words.txt", b"12 twelve", "is no list of lengths"),
-        ("zero.txt", b"12 0", "at least 1"),
+        ("bad.npz", b"no zip", "is not a list of lengths"),
+        ("words.txt", b"12 twelve", "is not a list of lengths"),
+        ("zero.txt", b"12 0", "only positive whole numbers"),
         ("empty.txt", b"", "at least one length"),
     ],
 )
@@ -100,14 +100,14 @@ def test_a_file_that_is_no_list_is_told_in_a_sentence(tmp_path, name, content, t
 def test_pickled_lengths_run_no_code(tmp_path):
     np.save(tmp_path / "evil.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     found = fill(tmp_path / "evil.npy", "--capacity", 512)
-    assert (found.exit_code, "is no list of lengths" in found.output) == (2, True)
+    assert (found.exit_code, "is not a list of lengths" in found.output) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], "does not say how many tokens a pack holds"),
-        (["--capacity", 100, "--multiple", 64], "no multiple of 64"),
+        (["--capacity", 100, "--multiple", 64], "not a multiple of 64"),
         (["--capacity", 5], "none of the 400 samples fits"),
         (["--capacity", 2048, "--image-limit", 4], "does not say how many images"),
         (["--capacity", 2048, "--policy", "windw"], "did you mean 'window'"),

@@ -218,7 +218,7 @@ def test_linear_attention_is_not_shown_by_a_mask_over_ranks(run):
     [
         (("--attention", "positions", "--cp", "2"), "use --attention mask"),
         (("--attention", "positions", "--break", "boundaries"), "use --attention mask"),
-        (("--device", "toaster"), "no device 'toaster'"),
+        (("--device", "toaster"), "device 'toaster' is not available"),
     ],
 )
 def test_impossible_requests_are_one_sentence(run, options, sentence):

@@ -190,7 +190,7 @@ def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_p
     [
         ("--tensor-model-paralel-size 2 --seq-length 4096", "did you mean --tensor-model-parallel-size"),
         ("--seq-length long", "'long'"),
-        ("--lr 1e-5", "no --seq-length"),
+        ("--lr 1e-5", "do not contain --seq-length"),
         ("--seq-length 4096 --context-parallel-size 0", "at least 1"),
     ],
 )
@@ -204,7 +204,7 @@ def test_megatron_lm_arguments_that_cannot_be_used_exit_with_2(arguments: str, w
     ("arguments", "words"),
     [
         (["--measure", "3", "--", "--seq-length", "4096"], "--measure has no data set"),
-        (["--model-configs", "/none", "--", "--seq-length", "4096"], "--model-configs has nothing to do"),
+        (["--model-configs", "/none", "--", "--seq-length", "4096"], "--model-configs does not apply"),
         (["RUN", "--model-configs", "/none"], "has no qwen3_vl/config.json"),
         (["RUN", "another.yaml"], "One run at a time"),
     ],

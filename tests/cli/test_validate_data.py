@@ -182,7 +182,7 @@ def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp
     assert done.returncode == 0, done.stderr[-2000:]
     (look,) = [look for look in json.loads(done.stdout)["reads"] if look["look"] == "processor"]
     assert look["outcome"] == "not looked at"
-    assert "the hub's cache holds a part of it only" in look["why"]
+    assert "the hub's cache has only a part of it" in look["why"]
 
 
 def test_a_directory_that_lacks_the_files_of_a_processor_is_an_error(run, tmp_path):

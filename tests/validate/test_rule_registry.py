@@ -61,12 +61,12 @@ def test_two_rules_with_one_order_or_one_id_are_refused(changes: dict[str, objec
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"id": "bridge-07-length"}, "no id of a rule"),
-        ({"id": "theirs/length"}, "no id of a rule"),
+        ({"id": "bridge-07-length"}, "not a rule id"),
+        ({"id": "theirs/length"}, "not a rule id"),
         ({"order": None}, "have an order"),
         ({"id": "ours/length"}, "have an order"),
         ({"id": "ours/length", "order": None, "provider_escapes": True}, "only a rule of Bridge's"),
-        ({"id": "ours/length", "order": None}, "no line of source"),
+        ({"id": "ours/length", "order": None}, "no source line"),
     ],
 )
 def test_a_rule_that_contradicts_itself_is_refused(changes: dict[str, object], says: str) -> None:

@@ -95,7 +95,7 @@ def garbage(name):
 
 
 DAMAGES = [
-    ("monolithic", without(".nv-meta"), "data-path", "is no data set"),
+    ("monolithic", without(".nv-meta"), "data-path", "is not a data set"),
     ("monolithic", without(".nv-meta/.info.json"), "data-index", ".info.json"),
     ("monolithic", without(".nv-meta/split.yaml"), "data-index", "lacks split.yaml"),
     ("monolithic", without(".nv-meta/dataset.yaml"), "data-index", "lacks dataset.yaml"),
@@ -114,7 +114,7 @@ DAMAGES = [
     ("polylithic", without("media/.nv-meta/index.sqlite"), "data-media", "cannot be opened"),
     ("polylithic", without("media/media-000000.tar"), "data-media", "lacks media-000000.tar"),
     ("polylithic", garbage("dataset.yaml"), "data-path", "dataset.yaml cannot be read"),
-    ("polylithic", without("dataset.yaml"), "data-path", "is no data set"),
+    ("polylithic", without("dataset.yaml"), "data-path", "is not a data set"),
 ]
 
 
@@ -161,9 +161,9 @@ def test_a_file_that_is_no_metadataset_is_an_error(tmp_path):
     for name, text, words in (
         ("a.yaml", "hello: 1\n", "no mapping 'splits'"),
         ("b.yaml", "splits: {train: {blend: []}}\n", "lists no references"),
-        ("c.yaml", "splits: {train: {pth: x}}\n", "names no path (pth)"),
+        ("c.yaml", "splits: {train: {pth: x}}\n", "has no path (pth)"),
         ("d.yaml", "splits: {train: {path: d.yaml}}\n", "refers to itself"),
-        ("e.txt", "", "no .yaml"),
+        ("e.txt", "", "not .yaml"),
         ("f.yml", "splits: {train: {path: data}}", "neither a metadataset (.yaml)"),
     ):
         (tmp_path / name).write_text(text)

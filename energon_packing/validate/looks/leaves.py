@@ -74,7 +74,7 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
         yield reference
         return
     if file in above:
-        yield Flaw(look="data-path", why=f"{file} refers to itself", fix="take the reference to itself out of it")
+        yield Flaw(look="data-path", why=f"{file} refers to itself", fix="remove the reference to itself")
         return
     values = _read_yaml(file)
     if isinstance(values, Flaw):
@@ -84,7 +84,7 @@ def _follow(reference: Leaf, above: tuple[str, ...]) -> Iterator[Leaf | Flaw]:
     if not isinstance(splits, Mapping):
         yield Flaw(
             look="data-path",
-            why=f"{file} is no metadataset: it has no mapping 'splits'",
+            why=f"{file} is not a metadataset: it has no mapping 'splits'",
             fix="name a data set that 'energon-packing convert' wrote, or a metadataset of Energon",
         )
         return
@@ -102,7 +102,7 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
         if not isinstance(values.get("path"), str):
             yield Flaw(
                 look="data-path",
-                why=f"a reference of {above[-1]} names no path ({', '.join(map(str, values)) or 'empty'})",
+                why=f"a reference of {above[-1]} has no path ({', '.join(map(str, values)) or 'empty'})",
                 fix="give it 'path: DIRECTORY'",
             )
             return

@@ -25,7 +25,7 @@ def look_at_ledger(ledger: str | None, place: str) -> Look:
     directory = Path(ledger).absolute()
     there = next(place for place in (directory, *directory.parents) if place.exists())
     if not there.is_dir():
-        why = f"{there} is a file, so that no ledger can be written to {ledger}"
+        why = f"{there} is a file, so no ledger can be written to {ledger}"
     elif not os.access(there, os.W_OK | os.X_OK):
         why = f"{there} cannot be written"
     else:

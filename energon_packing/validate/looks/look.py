@@ -48,7 +48,7 @@ LOOKS = {
     "data-media": "the media store is there, and knows the sizes of its media",
     "packing-ledger": "the directory of the ledger can be written",
     "processor": "the processor can be loaded from this machine",
-    "chat-template": "the chat template is there and goes with the tokenizer",
+    "chat-template": "the chat template is there and fits the tokenizer",
     "samples": "ten conversations can be trained on, and the template leaves nothing of them out",
 }
 """What is true if a look ends with ``ok``, by its id, in the order of the looks."""

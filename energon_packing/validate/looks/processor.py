@@ -44,7 +44,9 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
     if missing is not None:
         return ProcessorLooks(looks=[look, missing])
     if processor is None:
-        why = "without a processor nobody knows its tokens" + (" or its template" if own else "; the file is there")
+        why = "without a processor its tokens are unknown" + (
+            ", and so is its template" if own else "; the file is there"
+        )
         return ProcessorLooks(looks=[look, Look(id="chat-template", at=at, outcome="not looked at", why=why)])
     from energon_packing.encoders.encoder import ConversationEncoder
 
@@ -53,12 +55,12 @@ def look_at_processor(config: EncoderConfig, place: str, template_place: str) ->
             ConversationEncoder(config, processor=processor)
     except UserError as error:
         if own and not Path(config.processor).exists():  # a cache may hold a part of what the run will load
-            why = f"what the hub's cache holds gives none that can be used: {_plain(error)}"
+            why = f"the hub's cache has none that can be used: {_plain(error)}"
             return ProcessorLooks(looks=[look, Look(id="chat-template", at=at, outcome="not looked at", why=why)])
         fix = f"name a template with {template_place}" if own else "correct it, or name another template"
         wrong = Look(id="chat-template", at=at, outcome="error", why=_plain(error), fix=fix)
         return ProcessorLooks(looks=[look, wrong])
-    fits = Look(id="chat-template", at=at, outcome="ok", why="it goes with the tokenizer")
+    fits = Look(id="chat-template", at=at, outcome="ok", why="it fits the tokenizer")
     return ProcessorLooks(looks=[look, fits], processor=processor)
 
 
@@ -83,7 +85,7 @@ def _processor(config: EncoderConfig, at: str) -> tuple[Look, Any]:
         return wrong(f"there is no directory {name}, and the hub has no names of this form", fix)
     lacking = _lacking_files(directory)
     if lacking and not local:
-        return unread(f"the hub's cache holds a part of it only: {lacking}")
+        return unread(f"the hub's cache has only a part of it: {lacking}")
     if lacking:
         return wrong(lacking, "name a directory that 'save_pretrained' of a processor or tokenizer wrote")
     try:

@@ -116,7 +116,9 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
         return _error(at, str(error).rstrip("."), "change the setting that it names", number, refused)
     except Exception as error:  # broken shards and indices make Energon raise all kinds
         why = f"Energon cannot read {leaf.path}: {_reason(error)}"
-        return _error(at, why.rstrip("."), f"run 'energon prepare {leaf.path}' anew, or convert again", number, refused)
+        return _error(
+            at, why.rstrip("."), f"run 'energon prepare {leaf.path}' again, or convert again", number, refused
+        )
     return _judged(at, number, refused)
 
 
@@ -125,7 +127,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
     counts = Counter(sample.reason for sample in refused)
     listed = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
     if not number:
-        return _error(at, "it gave no sample", "convert records into it", number, refused)
+        return _error(at, "it has no samples", "convert records into it", number, refused)
     by_template = [sample for sample in refused if is_of_the_template(sample.reason)]
     unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
     for kind, fix in (
@@ -138,9 +140,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
             return _error(at, why.rstrip("."), fix, number, refused)
     if len(refused) == number:
         why = f"all {number} conversations are refused ({listed}): {refused[0].key}: {refused[0].detail}"
-        return _error(
-            at, why.rstrip("."), "change settings or records, so that some can be trained on", number, refused
-        )
+        return _error(at, why.rstrip("."), "change settings or records so that some can be trained on", number, refused)
     if refused:
         why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
         return Look(

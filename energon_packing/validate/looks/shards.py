@@ -86,7 +86,7 @@ def _no_data_set(directory: Path, named: str) -> Flaw | None:
     if (directory / DATASET_FILE).is_file():
         why = f"{directory}{named} keeps its description in {DATASET_FILE}, which a metadataset must name itself"
         return Flaw(look="data-path", why=why, fix=f"name {directory / DATASET_FILE}")
-    why = f"{directory} is no Energon data set{named}: it has neither {DATASET_FILE} nor {META_DIRECTORY}"
+    why = f"{directory} is not an Energon data set{named}: it has neither {DATASET_FILE} nor {META_DIRECTORY}"
     return Flaw(
         look="data-path", why=why, fix=f"make one with 'energon-packing convert', or run 'energon prepare {directory}'"
     )
@@ -101,14 +101,14 @@ def _look_at_part(found: Inspected, leaf: Leaf, counts: Mapping[str, int], split
     excluded = set(_expanded(splits.get("exclude") or ()))
     shards = [name for name in _expanded(parts[leaf.split] or ()) if name not in excluded]
     found.shards, found.samples = len(shards), sum(int(counts.get(name, 0)) for name in shards)
-    prepare = f"run 'energon prepare {leaf.path}' anew"
+    prepare = f"run 'energon prepare {leaf.path}' again"
     unknown = [name for name in shards if name not in counts]
     if unknown:
         why = f"{leaf.path}: {INFO_FILE} does not count {_some(unknown)}"
         found.flaws.append(Flaw(look="data-index", why=why, fix=prepare))
     elif not found.samples:
         why = f"{leaf.path} has no sample in split {leaf.split!r}"
-        fix = "convert records into it, or take it out of the run"
+        fix = "convert records into it, or remove it from the run"
         found.flaws.append(Flaw(look="data-split", why=why, fix=fix))
     gone = [name for name in shards if not (Path(leaf.path) / name).is_file()]
     if gone:
@@ -165,7 +165,7 @@ def _counts(meta: Path) -> Mapping[str, int] | None:
         return None
     counts = info.get("shard_counts")
     if not isinstance(counts, Mapping):
-        raise ValueError(f"{meta} counts no shards")
+        raise ValueError(f"{meta} has no counts of shards")
     return counts
 
 

@@ -128,7 +128,7 @@ def _no_average_in_collective(view: RunView) -> Finding | None:
 @_rule(
     id="bridge/one-pack-a-micro-batch",
     order=340,
-    checks="packed rows come one a micro-batch",
+    checks="packed rows come one per micro-batch",
     applies=packed_offline,
     bridge_says=("Micro batch size should be 1 when training with packed sequence",),
 )
@@ -140,7 +140,7 @@ def _one_pack_a_micro_batch(view: RunView) -> Finding | None:
     return Finding(
         why=f"micro_batch_size is {size}, and a micro-batch of packed rows is one row",
         fix=f"set micro_batch_size to 1, global_batch_size to {max(1, view.batch.global_batch_size // size)} (from "
-        f"{view.batch.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens a step",
+        f"{view.batch.global_batch_size}) and seq_length to {width * size} (from {width}): the same tokens per step",
         changes={
             "micro_batch_size": 1,
             **({} if view.batch.dataset_micro_batch_size is None else {"dataset_micro_batch_size": 1}),
@@ -163,7 +163,7 @@ def _in_batch_needs_several(view: RunView) -> Finding | None:
         return None
     return Finding(
         why="enable_in_batch_packing joins the samples of a micro-batch, and micro_batch_size is 1",
-        fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off and get packed rows",
+        fix="set micro_batch_size to 2 or more, or turn enable_in_batch_packing off to get packed rows",
         # Our own data set packs without it; a run on Bridge's would become unpacked, which the user must decide.
         changes={"enable_in_batch_packing": False} if view.dataset_kind == "packed_energon" else {},
     )

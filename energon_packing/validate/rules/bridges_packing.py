@@ -28,7 +28,7 @@ def _bridges_own_packing(view: RunView) -> bool:
 
 @rule(
     id="ours/step-packs-in-batch",
-    checks="a step that is left the in-batch packing does it",
+    checks="a step to which in-batch packing is deferred performs it",
     place="megatron.bridge.training.vlm_step and gpt_step",
     applies=_left_to_a_known_step,
     sources=(
@@ -69,7 +69,7 @@ def _in_batch_rows_may_be_long(view: RunView) -> Finding | None:
     return Finding(
         why=f"Bridge limits each of the {size} samples to {length} tokens, not the row that they are joined in: it may "
         f"have up to {size * length}",
-        fix=f"leave memory for {size * length} tokens, or take mode 'packs', whose rows never exceed {length}",
+        fix=f"leave memory for {size * length} tokens, or use mode 'packs', whose rows never exceed {length}",
     )
 
 
@@ -126,10 +126,10 @@ def _padding_is_visible(view: RunView) -> Finding | None:
     if numbers >= FIRST_TO_TELL_BY_OBJECT:
         return None
     return Finding(
-        why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that where "
-        "the last sample alone is padded, as any sample alone in its row may be; Transformer Engine before 2.18 "
-        f"({installed or 'none'} is installed) then loses keys over {view.parallel.context_parallel} ranks in silence",
-        fix="take dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
+        why=f"Bridge's {_packer_of_bridge(view)} pads samples to a multiple of {view.multiple} and hides that if "
+        "only the last sample is padded, as the only sample of a row may be; Transformer Engine before 2.18 "
+        f"({installed or 'none'} is installed) then silently loses keys over {view.parallel.context_parallel} ranks",
+        fix="use dataset.mode 'packs', whose rows show their padding, Transformer Engine 2.18, or "
         "context_parallel_size 1",
     )
 
@@ -155,6 +155,6 @@ def _own_packing_of_bridge(view: RunView) -> Finding | None:
     return Finding(
         why=f"packing_buffer_size is {view.packing.packing_buffer_size}, and the task encoders of Megatron-Bridge "
         f"{view.versions.bridge_version or '0.6'} have no packing: Energon stops with the first buffer",
-        fix="leave packing_buffer_size out, or take energon_packing.bridge.recipe.use_packed_data",
+        fix="leave packing_buffer_size out, or use energon_packing.bridge.recipe.use_packed_data",
         changes={"packing_buffer_size": None},
     )

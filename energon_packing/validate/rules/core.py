@@ -58,7 +58,7 @@ def _expert_world_size(view: RunView) -> Finding | None:
     return Finding(
         why=f"{view.parallel.world_size} GPUs are not divisible by expert TP {inside} x EP "
         f"{view.parallel.expert_parallel} x PP {view.parallel.pipeline_parallel} = {group}"
-        + ("" if view.parallel.expert_tensor_parallel else " (expert TP is TP where the model does not set it)"),
+        + ("" if view.parallel.expert_tensor_parallel else " (expert TP is TP if the model does not set it)"),
         fix=f"use a multiple of {group} GPUs"
         + (", or set the model's expert_tensor_parallel_size to 1" if inside > 1 else ""),
     )

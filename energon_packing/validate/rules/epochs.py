@@ -37,7 +37,7 @@ def _epochs_need_finite_data(view: RunView) -> Finding | None:
     if view.dataset_kind == "gpt_sft":
         return None
     return Finding(
-        why=f"num_epochs is {view.loader.num_epochs}, and Energon's data come without end: Bridge counts epochs of "
+        why=f"num_epochs is {view.loader.num_epochs}, but Energon's data is endless: Bridge counts epochs of "
         "GPTSFTDatasetConfig only",
         fix="set train.train_iters instead; `energon-packing validate --measure N` tells the steps of an epoch",
         changes={"num_epochs": None},

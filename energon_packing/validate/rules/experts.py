@@ -53,7 +53,7 @@ def _equal_dispatch(view: RunView) -> Finding | None:
     if view.rows_of_one_width or padded:
         return None
     return Finding(
-        why=f"HybridEP takes equally many tokens of each rank, rows differ in width, and under cuda_graph_impl "
+        why=f"HybridEP needs equally many tokens from each rank, but rows differ in width, and under cuda_graph_impl "
         f"{view.graphs.cuda_graph_impl!r} Bridge does not pad its inputs: the dispatch hangs or mixes tokens up",
         fix="set cuda_graph_impl to 'none'" + ("" if view.as_wide_as_its_samples else ", or pad_to_max_length to true"),
         changes={"cuda_graph_impl": "none"},
@@ -78,7 +78,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
     why = (
         f"{rows} are spread over {shards} rank{'s' if shards > 1 else ''}, Megatron-Core pads each rank's tokens to a "
         f"multiple of 64 at most, and the kernels of HybridEP take chunks of {HYBRIDEP_CHUNK} unless told otherwise: "
-        "DeepEP before its #638 stops at the first row that is no multiple of them"
+        "DeepEP before its #638 stops at the first row that is not a multiple of them"
     )
     told = "set the three variables NUM_OF_TOKENS_PER_CHUNK_*_API to 64"
     if view.as_wide_as_its_samples:
@@ -92,7 +92,7 @@ def _hybridep_chunks(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/capacity-and-padding",
-    checks="padding takes no expert's room from tokens",
+    checks="padding does not use up the capacity of experts",
     place="megatron.core.transformer.moe.router.TopKRouter.routing",
     applies=_packed_with_capacity,
     severity="warning",
@@ -110,8 +110,8 @@ def _capacity_and_padding(view: RunView) -> Finding | None:
     if view.multiple == 1 and not view.rows_of_one_width:
         return None
     return Finding(
-        why=f"moe_expert_capacity_factor is {view.experts.expert_capacity_factor}: experts drop what is beyond their "
-        "room, and Megatron-Core's router counts padding among the tokens that ask for it, with a padding mask too",
+        why=f"moe_expert_capacity_factor is {view.experts.expert_capacity_factor}: experts drop what exceeds their "
+        "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask",
         fix="leave moe_expert_capacity_factor out",
         changes={"expert_capacity_factor": None},
     )

@@ -58,7 +58,7 @@ def _lines_where(refused: Callable[[FamilyLine], bool]) -> tuple[SourceLine, ...
 
 @rule(
     id="ours/family-takes-packs",
-    checks="the model family takes packed rows",
+    checks="the model family supports packed rows",
     place="docs/families.md",
     applies=_packed_known_family,
     sources=_lines_where(lambda line: not (line.packed and line.in_batch)),
@@ -74,7 +74,7 @@ def _family_takes_packs(view: RunView) -> Finding | None:
         )
     for name, reason in NAMED_TEXT_MODELS.items():
         if line is None and view.family.startswith(name):
-            return Finding(why=f"{view.network.model} takes no packed rows: {reason}", fix="train it unpacked")
+            return Finding(why=f"{view.network.model} does not support packed rows: {reason}", fix="train it unpacked")
     return None
 
 

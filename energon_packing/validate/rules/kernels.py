@@ -52,7 +52,7 @@ def _fp8_multiple(view: RunView) -> Finding | None:
     fix = f"pad_to_max_length to true and seq_length to {length}"
     if not view.as_wide_as_its_samples:
         return Finding(why=why, fix=f"set {fix}", changes=changes)
-    why += "; pad_to_max_length widens no row that is packed in the batch"
+    why += "; pad_to_max_length does not widen rows that are packed in the batch"
     if view.dataset_kind != "packed_energon":  # without in-batch packing Bridge's is unpacked: the user decides
         return Finding(why=why, fix=f"turn enable_in_batch_packing off and set {fix}, or compute without fp8")
     packs = {"enable_in_batch_packing": False, "enable_offline_packing": True, "has_offline_packing_specs": True}
@@ -79,7 +79,7 @@ def _head_dimension(view: RunView) -> Finding | None:
     if width <= WIDEST_HEAD and width % 8 == 0:
         return None
     return Finding(
-        why=f"the model's heads are {width} wide; FlashAttention and cuDNN take packed rows for widths up to "
+        why=f"the model's heads are {width} wide; FlashAttention and cuDNN support packed rows for widths up to "
         f"{WIDEST_HEAD} that are multiples of 8",
         fix="train this model unpacked",
     )
@@ -87,7 +87,7 @@ def _head_dimension(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/attention-kernel",
-    checks="the chosen attention takes packed rows with padding between samples",
+    checks="the chosen attention supports packed rows with padding between samples",
     place="transformer_engine.pytorch.attention.dot_product_attention.utils.get_attention_backend",
     applies=_packed_known_backend,
     sources=(
@@ -105,7 +105,7 @@ def _attention_kernel(view: RunView) -> Finding | None:
     backend = view.network.attention_backend
     if backend == "local":
         return Finding(
-            why="attention_backend is 'local', Megatron-Core's own attention, which reads no boundaries: samples of a "
+            why="attention_backend is 'local', Megatron-Core's own attention, which ignores boundaries: samples of a "
             "row would attend to each other",
             fix="set model.attention_backend to auto",
             changes={"attention_backend": "auto"},
@@ -114,14 +114,14 @@ def _attention_kernel(view: RunView) -> Finding | None:
         return None
     if backend == "unfused":
         return Finding(
-            why=f"attention_backend is 'unfused', which takes no padding between samples, and each is padded to a "
-            f"multiple of {view.multiple}",
+            why=f"attention_backend is 'unfused', which does not support padding between samples, but each is padded "
+            f"to a multiple of {view.multiple}",
             fix="set model.attention_backend to auto",
             changes={"attention_backend": "auto"},
         )
     return Finding(
-        why=f"attention_backend is 'flash', and FlashAttention 2 takes no padding between samples (version 3 does), "
-        f"but each is padded to a multiple of {view.multiple}: on a machine without version 3 no kernel is left",
-        fix="set model.attention_backend to auto; cuDNN's fused attention takes such rows",
+        why=f"attention_backend is 'flash', and FlashAttention 2 does not support padding between samples (version 3 "
+        f"does), but each is padded to a multiple of {view.multiple}: without version 3 no kernel is left",
+        fix="set model.attention_backend to auto; cuDNN's fused attention supports such rows",
         changes={"attention_backend": "auto"},
     )

@@ -35,8 +35,8 @@ def _comm_type_of_each_layer(view: RunView) -> Finding | None:
     if not isinstance(kinds, tuple) or view.network.num_layers is None or len(kinds) == view.network.num_layers:
         return None
     return Finding(
-        why=f"cp_comm_type lists {len(kinds)} layers, the model has {view.network.num_layers}",
-        fix="give one name for all layers, or one a layer",
+        why=f"cp_comm_type lists {len(kinds)} layers, but the model has {view.network.num_layers}",
+        fix="give one name for all layers, or one per layer",
     )
 
 

@@ -46,13 +46,13 @@ def _loader_memory(view: RunView) -> Finding | None:
     return Finding(
         why=f"{view.loader.workers} workers with windows of {view.loader.window} samples take about "
         f"{need / 2**30:.0f} GiB on each rank that reads",
-        fix="set packing.window to 1024 or less (more fills no better), or take fewer workers",
+        fix="set packing.window to 1024 or less (more fills no better), or use fewer workers",
     )
 
 
 @rule(
     id="ours/failures-are-limited",
-    checks="a data set that fails everywhere stops the run",
+    checks="a data set that always fails stops the run",
     place="megatron.energon.errors.ErrorContext",
     applies=_known_tolerance,
     sources=(SourceLine(file="megatron/energon/errors.py", says="Set to 0 to disable tolerance checking."),),
@@ -61,7 +61,7 @@ def _failures_are_limited(view: RunView) -> Finding | None:
     if (view.loader.failure_tolerance or 0) > 0:
         return None
     return Finding(
-        why=f"failure_tolerance is {view.loader.failure_tolerance}, by which Energon sets no limit: a data set that "
-        "fails everywhere is read for ever, and the run waits for its first batch",
+        why=f"failure_tolerance is {view.loader.failure_tolerance}, which means no limit in Energon: a data set that "
+        "always fails is read forever, and the run waits for its first batch",
         fix="set failure_tolerance to a number above 0 (Energon's default is 100); 1 stops at the first failure",
     )

@@ -63,7 +63,7 @@ def _no_multi_token_prediction(view: RunView) -> Finding | None:
     reason = (
         f"Megatron-Bridge {view.versions.bridge_version or '0.6'} documents it as unsupported over packed rows"
         if view.multiple == 1
-        else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; behind the first padded sample "
+        else "Megatron-Core shifts its labels at cu_seqlens_q, the real boundaries; after the first padded sample "
         "they lie elsewhere, and labels come from other samples"
     )
     return Finding(

@@ -236,7 +236,7 @@ def _no_dist_train(view: RunView) -> Finding | None:
     if not view.parallel.dist_train:
         return None
     return Finding(
-        why="dist_train gives the vision encoder GPUs of its own, to which Bridge's own packing sends no boundaries",
+        why="dist_train gives the vision encoder its own GPUs, to which Bridge's own packing sends no boundaries",
         fix="set model.dist_train.use_dist_train to false",
         changes={"dist_train": False},
     )

@@ -53,11 +53,11 @@ def _specs_with_offline(view: RunView) -> Finding | None:
         return None
     if view.packing.enable_offline_packing:
         return Finding(
-            why="enable_offline_packing is on, offline_packing_specs is not set",
+            why="enable_offline_packing is on, but offline_packing_specs is not set",
             fix=f"set offline_packing_specs=PackedSequenceSpecs(packed_sequence_size={view.rows.dataset_seq_length})",
         )
     return Finding(
-        why="offline_packing_specs is set, enable_offline_packing is off",
+        why="offline_packing_specs is set, but enable_offline_packing is off",
         fix="set enable_offline_packing=True, or remove the specs",
     )
 
@@ -137,7 +137,7 @@ def _local_graphs(view: RunView) -> Finding | None:
 @_rule(
     id="bridge/no-nan-check-in-graph",
     order=270,
-    checks="a graph of the whole iteration looks for no NaN",
+    checks="a graph of the whole iteration does not check for NaN",
     applies=_graphs,
     bridge_says=("check_for_nan_in_loss must be disabled when using full_iteration CUDA graph",),
 )

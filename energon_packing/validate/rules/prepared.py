@@ -63,6 +63,6 @@ def _alignment_used(view: RunView) -> Finding | None:
     return Finding(
         why=f"samples are padded to multiples of {used} (pad_seq_to_mult), and this layout slices them by "
         f"{view.multiple}: tokens of two samples would share a slice",
-        fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs anew",
+        fix=f"set offline_packing_specs.pad_seq_to_mult to {math.lcm(used, view.multiple)} and prepare the packs again",
         changes={"pad_seq_to_multiple": math.lcm(used, view.multiple)},
     )

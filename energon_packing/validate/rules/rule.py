@@ -87,13 +87,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.id):
-            raise PackingError(f"{self.id!r} is no id of a rule; expected bridge/name, core/name or ours/name.")
+            raise PackingError(f"{self.id!r} is not a rule id; expected bridge/name, core/name or ours/name.")
         if (self.order is None) == (self.origin == "bridge"):
             raise PackingError(f"{self.id}: Bridge's rules have an order, the others have none.")
         if self.provider_escapes and self.origin != "bridge":
             raise PackingError(f"{self.id}: only a rule of Bridge's spares data set providers.")
         if self.origin != "bridge" and not self.sources:
-            raise PackingError(f"{self.id} names no line of source that justifies it.")
+            raise PackingError(f"{self.id} has no source line that justifies it.")
 
     @property
     def origin(self) -> Origin:

@@ -121,8 +121,8 @@ def _experts_see_padding(view: RunView) -> Finding | None:
     )
     if view.graphs.cuda_graph_impl == "transformer_engine":  # where our step cannot help either
         return Finding(
-            why=f"{why}; our forward step, which passes the mask by hooks, has none under cuda_graph_impl "
-            "'transformer_engine'",
+            why=f"{why}; our forward step passes the mask by hooks, which cuda_graph_impl 'transformer_engine' "
+            "bypasses",
             fix=f"set cuda_graph_impl to 'none' and train with the forward step {OUR_STEP}.forward_step",
             changes={"cuda_graph_impl": "none", "step": OUR_STEP},
         )
@@ -154,7 +154,7 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
             else "experts would count padding"
         )
         return Finding(
-            why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, routers among them, which take no "
+            why=f"cuda_graph_impl is 'transformer_engine' and captures {scopes}, including routers, which get no "
             f"padding mask there: {end}",
             fix="capture attention only (cuda_graph_modules), or set cuda_graph_impl to 'none'",
             changes={"cuda_graph_impl": "none"},
@@ -164,8 +164,8 @@ def _mask_under_graphs(view: RunView) -> Finding | None:
     ):  # Bridge's own steps drop the mask with and without graphs: ours/experts-see-padding
         return None
     return Finding(
-        why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): layers under graphs are called past their hooks, by "
-        "which our forward step passes the padding mask, so experts would count padding",
+        why=f"cuda_graph_impl is 'transformer_engine' ({scopes}): graphs bypass the hooks through which our forward "
+        "step passes the padding mask, so experts would count padding",
         fix="set cuda_graph_impl to 'none'",
         changes={"cuda_graph_impl": "none"},
     )

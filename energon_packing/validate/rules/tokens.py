@@ -39,14 +39,14 @@ def _vocabulary(view: RunView) -> Finding | None:
     if ids <= rows:
         return None
     return Finding(
-        why=f"the tokenizer gives ids up to {ids - 1}, the model's vocabulary has {rows} rows",
-        fix="take the processor of this model, or widen the model's vocab_size",
+        why=f"the tokenizer gives ids up to {ids - 1}, but the model's vocabulary has {rows} rows",
+        fix="use the processor of this model, or widen the model's vocab_size",
     )
 
 
 @rule(
     id="ours/placeholder-ids",
-    checks="tokenizer and model mean the same tokens by images and videos",
+    checks="tokenizer and model use the same tokens for images and videos",
     place="megatron.bridge.models.qwen_vl",
     applies=_known_placeholders,
     sources=(
@@ -65,6 +65,6 @@ def _placeholder_ids(view: RunView) -> Finding | None:
             return Finding(
                 why=f"the model puts {kind} features where it finds the token {theirs}, the tokenizer's {kind} "
                 f"placeholder is {ours}",
-                fix="take the processor of this model",
+                fix="use the processor of this model",
             )
     return None

@@ -104,7 +104,7 @@ class ContainerRun:
         dataset, view = self.container.dataset, self.view()
         if not hasattr(dataset, "run_config"):
             raise ConfigError(
-                f"--measure reads our data set, and {self.name} has a {type(dataset).__name__}: give "
+                f"--measure reads our data set, but {self.name} has a {type(dataset).__name__}: give "
                 "--tokens-per-sample."
             )
         parallel = ParallelConfig(
@@ -218,5 +218,7 @@ def container_of_file(path: Path) -> Any:
 def _checked(container: Any, name: str) -> Any:
     for part in ("model", "train", "dataset", "ddp", "dist", "validation"):
         if getattr(container, part, None) is None:
-            raise ConfigError(f"{name} gives a {type(container).__name__} without {part}; expected a ConfigContainer.")
+            raise ConfigError(
+                f"{name} returns a {type(container).__name__} without {part}; expected a ConfigContainer."
+            )
     return container

@@ -86,4 +86,4 @@ def _read(file: Path) -> Any:
         kind = values.pop("model_type")
         return transformers.AutoConfig.for_model(kind, **values)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{file} is no model configuration: {type(error).__name__}: {error}.") from error
+        raise ConfigError(f"{file} is not a model configuration: {type(error).__name__}: {error}.") from error

@@ -212,7 +212,9 @@ def run_source(
             return _arguments(name, read_arguments(path), overrides, world_size, step, model_configs)
         if _is_serialised(path):
             if model_configs is not None:
-                raise ConfigError("--model-configs has nothing to do: a serialised configuration holds its model.")
+                raise ConfigError(
+                    "--model-configs does not apply to a serialised configuration, which contains its model."
+                )
             container = container_of_file(path)
             kind = "serialised Bridge configuration"
             return ContainerRun(
@@ -232,9 +234,9 @@ def _arguments(
     model_configs: Path | None,
 ) -> ArgumentsRun:
     if model_configs is not None:
-        raise ConfigError("--model-configs has nothing to do for Megatron-LM arguments, which describe the model.")
+        raise ConfigError("--model-configs does not apply to Megatron-LM arguments, which describe the model.")
     if overrides:
-        raise ConfigError("--set has nothing to change in Megatron-LM arguments; change the arguments.")
+        raise ConfigError("--set does not apply to Megatron-LM arguments; change the arguments.")
     return ArgumentsRun(name=name, words=words, world_size=world_size, step=step)
 
 

@@ -116,7 +116,7 @@ def view_of_arguments(words: Sequence[str], *, world_size: int | None = None, st
         except ValueError as error:
             raise ConfigError(f"{name} has the value {' '.join(values)!r}, which cannot be read.") from error
     if "model_seq_length" not in found:
-        raise ConfigError("The arguments hold no --seq-length, the length of a packed row.")
+        raise ConfigError("The arguments do not contain --seq-length, the length of a packed row.")
     for field in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "micro_batch_size"):
         if found.get(field, 1) < 1:
             raise ConfigError(f"{field} is {found[field]}; it must be at least 1.")

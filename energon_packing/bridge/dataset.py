@@ -163,5 +163,5 @@ def _refuse_skipped_steps(container: ConfigContainer) -> None:
     if container.train.iterations_to_skip and container.model.pipeline_model_parallel_size > 2:
         raise ConfigError(
             "train.iterations_to_skip is set with more than 2 pipeline stages, but Bridge skips data on the first and "
-            "last stage only, so that the others would train on wrong boundaries; leave it empty."
+            "last stage only, so the others would train on wrong boundaries; leave it empty."
         )

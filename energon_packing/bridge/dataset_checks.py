@@ -37,16 +37,16 @@ def refuse_unknown_names(dataset: Any, sections: Mapping[str, type]) -> None:
             continue
         for section, twin in sections.items():
             if name in {entry.name for entry in dataclasses.fields(twin)}:
-                raise ConfigError(f"dataset.{name} is no setting; it is dataset.{section}.{name}.")
+                raise ConfigError(f"dataset.{name} is not a setting; use dataset.{section}.{name}.")
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if near:
-            raise ConfigError(f"dataset.{name} is no setting; did you mean dataset.{near[0]}?")
+            raise ConfigError(f"dataset.{name} is not a setting; did you mean dataset.{near[0]}?")
 
 
 FIXED_SETTINGS = {
     "data_sharding": "replicas always read different samples",
-    "pin_memory": "Energon's loader always pins memory where there is a GPU",
-    "drop_last": "packs come without end, so there is no last batch to keep",
+    "pin_memory": "Energon's loader always pins memory if there is a GPU",
+    "drop_last": "the stream of packs is endless, so there is no last batch to keep",
     "persistent_workers": "Energon keeps its loader processes for the whole run",
 }
 """Settings that Bridge gives every data set and that its other loaders read; here each must be true."""
@@ -57,7 +57,7 @@ def refuse_fixed_settings(dataset: Any) -> None:
     for name, reason in FIXED_SETTINGS.items():
         unset_by_bridge = name == "persistent_workers" and dataset.num_workers == 0
         if not getattr(dataset, name) and not unset_by_bridge:
-            raise ConfigError(f"dataset.{name} is false, which this data set cannot be: {reason}. Leave it out.")
+            raise ConfigError(f"dataset.{name} is false, which this data set does not support: {reason}. Leave it out.")
 
 
 def container_under_validation() -> ConfigContainer | None:

@@ -45,7 +45,7 @@ def _twin(config: type, left_out: tuple[str, ...] = ()) -> Any:
             fields.append((entry.name, hint, dataclasses.field(default=entry.default)))
     twin = dataclasses.make_dataclass(name, fields, kw_only=True, slots=True, module=__name__)
     twin.__doc__ = f"The fields of `{config.__module__}.{config.__name__}`" + (
-        f", less {', '.join(left_out)}, which the data set has itself." if left_out else "."
+        f", except {', '.join(left_out)}, which the data set has itself." if left_out else "."
     )
     globals()[name] = SECTIONS[name] = twin
     return twin
@@ -81,7 +81,7 @@ def frozen[T](config: type[T], section: Any, *, where: str, **others: Any) -> T:
     values = values_of(section)
     if not isinstance(values, Mapping):
         raise ConfigError(
-            f"{where} is {values!r}; it is a section with fields of its own, such as {where}.{_some(config)}."
+            f"{where} is {values!r}; it must be a section with its own fields, such as {where}.{_some(config)}."
         )
     return from_mapping(config, {**values, **others}, where=where)
 

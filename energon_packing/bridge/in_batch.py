@@ -61,10 +61,10 @@ class MicroBatchForm:
             PackingError: no sample, or positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
         """
         if not batch.sample_lengths:
-            raise PackingError("a batch of no sample, such as `padding_pack` makes, has no form in Bridge's collators")
+            raise PackingError("Bridge's collators have no format for a batch without samples (as from `padding_pack`)")
         if batch.position_ids.dim() != 2:
             raise PackingError(
-                f"positions {list(batch.position_ids.shape)} have no form in Bridge's collators; set "
+                f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}; set "
                 "encoder.position_ids to 1d"
             )
         rows = thd.unpack(batch)
@@ -128,19 +128,19 @@ def check_mode(dataset: Any) -> None:
     mode, size = dataset.mode, dataset.micro_batch_size
     if mode == "packs" and size != 1:
         raise ConfigError(
-            f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it is 1. For the same tokens "
-            f"a step raise seq_length to {dataset.seq_length * size}."
+            f"dataset.micro_batch_size is {size}; a packed row is a whole micro-batch, so it must be 1. For the same "
+            f"tokens per step, raise seq_length to {dataset.seq_length * size}."
         )
     if mode == "in_batch" and size < 2:
         raise ConfigError(
-            f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so it is 2 or "
-            "more, or the mode is 'packs' (rule bridge/in-batch-needs-several)."
+            f"dataset.micro_batch_size is {size}; mode 'in_batch' joins the samples of a micro-batch, so set it to 2 "
+            "or more, or use mode 'packs' (rule bridge/in-batch-needs-several)."
         )
     if size < 1 or dataset.pad_to_multiple_of < 1:
-        raise ConfigError("dataset.micro_batch_size and dataset.pad_to_multiple_of are 1 or more.")
+        raise ConfigError("dataset.micro_batch_size and dataset.pad_to_multiple_of must be at least 1.")
     if dataset.defer_in_batch_packing_to_step and mode != "in_batch":
         raise ConfigError(
-            f"dataset.defer_in_batch_packing_to_step is on, which mode {mode!r} does not read; set dataset.mode to "
+            f"dataset.defer_in_batch_packing_to_step is on, but mode {mode!r} does not read it; set dataset.mode to "
             "'in_batch'."
         )
     if (
@@ -149,8 +149,8 @@ def check_mode(dataset: Any) -> None:
         and not dataset.defer_in_batch_packing_to_step
     ):
         raise ConfigError(
-            f"dataset.pad_to_multiple_of is {dataset.pad_to_multiple_of}, which is read for rows of one sample only; "
-            "what is packed is aligned as the run's layout asks."
+            f"dataset.pad_to_multiple_of is {dataset.pad_to_multiple_of}, but it is read only for rows of one sample; "
+            "packed rows are aligned as the run's layout requires."
         )
     if mode == "packs":
         return
@@ -158,8 +158,8 @@ def check_mode(dataset: Any) -> None:
     refuse_unread(config.packing, where="dataset.packing", mode=mode)
     if config.encoder.position_ids == "mrope":
         raise ConfigError(
-            f"dataset.encoder.position_ids is 'mrope'; in mode {mode!r} positions are 1d, from which Bridge's models "
-            "make their own."
+            f"dataset.encoder.position_ids is 'mrope', but mode {mode!r} needs 1d positions, from which Bridge's "
+            "models make their own."
         )
 
 

@@ -34,7 +34,7 @@ class EndlessPacks:
                 yield pack.batch
             if empty:
                 raise ConfigError(
-                    "The data set gave no pack in a whole epoch; see the ledger (dataset.packing.ledger) for why."
+                    "A whole epoch of the data set had no packs; the ledger (dataset.packing.ledger) says why."
                 )
 
     def __next__(self) -> PackedBatch:

@@ -120,11 +120,15 @@ class PackProvider(DatasetProvider):
         self.check_fields()
         refuse_fixed_settings(self)
         if self.dataloader_type != "external":
-            raise ConfigError(f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader is 'external'.")
+            raise ConfigError(
+                f"dataset.dataloader_type is {self.dataloader_type!r}; an Energon loader needs 'external'."
+            )
         if self.num_workers < 0 or (self.num_val_workers or 0) < 0:
-            raise ConfigError("dataset.num_workers and num_val_workers are 0 or more.")
+            raise ConfigError("dataset.num_workers and num_val_workers must be at least 0.")
         if self.compare_every < 1:
-            raise ConfigError(f"dataset.compare_every is {self.compare_every}; compare each pack (1) or fewer.")
+            raise ConfigError(
+                f"dataset.compare_every is {self.compare_every}; it must be at least 1, which compares every pack."
+            )
         self.run_config(ParallelConfig())
         container = container_under_validation()
         if container is None or container.dataset is not self:
@@ -149,8 +153,8 @@ class PackProvider(DatasetProvider):
         run = self._run
         if run is None:
             warnings.warn(
-                "The data set knows no run: rows are aligned as if there were sequence parallelism, and for no other "
-                "context parallelism in evaluation. Call cfg.validate(), or cfg.dataset.follow(cfg).",
+                "The data set was not told about its run: rows are aligned as if sequence parallelism were on and "
+                "evaluation had the same context parallelism. Call cfg.validate(), or cfg.dataset.follow(cfg).",
                 stacklevel=2,
             )
         return ParallelConfig(

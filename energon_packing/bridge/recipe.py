@@ -60,7 +60,7 @@ def _of_conversations(cfg: Any, processor: str | None, **fields: Any) -> PackPro
     named = named or getattr(getattr(cfg.dataset, "task_encoder", None), "hf_processor_path", None)
     named = named or getattr(cfg.tokenizer, "tokenizer_model", None)
     if not named:
-        raise ConfigError("The recipe names no processor; give use_packed_data(..., processor=...).")
+        raise ConfigError("The recipe has no processor; call use_packed_data(..., processor=...).")
     return PackedEnergonDatasetConfig(processor=str(named), **fields)
 
 

@@ -65,7 +65,7 @@ def forward_step(
     packed = batch.get("cu_seqlens_q") is not None
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
         raise ConfigError(
-            "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan takes no boundaries of packed rows; "
+            "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan ignores the boundaries of packed rows; "
             "set cfg.comm_overlap.overlap_moe_expert_parallel_comm to false."
         )
     with contextlib.ExitStack() as added:
@@ -194,9 +194,8 @@ def _refuse_graphs(model: Any, step: Any) -> None:
     graphs = getattr(get_model_config(model), "cuda_graph_impl", "none")
     if graphs == "transformer_engine" and not _forwards_batches_whole(step):
         raise ConfigError(
-            "cuda_graph_impl is 'transformer_engine': layers under CUDA graphs are called past their hooks, by which "
-            "the padding mask reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule "
-            "ours/padding-mask-under-graphs)."
+            "cuda_graph_impl is 'transformer_engine': CUDA graphs bypass the hooks through which the padding mask "
+            "reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule ours/padding-mask-under-graphs)."
         )
 
 

@@ -69,11 +69,11 @@ class PackedWanDatasetConfig(PackProvider):
         if self.micro_batch_size != 1:
             raise ConfigError(
                 f"dataset.micro_batch_size is {self.micro_batch_size}; a pack of clips is a whole micro-batch, so it "
-                "is 1. Raise seq_length instead."
+                "must be 1. Raise seq_length instead."
             )
         if self.trust_remote_code:
             raise ConfigError(
-                "dataset.trust_remote_code is true, but no code of a model's folder is run for clips; leave it out."
+                "dataset.trust_remote_code is true, but clips run no code from a model's folder; leave it out."
             )
 
     def check_run(self, container: ConfigContainer) -> None:
@@ -105,14 +105,14 @@ class PackedWanDatasetConfig(PackProvider):
             ("validation.eval_micro_batch_size", container.validation.eval_micro_batch_size),
         ):
             if size not in (None, 1):
-                raise ConfigError(f"{name} is {size}; a pack of clips is a whole micro-batch, so it is 1.")
+                raise ConfigError(f"{name} is {size}; a pack of clips is a whole micro-batch, so it must be 1.")
         if model.pipeline_model_parallel_size > 1:
             # WanForwardStep runs FlowMatchingPipeline.step on every stage, which draws them anew; Bridge's
             # initialize._set_random_seed adds 100 per stage to the seed.
             raise ConfigError(
                 f"model.pipeline_model_parallel_size is {model.pipeline_model_parallel_size}, but each pipeline stage "
-                "of Bridge's Wan step draws noise and time of its own, so that the last one compares the prediction "
-                "with noise that the first never added; set it to 1."
+                "of Bridge's Wan step draws its own noise and time, so the last one compares the prediction with "
+                "noise that the first never added; set it to 1."
             )
         self._check_layout(container)
 
@@ -129,7 +129,7 @@ class PackedWanDatasetConfig(PackProvider):
         if multiple % parallel.multiple:
             raise ConfigError(
                 f"dataset.encoder.compat=bridge aligns clips to {multiple}, as Bridge's own data path does, but tensor "
-                f"parallelism {parallel.tensor_parallel} with sequence parallelism divides rows by "
+                f"parallelism {parallel.tensor_parallel} with sequence parallelism needs rows divisible by "
                 f"{parallel.multiple}; set dataset.encoder.compat to none, or turn sequence parallelism off."
             )
 

@@ -80,12 +80,14 @@ class SegmentAttention(MegatronModule):
             ``[t, heads * width]`` or ``[s, b, heads * width]``.
         """
         if attention_bias is not None:
-            raise NotImplementedError("the CPU stand-in for attention takes no bias")
+            raise NotImplementedError("the CPU stand-in for attention does not support a bias")
         causal = (attn_mask_type or self.attn_mask_type) in CAUSAL
         spread = self.config.context_parallel_size > 1 and self.cp_group is not None and self.cp_group.size() > 1
         if packed_seq_params is None:
             if spread:
-                raise NotImplementedError("the CPU stand-in for attention has context parallelism for packed rows only")
+                raise NotImplementedError(
+                    "the CPU stand-in for attention supports context parallelism only for packed rows"
+                )
             rows = [self._attend(query[:, b], key[:, b], value[:, b], causal) for b in range(query.size(1))]
             return torch.stack(rows, dim=1).flatten(2)
         if _ignore_boundaries and causal:

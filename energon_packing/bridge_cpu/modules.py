@@ -17,7 +17,7 @@ class TorchNorm:
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> Any:
         if config.layernorm_zero_centered_gamma:
-            raise NotImplementedError("the CPU stand-in for TENorm has no zero-centred gamma")
+            raise NotImplementedError("the CPU stand-in for TENorm does not support a zero-centred gamma")
         kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():

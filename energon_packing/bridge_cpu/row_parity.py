@@ -90,7 +90,7 @@ class ParityReport:
             found.append(f"the gradient differs by {self.gradient:.2e} > {loss:.0e}")
         if self.control is not None and not self.control > CONTROL_LIMIT:
             found.append(
-                f"ignoring the boundaries changes logits by {self.control:.2e} only (expected > {CONTROL_LIMIT:.0e}), "
+                f"ignoring the boundaries changes logits by only {self.control:.2e} (expected > {CONTROL_LIMIT:.0e}), "
                 "so this comparison could not have found a leak"
             )
         return found

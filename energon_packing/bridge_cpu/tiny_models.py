@@ -113,9 +113,9 @@ def hugging_face_config(
     import transformers
 
     if family not in FAMILIES:
-        raise ConfigError(f"There is no tiny model for the family {family!r}; there is {', '.join(FAMILIES)}.")
+        raise ConfigError(f"There is no tiny model for the family {family!r}; known families: {', '.join(FAMILIES)}.")
     if experts and family == "qwen2_5_vl":
-        raise ConfigError("There is no mixture of experts in the family qwen2_5_vl; use qwen3_vl or text.")
+        raise ConfigError("The family qwen2_5_vl has no mixture of experts; use qwen3_vl or text.")
     text = _text_config(vocab_size, seq_length) | {"num_hidden_layers": layers} | (_experts(experts) if experts else {})
     if family == "text" and experts:
         return transformers.Qwen3MoeConfig(

@@ -134,7 +134,7 @@ def run_config_of(args: Any) -> RunConfig:
     experts = args.expert_model_parallel_size > 1
     if (pipeline or experts) and "packing.pad_to_max_length" in given and not config.packing.pad_to_max_length:
         raise ConfigError(
-            "packing.pad_to_max_length is false, but stages and experts exchange rows of one width; remove the setting."
+            "packing.pad_to_max_length is false, but pipeline stages and experts need rows of equal width; remove it."
         )
     data = config.data if "data.workers" in given else replace(config.data, workers=args.num_workers)
     packing = replace(

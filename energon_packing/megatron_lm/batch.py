@@ -57,7 +57,7 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     row = next(data_iterator)
     if not isinstance(row, PackedBatch):
         raise PackingError(
-            f"the data iterator gives a {type(row).__name__}, not a packed row; pass the provider of "
+            f"the data iterator returned a {type(row).__name__}, not a packed row; pass the provider of "
             "energon_packing.megatron_lm to pretrain()"
         )
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)

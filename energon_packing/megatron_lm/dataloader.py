@@ -87,7 +87,7 @@ class _Endless:
                 empty = False
                 yield pack.batch
             if empty:
-                raise UserError("The data set gave no pack in a whole epoch; see the ledger (packing.ledger) for why.")
+                raise UserError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
 
     def __next__(self) -> PackedBatch:
         return next(self._packs)

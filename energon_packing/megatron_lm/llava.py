@@ -61,14 +61,14 @@ def llava_inputs(batch: StageBatch, *, placeholder: int, image_token_index: int,
     if (runs % tokens_per_tile).any():
         wrong = int(runs[runs % tokens_per_tile > 0][0])
         raise ConfigError(
-            f"An image has {wrong} placeholders, but the model makes {tokens_per_tile} embeddings of a tile; give the "
+            f"An image has {wrong} placeholders, but the model makes {tokens_per_tile} embeddings per tile; use the "
             "processor that belongs to the vision model (its size, patch size and class token)."
         )
     kept = ~media | last
     visual = dict(batch.visual_inputs or {})
     images = visual.pop("pixel_values", None)
     if visual:
-        raise ConfigError(f"LLaVAModel takes images only, but the row holds {', '.join(sorted(visual))}.")
+        raise ConfigError(f"LLaVAModel supports only images, but the row has {', '.join(sorted(visual))}.")
     if images is None:
         images = torch.zeros(0, 3, 1, 1, device=row.device)
     return LlavaInputs(
@@ -96,7 +96,7 @@ def image_placeholder() -> int:
     config = run_config_of(get_args()).encoder
     ids = build_family(load_processor(config), config).placeholder_ids
     if "image" not in ids:
-        raise ConfigError(f"encoder.processor {config.processor} has no placeholder of images; LLaVAModel needs one.")
+        raise ConfigError(f"encoder.processor {config.processor} has no placeholder for images; LLaVAModel needs one.")
     return ids["image"]
 
 

@@ -41,7 +41,7 @@ class _StateUnpickler(pickle.Unpickler):
             return _bytes_of
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed")
 
 
 def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
@@ -59,7 +59,7 @@ def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
     if not args.dataloader_save:
         raise ConfigError(
             f"The run continues at iteration {args.iteration}, but --dataloader-save is not given, so the data would "
-            "begin anew; give the folder of the loader's states, or --packing-restart-data."
+            "start over; give the folder of the loader's states, or --packing-restart-data."
         )
     from megatron.training.checkpointing import get_checkpoint_name
 
@@ -84,7 +84,7 @@ def read_state(path: Path) -> Any:
     if not path.is_file():
         raise ConfigError(
             f"There is no state of the loader at {path}; the world size or --dataloader-save differs from the run that "
-            "saved it. Give --packing-restart-data to begin the data anew."
+            "saved it. Give --packing-restart-data to start the data over."
         )
     # torch.load(weights_only=True) refuses Energon's FlexState, a dictionary with its own class.
     restricted = types.ModuleType("loader_state_pickle")

@@ -36,7 +36,7 @@ def loss_func(loss_mask: torch.Tensor | None, output_tensor: torch.Tensor) -> Lo
     from megatron.training import get_args
 
     if loss_mask is None:
-        raise PackingError("a loss is asked of a pipeline stage that has no labels")
+        raise PackingError("a pipeline stage without labels cannot compute a loss")
     weights = loss_mask.reshape(-1).float()
     loss = torch.sum(output_tensor.reshape(-1).float() * weights)
     total = weights.sum().detach().round().to(torch.int)

@@ -92,7 +92,7 @@ def _call_by_name(model: Any, batch: StageBatch) -> Any:
     unknown = sorted(name for name in visual if not takes(model, name))
     if unknown:
         raise ConfigError(
-            f"{type(innermost(model)).__name__} takes no {', '.join(unknown)}, which the processor that "
-            "encoder.processor names makes; give the processor that belongs to the model."
+            f"{type(innermost(model)).__name__} does not accept {', '.join(unknown)}, which encoder.processor "
+            "produces; use the processor that belongs to the model."
         )
     return model(**keywords, **visual)

@@ -66,7 +66,7 @@ class T5CaptionEncoder:
         except (OSError, ValueError) as error:
             raise ConfigError(f"encoder.text_encoder {path!r} cannot be used: {str(error).splitlines()[0]}") from error
         if config.model_type not in ("umt5", "t5"):
-            raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; umt5 and t5 are known.")
+            raise ConfigError(f"encoder.text_encoder {path!r} is a {config.model_type}; use umt5 or t5.")
         self._class = "UMT5EncoderModel" if config.model_type == "umt5" else "T5EncoderModel"
         self.width = int(config.d_model)
         self.name = f"{self._class} {path}"

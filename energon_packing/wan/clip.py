@@ -57,7 +57,7 @@ def plan_clip(
     latents = (1 + (min(available, config.max_frames) - 1) // temporal_stride) // patch_frames * patch_frames
     if latents == 0:
         raise SampleRejected(
-            "too_short", f"{frames} frames at {fps:g} a second give {available} at {wanted:g}: less than one patch"
+            "too_short", f"{frames} frames at {fps:g} fps give {available} at {wanted:g} fps: less than one patch"
         )
     count = 1 + (latents - 1) * temporal_stride
     steps = np.arange(count, dtype=np.float64)
@@ -90,7 +90,8 @@ def resized(width: int, height: int, *, max_pixels: int, multiples: tuple[int, i
     sides = [math.floor(side * scale / of) * of for side, of in zip((height, width), multiples, strict=True)]
     if 0 in sides:
         raise SampleRejected(
-            "too_small", f"frames of {width}x{height} pixels do not hold {multiples[1]}x{multiples[0]} at {max_pixels=}"
+            "too_small",
+            f"frames of {width}x{height} pixels are smaller than {multiples[1]}x{multiples[0]} at {max_pixels=}",
         )
     return sides[0], sides[1]
 

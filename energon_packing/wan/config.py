@@ -78,7 +78,7 @@ class TextToVideoConfig:
         if self.compat == "bridge" and self.max_text_tokens > BRIDGE_TEXT_LENGTH:
             raise ConfigError(
                 f"encoder.max_text_tokens is {self.max_text_tokens}; with compat=bridge texts are padded to "
-                f"{BRIDGE_TEXT_LENGTH}, so it is at most that."
+                f"{BRIDGE_TEXT_LENGTH}, so it must not exceed that."
             )
 
 
@@ -120,7 +120,7 @@ class TextToVideoPackingConfig:
 
             check_online_policy(self.policy)
         if not 0.0 <= self.drop_budget <= 1.0:
-            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it is a share between 0 and 1.")
+            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it must be a share between 0 and 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

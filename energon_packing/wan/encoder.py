@@ -158,7 +158,7 @@ class TextToVideoEncoder:
             text = self._embedded(measured)
         for what, tensor in (("latents", latent), ("text embeddings", text)):
             if not torch.isfinite(tensor).all():
-                raise SampleRejected("not_finite", f"its {what} hold values that are not finite")
+                raise SampleRejected("not_finite", f"its {what} hold NaN or infinite values")
         if self.config.compat == "bridge" and float(latent.abs().max()) > BRIDGE_LARGEST_LATENT:
             raise SampleRejected(
                 "over_limit", f"its latents have values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
@@ -177,7 +177,9 @@ class TextToVideoEncoder:
             return (channels, *self._plan(sample.video).latent_shape)
         found, frames, height, width = sample.latents.shape
         if found != channels:
-            raise SampleRejected("wrong_shape", f"latents of {found} channels, encoder.latent_channels is {channels}")
+            raise SampleRejected(
+                "wrong_shape", f"latents of {found} channels, but encoder.latent_channels is {channels}"
+            )
         for side, size in zip((frames, height, width), self.config.patch, strict=True):
             if side % size:
                 raise SampleRejected(
@@ -188,7 +190,7 @@ class TextToVideoEncoder:
 
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
-            raise ConfigError("The data hold videos without latents; name their VAE in encoder.vae, or store latents.")
+            raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
         assert video.frames is not None
         assert video.fps is not None
         assert video.width is not None
@@ -210,13 +212,16 @@ class TextToVideoEncoder:
             held, found = sample.context.shape
             rows = held if sample.context.rows is None else sample.context.rows
             if found != width:
-                raise SampleRejected("wrong_shape", f"text embeddings of width {found}, encoder.text_width is {width}")
+                raise SampleRejected(
+                    "wrong_shape", f"text embeddings of width {found}, but encoder.text_width is {width}"
+                )
             if rows > limit:
-                raise SampleRejected("over_limit", f"{rows} text embeddings; encoder.max_text_tokens is {limit}")
+                raise SampleRejected("over_limit", f"{rows} text embeddings, over encoder.max_text_tokens={limit}")
             return rows, None, ()
         if self.caption_encoder is None:
             raise ConfigError(
-                "The data hold captions without embeddings; name their encoder in encoder.text_encoder, or store them."
+                "The data has captions without embeddings; name their encoder in encoder.text_encoder, or store "
+                "embeddings."
             )
         assert sample.caption is not None
         token_ids, found = self.caption_encoder.tokenize(sample.caption, limit)
@@ -232,7 +237,7 @@ class TextToVideoEncoder:
         sides = tuple(tensor.shape)
         if sides not in (stored.shape, (1, *stored.shape)):
             raise SampleRejected(
-                "media_changed", f"{stored.name!r} is of shape {list(sides)}, measured as {list(stored.shape)}"
+                "media_changed", f"{stored.name!r} has shape {list(sides)}, but {list(stored.shape)} was measured"
             )
         return tensor.reshape(stored.shape).float()
 
@@ -255,12 +260,12 @@ class TextToVideoEncoder:
         if found != (video.width, video.height):
             raise SampleRejected(
                 "media_changed",
-                f"video {video.name!r} is {found[0]}x{found[1]}, measured as {video.width}x{video.height}",
+                f"video {video.name!r} is {found[0]}x{found[1]}, but {video.width}x{video.height} was measured",
             )
         latent = self.latent_encoder.encode(resize_frames(frames, plan.height, plan.width))
         if tuple(latent.shape) != latent_shape:
             raise ConfigError(
-                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)} where its strides promise "
+                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
                 f"{list(latent_shape)}."
             )
         return latent.float()

@@ -68,7 +68,7 @@ class WanLatentEncoder:
         try:
             config = AutoencoderKLWan.load_config(path, **self._place)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"encoder.vae {path!r} holds no VAE: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"encoder.vae {path!r} contains no VAE: {str(error).splitlines()[0]}") from error
         if config.get("_class_name") != "AutoencoderKLWan":
             raise ConfigError(f"encoder.vae {path!r} is a {config.get('_class_name')}, not an AutoencoderKLWan.")
         defaults = {"z_dim": 16, "scale_factor_temporal": 4, "scale_factor_spatial": 8} | config

@@ -213,7 +213,7 @@ def pack_wan(
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ConfigError(f"multiple must be a whole number of at least 1, not {multiple!r}")
     if compat not in ("none", "bridge"):
-        raise ConfigError(f"compat is {compat!r}; it is 'none' or 'bridge'")
+        raise ConfigError(f"compat is {compat!r}; it must be 'none' or 'bridge'")
     if not samples:
         raise PackingError("a pack without videos cannot be made")
     videos, texts, grids = [], [], []
@@ -284,10 +284,10 @@ def _check(sample: WanSample, compat: Compat) -> None:
                 f"sample {sample.key}: its {name} has shape {list(tensor.shape)}, expected {axes} axes, none empty"
             )
         if not torch.isfinite(tensor).all():
-            raise PackingError(f"sample {sample.key}: its {name} holds values that are not finite")
+            raise PackingError(f"sample {sample.key}: its {name} holds NaN or infinite values")
     if compat == "bridge" and float(sample.latent.abs().max()) > BRIDGE_LARGEST_LATENT:
         raise PackingError(
-            f"sample {sample.key}: its latent has values above {BRIDGE_LARGEST_LATENT:g}, as Bridge skips"
+            f"sample {sample.key}: its latent has values above {BRIDGE_LARGEST_LATENT:g}, which Bridge skips"
         )
     if compat == "bridge" and sample.text.shape[0] > BRIDGE_TEXT_LENGTH:
         raise PackingError(

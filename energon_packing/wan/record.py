@@ -74,7 +74,7 @@ class TextToVideo:
         if (self.video is None) == (self.latents is None):
             raise SampleRejected("bad_record", "the record needs either a video or its latents")
         if self.caption is None and self.context is None:
-            raise SampleRejected("bad_record", "the record has neither a caption nor embeddings of one")
+            raise SampleRejected("bad_record", "the record has neither a caption nor caption embeddings")
         if self.video is not None and any(getattr(self.video, name) is None for name in _CLIP_FIELDS):
             raise SampleRejected("unmeasured_media", f"not all sizes of {reprlib.repr(self.video.name)} are known")
         for role, axes in AXES.items():
@@ -146,7 +146,7 @@ def _read_tensor(value: Any, role: TensorRole) -> StoredTensor:
     _RECORD.check_name(value.get("name"), role, role)
     tensor, shape, dtype = value.get("tensor", ""), value.get("shape"), value.get("dtype")
     if not isinstance(tensor, str) or dtype not in FLOATING:
-        raise _RECORD.bad(f"{role} is of dtype {reprlib.repr(dtype)}, or its tensor's name is no text")
+        raise _RECORD.bad(f"{role} is of dtype {reprlib.repr(dtype)}, or its tensor's name is not text")
     if not isinstance(shape, list):
         raise _RECORD.bad(f"the shape of {role} is a {type(shape).__name__}")
     for side in shape:

@@ -151,7 +151,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             try:
                 refuse_dataset_limits(sample)
                 if sample.sample is None:
-                    raise SampleRejected("bad_record", "the cooker gave no record")
+                    raise SampleRejected("bad_record", "the cooker returned no record")
                 measured = self.encoder.measure(sample.sample)
                 self._check_size(measured)
             except Exception as error:
@@ -212,7 +212,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             ("grids", batch.grid_sizes[:made_of].tolist(), [list(clip.grid) for clip in measured]),
         ):
             if made != planned:
-                raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, measured as {planned}")
+                raise PackingError(f"clips {', '.join(batch.keys)} have {name} {made}, but {planned} were measured")
         return ClipPack(
             **self.pack_fields(samples),
             batch=batch,

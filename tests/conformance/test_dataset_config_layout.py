@@ -87,7 +87,7 @@ def test_a_callback_before_data_are_opened_can_name_the_run():
     cfg = run_of("qwen3_vl", experts=4)
     cfg.validate()
     cfg.dataset = PackedEnergonDatasetConfig(path="data", processor="p", seq_length=256)
-    with pytest.warns(UserWarning, match="knows no run"):
+    with pytest.warns(UserWarning, match="was not told about its run"):
         assert cfg.dataset.parallel_config(groups()).multiple == TP  # the safe side
     cfg.dataset.follow(cfg)
     assert cfg.dataset.parallel_config(groups()).multiple == TP

@@ -283,7 +283,7 @@ def test_a_state_continues_with_the_next_micro_batch(dataset):
     for batch in expected:
         assert torch.equal(next(again)["input_ids"], batch["input_ids"])
     other = iterator_of(dataset("qwen2_5_vl", mode="in_batch", micro_batch_size=4))
-    with pytest.raises(ConfigError, match="micro_batch_size=2, this run has 4"):
+    with pytest.raises(ConfigError, match="micro_batch_size=2, but this run has 4"):
         other.restore_state(state)
 
 
@@ -313,13 +313,13 @@ def test_bridge_validates_the_modes_as_its_own_in_batch_packing(run):
     [
         ({"mode": "in_batch", "micro_batch_size": 1}, "2 or more"),
         ({"mode": "packs", "micro_batch_size": 2}, "raise seq_length to 2048"),
-        ({"mode": "padded", "micro_batch_size": 0}, "1 or more"),
+        ({"mode": "padded", "micro_batch_size": 0}, "must be at least 1"),
         ({"mode": "in_batch", "micro_batch_size": 2, "packing.window": 64}, "packing.window is 64"),
         ({"mode": "in_batch", "micro_batch_size": 2, "packing.max_images_per_pack": 4}, "max_images_per_pack"),
         ({"mode": "padded", "packing.dummy_image": True}, "dummy_image"),
-        ({"mode": "in_batch", "micro_batch_size": 2, "encoder.position_ids": "mrope"}, "positions are 1d"),
+        ({"mode": "in_batch", "micro_batch_size": 2, "encoder.position_ids": "mrope"}, "needs 1d positions"),
         ({"defer_in_batch_packing_to_step": True}, "set dataset.mode to 'in_batch'"),
-        ({"pad_to_multiple_of": 64}, "rows of one sample only"),
+        ({"pad_to_multiple_of": 64}, "only for rows of one sample"),
         ({"mode": "in-batch"}, "Did you mean 'in_batch'"),
     ],
 )

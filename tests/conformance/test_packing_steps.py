@@ -99,5 +99,5 @@ def test_a_batch_without_a_form_says_what_is_wrong_with_it(samples: tuple[int, .
     tokens, positions = sum(samples) or 4, (3, 1, sum(samples)) if samples else (1, 4)
     row = torch.zeros((1, tokens), dtype=torch.int64)
     batch = SimpleNamespace(position_ids=torch.zeros(positions), sample_lengths=samples, input_ids=row)
-    with pytest.raises(PackingError, match=r"set encoder.position_ids to 1d" if samples else "of no sample"):
+    with pytest.raises(PackingError, match=r"set encoder.position_ids to 1d" if samples else "a batch without samples"):
         form(batch)  # type: ignore[arg-type]

@@ -212,14 +212,14 @@ def test_rows_are_aligned_to_the_layout_that_the_run_has_in_the_end(
         ("dataset.trust_remote_code", True, "trust_remote_code is true"),
         ("dataset.dataloader_type", None, "'external'"),
         ("dataset.seq_lenght", 5, "did you mean dataset.seq_length"),
-        ("dataset.window", 5, "it is dataset.packing.window"),
+        ("dataset.window", 5, "use dataset.packing.window"),
         ("dataset.packing.window", 0, "packing.window is 0"),
         ("dataset.encoder.compat", "nemo", "compat is 'nemo'"),
         ("dataset.encoder.patch", (2, 2, 2), r"dataset.encoder.patch is \(2, 2, 2\), but model"),
         ("dataset.encoder.latent_channels", 16, "latent_channels is 16, but model.in_channels is 4"),
         ("dataset.encoder.text_width", 4096, "text_width is 4096, but model.text_dim is 32"),
         ("train.micro_batch_size", 2, "train.micro_batch_size is 2"),
-        ("model.pipeline_model_parallel_size", 2, "noise and time of its own"),
+        ("model.pipeline_model_parallel_size", 2, "its own noise and time"),
         ("model.context_parallel_size", 5, "seq_length 96 is not a multiple of 10"),
     ],
 )
@@ -240,7 +240,7 @@ def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_d
     world(8)
     cfg = recipe(tensor_model_parallel_size=4, context_parallel_size=2, sequence_parallel=True)
     cfg.dataset.encoder.compat = "bridge"
-    with pytest.raises(ConfigError, match=r"aligns clips to 4.* divides rows by 8"):
+    with pytest.raises(ConfigError, match=r"aligns clips to 4.* needs rows divisible by 8"):
         cfg.validate()
 
 

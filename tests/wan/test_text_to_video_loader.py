@@ -316,7 +316,7 @@ def test_limits_of_a_data_set_stop_the_run_because_clips_have_none(run, load, da
     file = tmp_path / "blend.yaml"
     file.write_text(yaml.safe_dump(meta))
     config = run(data={"path": str(file), "workers": workers}, drop_budget=1.0)
-    with pytest.raises(ConfigError, match=r"subflavors\.limits of the data set .*: clips take no limits"):
+    with pytest.raises(ConfigError, match=r"subflavors\.limits of the data set .*: clips do not support limits"):
         list(load(config))
 
 
@@ -347,5 +347,5 @@ def test_a_function_that_may_fail_without_limit_is_refused(run, models):
         __default_failure_tolerance__ = 0
 
     config = run()
-    with pytest.raises(ConfigError, match="in Energon that is no limit"):
+    with pytest.raises(ConfigError, match="in Energon that means no limit"):
         build_text_to_video_loader(config, task_encoder=Endless(config, **models))

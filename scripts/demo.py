@@ -86,7 +86,7 @@ def read_epochs(*configs: RunConfig) -> list[Epoch]:
             if pack is not None:
                 count(epoch, config, pack)
     if not epochs[0].packs:
-        raise UserError("The epoch has no pack: no sample could be used. See the reasons above and in rejects.jsonl.")
+        raise UserError("The epoch has no packs: no sample was usable. See the reasons above and in rejects.jsonl.")
     return epochs
 
 
@@ -119,7 +119,7 @@ def train(config: RunConfig, steps: int, learning_rate: float) -> tuple[str, Any
     encoder = ConversationEncoder(config.encoder)
     family = encoder.family.name
     if family not in tiny_models.FAMILIES:
-        raise UserError(f"The demo has no tiny Bridge model of the family {family}; use --steps 0 for packs only.")
+        raise UserError(f"The demo has no tiny Bridge model for the family {family}; use --steps 0 for packs only.")
     tokens = None
     if family != "text":
         ids = [encoder.family.check_token(f"<|{name}|>") for name in ("vision_start", "vision_end")]
@@ -265,7 +265,7 @@ def main(
     parallel = ParallelConfig(tensor_parallel=2, context_parallel=2, sequence_parallel=True)
     epoch, aligned = read_epochs(base, dataclasses.replace(base, parallel=parallel))
     if max(epoch.keys.values()) != 1 or epoch.keys != aligned.keys:
-        raise SystemExit(f"a key came twice or not at all: {epoch.keys.most_common(1)}")
+        raise SystemExit(f"a sample was emitted twice or not at all: {epoch.keys.most_common(1)}")
     runs = []
     for path in processors if steps else ():
         config = dataclasses.replace(base, encoder=dataclasses.replace(base.encoder, processor=path))

@@ -34,7 +34,7 @@ STEP = "energon_packing.bridge.step:forward_step"
     show_default=True,
     help="auto finetunes if checkpoint.pretrained_checkpoint is set, else pretrains.",
 )
-@click.option("--check", is_flag=True, help="Judge the configuration and stop.")
+@click.option("--check", is_flag=True, help="Check the configuration and stop.")
 @click.option("--cpu", is_flag=True, help="Run a tiny model on the CPU over gloo (docs/bridge_cpu.md).")
 def main(run: str, overrides: tuple[str, ...], data: str | None, step: str, mode: str, check: bool, cpu: bool) -> None:
     """Trains RUN on packed rows.
@@ -99,7 +99,8 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
     source = run_source((run,), overrides=overrides)
     if not isinstance(source, ContainerRun):
         raise ConfigError(
-            f"{run} is {source.kind}, which holds no model; name a recipe module:function or Bridge's run_config.yaml."
+            f"{run} is {source.kind}, which contains no model; name a recipe module:function or Bridge's "
+            "run_config.yaml."
         )
     return source.container
 
@@ -124,7 +125,7 @@ def _named(step: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"--step {step} names no function: {error}.") from error
+        raise ConfigError(f"--step {step} is not a function: {error}.") from error
 
 
 def _on_the_cpu(config: Any) -> None:

@@ -88,7 +88,7 @@ def _index(out: Path, shard: str, samples: int) -> None:
         )
     counted = json.loads((out / ".nv-meta" / ".info.json").read_text(encoding="utf-8"))["shard_counts"]
     if counted != {shard: samples}:
-        raise PackingError(f"Energon counts {counted} in {out}, written were {samples} samples")
+        raise PackingError(f"Energon counts {counted} in {out}, but {samples} samples were written")
     content = {
         "__module__": "megatron.bridge.data.energon.task_encoder_utils",
         "__class__": "ChatMLWebdataset",

@@ -39,7 +39,7 @@ class Floor:
         try:
             import torchvision.io  # noqa: F401
         except ImportError as error:
-            raise UserError("torchvision is not installed, which decodes the images of the floor") from error
+            raise UserError("torchvision, which decodes the images of the floor, is not installed") from error
         self._encoder, self._samples = encoder, list(samples)
         self._texts = [encoder.template.render(entry.conversation).text for entry in samples]
         self._measured = [encoder.measure(entry.conversation) for entry in samples]

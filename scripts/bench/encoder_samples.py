@@ -56,7 +56,9 @@ def make(work: Path, count: int, shares: Mapping[str, float], *, camera: bool, s
     for kind, share in shares.items():
         wanted = max(1, round(share * count))
         if len(found[kind]) < wanted:
-            raise PackingError(f"the demo made {len(found[kind])} {kind} samples of {2 * count}; {wanted} are needed")
+            raise PackingError(
+                f"only {len(found[kind])} of the demo's {2 * count} samples are {kind}; {wanted} are needed"
+            )
         result += [_sample(conversation, media) for conversation in found[kind][:wanted]]
     Random(seed).shuffle(result)
     return result

@@ -54,10 +54,10 @@ class EncoderBench:
     def __post_init__(self) -> None:
         for name in self.families:
             if name not in PROCESSORS:
-                raise UserError(f"there is no family {name!r} with media; the names are {', '.join(PROCESSORS)}")
+                raise UserError(f"there is no family {name!r} with media; known: {', '.join(PROCESSORS)}")
         for name in self.sizes:
             if name not in ("camera", "demo"):
-                raise UserError(f"sizes {name!r} is neither camera nor demo")
+                raise UserError(f"sizes is {name!r}; it must be camera or demo")
         if self.samples < 10 or self.repeat < 1:
             raise UserError(f"{self.samples} samples and {self.repeat} passes; at least 10 and 1 are needed")
 
@@ -132,7 +132,7 @@ def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
     They are tokenized by transformers' call, and by the tokenizers library under it, which gives no list of ids.
 
     Raises:
-        PackingError: our tokens are not the tokenizer's.
+        PackingError: our tokens differ from the tokenizer's.
     """
     encoder = encoder_samples.build_encoder("text", None)
     conversations = [sample.conversation for sample in samples]
@@ -141,7 +141,7 @@ def text_result(samples: Sequence[BenchSample], repeat: int) -> dict[str, Any]:
     for text, conversation in zip(texts, conversations, strict=True):
         row = encoder.render(encoder.measure(conversation), _no_media)
         if row["input_ids"].tolist() != tokenizer(text, add_special_tokens=False)["input_ids"]:
-            raise PackingError(f"{conversation.key}: our tokens are not the tokenizer's")
+            raise PackingError(f"{conversation.key}: our tokens differ from the tokenizer's")
     seconds = take_turns(
         4 * repeat,
         ours=lambda: each(conversations, lambda entry: encoder.render(encoder.measure(entry), _no_media)),

@@ -84,7 +84,7 @@ class LengthList:
             UserError: the capacity is not a multiple of `multiple`, or `multiple` is below 1.
         """
         if multiple < 1 or self.capacity % multiple:
-            raise UserError(f"the capacity {self.capacity} of list {self.name} is no multiple of {multiple}")
+            raise UserError(f"the capacity {self.capacity} of list {self.name} is not a multiple of {multiple}")
         return replace(self, lengths=-(-self.lengths // multiple) * multiple)
 
 
@@ -95,7 +95,7 @@ def synthetic_list(name: str, samples: int = 100_000, seed: int = 0) -> LengthLi
         UserError: no such list.
     """
     if name not in SYNTHETIC:
-        raise UserError(f"no synthetic list named {name!r}; there are {', '.join(SYNTHETIC)}")
+        raise UserError(f"there is no synthetic list named {name!r}; known: {', '.join(SYNTHETIC)}")
     random = np.random.default_rng([seed, *name.encode()])
     images = np.ones(samples, dtype=np.int64)
     if name in TEXT_MEANS:
@@ -127,7 +127,7 @@ def read_list(path: Path) -> LengthList:
             images = arrays["images"].astype(np.int64) if "images" in arrays else np.ones(lengths.size, dtype=np.int64)
             return LengthList(name=path.stem, lengths=lengths, images=images, capacity=int(arrays["capacity"]))
     except (OSError, KeyError, ValueError) as error:
-        raise UserError(f"{path} is no length list (arrays length, images, capacity): {error}") from error
+        raise UserError(f"{path} is not a length list (arrays length, images, capacity): {error}") from error
 
 
 def load_lists(source: Path | None, names: Sequence[str] | None, samples: int, seed: int) -> list[LengthList]:
@@ -140,5 +140,5 @@ def load_lists(source: Path | None, names: Sequence[str] | None, samples: int, s
         return [synthetic_list(name, samples, seed) for name in names or SYNTHETIC]
     paths = sorted(source.glob("*.npz")) if names is None else [source / f"{name}.npz" for name in names]
     if not paths:
-        raise UserError(f"{source} holds no .npz length lists")
+        raise UserError(f"{source} contains no .npz length lists")
     return [read_list(path) for path in paths]

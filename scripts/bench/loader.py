@@ -223,7 +223,7 @@ def figures(job: LoaderJob, measured: dict[str, Any], data: BenchData) -> dict[s
     if len(keys) != len(set(keys)):
         raise PackingError(f"{path_name(job)} emitted {len(keys) - len(set(keys))} samples twice in one epoch")
     if not keys:
-        raise PackingError(f"{path_name(job)} emitted nothing; the reasons that it gave: {measured['dropped']}")
+        raise PackingError(f"{path_name(job)} emitted no samples; its reasons: {measured['dropped']}")
     lost = data.samples - len(keys)
     lost_defective = len(data.defective - set(keys))
     row_fills = [min(row, job.seq_length) / job.seq_length for row in tokens]

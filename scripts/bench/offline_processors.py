@@ -263,5 +263,5 @@ def processor_of(family: str) -> Any:
         UserError: there is no family of that name with media.
     """
     if family not in PROCESSORS:
-        raise UserError(f"there is no family {family!r} with media; the names are {', '.join(PROCESSORS)}")
+        raise UserError(f"there is no family {family!r} with media; known: {', '.join(PROCESSORS)}")
     return PROCESSORS[family]()

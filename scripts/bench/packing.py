@@ -177,7 +177,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     text = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     for name, cells in lines.items():
         text.append(f"| {' | '.join([name, *(cells.get(column, '') for column in (*columns, 'us'))])} |")
-    notes += [f"{policy} got the first {', '.join(parts)} only" for policy, parts in shortened.items()]
+    notes += [f"{policy} got only the first {', '.join(parts)}" for policy, parts in shortened.items()]
     return "\n".join([*text, *([""] if notes else []), *notes])
 
 
@@ -187,14 +187,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lists", type=Path, help="directory of NAME.npz; made from a seed by default")
     parser.add_argument("--list", action="append", dest="names", help="one list of --lists; may be repeated")
     parser.add_argument("--policy", action="append", dest="chosen", help="packing policy; may be repeated")
-    parser.add_argument("--window", action="append", type=int, dest="windows", help="a size for the window policy")
+    parser.add_argument(
+        "--window",
+        action="append",
+        type=int,
+        dest="windows",
+        help="samples held by the window policy; may be repeated",
+    )
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--image-limit", type=int, help="images per pack, as a second constraint, on every list")
     parser.add_argument("--multiple", type=int, default=1, help="lengths are rounded up to this multiple")
     parser.add_argument("--repeat", type=int, default=1, help="runs; the time is that of the fastest")
-    parser.add_argument("--no-peers", action="store_true", help="leave out packers of other projects")
+    parser.add_argument("--no-peers", action="store_true", help="leave out other projects' packers")
     parser.add_argument(
-        "--peers-env", type=Path, help="environment to install packers of others into and run them from"
+        "--peers-env", type=Path, help="environment to install other projects' packers into and run them from"
     )
     parser.add_argument("--peer-seconds", type=float, default=bench_peers.LIMIT_SECONDS, help="time limit per peer")
     parser.add_argument("--seed", type=int, default=0)

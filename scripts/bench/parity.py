@@ -154,14 +154,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.py parity", description=__doc__)
     parser.add_argument("--family", action="append", choices=FAMILIES, help="family; may be repeated; all by default")
     parser.add_argument("--packs", type=int, default=2, help="packs per family")
-    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks that attention is computed as")
+    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks to split attention into")
     parser.add_argument("--seed", type=int, default=3, help="seed of the data")
     parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
     given = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     try:
         if given.packs < 1 or given.cp < 1:
-            raise UserError("--packs and --cp are at least 1")
+            raise UserError("--packs and --cp must be at least 1")
         with tempfile.TemporaryDirectory(prefix="bench-parity-") as work:
             for row in run(given.family or FAMILIES, Path(work), packs=given.packs, cp_size=given.cp, seed=given.seed):
                 rows.append(row)

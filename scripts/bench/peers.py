@@ -125,13 +125,15 @@ def make_environment(directory: Path) -> tuple[Path, dict[str, str]]:
     """
     python = directory / "bin" / "python"
     if not python.exists():
-        print(f"making {directory} for the packers of others", file=sys.stderr)
+        print(f"creating {directory} for other projects' packers", file=sys.stderr)
         try:
             venv.create(directory, with_pip=True)
             site = _output(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
             (Path(site) / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
         except (OSError, subprocess.SubprocessError) as error:
-            raise UserError(f"no environment for the packers of others can be made in {directory}: {error}") from error
+            raise UserError(
+                f"cannot create an environment for other projects' packers in {directory}: {error}"
+            ) from error
     missing: dict[str, str] = {}
     for name, package in PACKAGES.items():
         found = f"import importlib.metadata as m; print(m.version({package!r}))"
@@ -209,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
         bins = packer(lengths, given.capacity)
         seconds = time.perf_counter() - start
     if not np.array_equal(np.sort(flatten(bins)[0]), np.sort(given.lengths)):
-        raise UserError(f"{name} gave back other lengths than it was given, so that its fill says nothing")
+        raise UserError(f"{name} returned different lengths than it was given, so its fill means nothing")
     print(json.dumps({"packs": len(bins), "seconds": round(seconds, 4)}))
     return 0
 

@@ -84,7 +84,7 @@ def run(families: tuple[str, ...] = (), *, sizes: int = 2000, videos: int = 300,
     """
     for name in families:
         if name not in offline.PROCESSORS:
-            raise UserError(f"there is no family {name!r} with media; the names are {', '.join(offline.PROCESSORS)}")
+            raise UserError(f"there is no family {name!r} with media; known: {', '.join(offline.PROCESSORS)}")
     for name in families or tuple(offline.PROCESSORS):
         chosen = variants(name)
         for number, (bounds, make) in enumerate(chosen.items()):

@@ -60,7 +60,7 @@ class TrainBench:
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.family not in FAMILIES:
-            raise UserError(f"there is no tiny model for {self.family!r}; the names are {', '.join(FAMILIES)}")
+            raise UserError(f"there is no tiny model for {self.family!r}; known: {', '.join(FAMILIES)}")
         if not self.micro_batches or min(self.micro_batches) < 2:
             raise UserError(f"micro-batches {self.micro_batches} must all be at least 2, or nothing is joined")
 
@@ -80,7 +80,7 @@ def run(bench: TrainBench, work: Path) -> Iterator[dict[str, Any]]:
         PackingError: a measured process failed; the message names its log.
     """
     if importlib.util.find_spec("megatron.bridge") is None:
-        raise UserError("megatron.bridge is not installed, which trains the model; install the extra 'bridge'")
+        raise UserError("megatron.bridge, which trains the model, is not installed; install the extra 'bridge'")
     data = prepare_data(work, conversations=bench.conversations, seed=bench.seed)
     results = []
     for rows, size in kinds(bench.micro_batches):

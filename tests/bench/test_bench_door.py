@@ -62,7 +62,7 @@ def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"no zip")
     done = door("packing", "--lists", tmp_path, "--no-peers", "--json")
     assert done.returncode == 2
-    assert "is no length list" in done.stderr
+    assert "is not a length list" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -107,4 +107,4 @@ def test_the_command_fails_where_text_has_other_tokens(monkeypatch, capsys, tmp_
         type(encoder), "render", lambda *given: {**(row := shown(*given)), "input_ids": row["input_ids"] + 1}
     )
     assert bench_encoders.main(["--samples", "10", "--sizes", "demo", "--repeat", "1", "--work", str(tmp_path)]) == 1
-    assert "our tokens are not the tokenizer's" in capsys.readouterr().err
+    assert "our tokens differ from the tokenizer's" in capsys.readouterr().err

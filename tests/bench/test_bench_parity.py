@@ -48,4 +48,4 @@ def test_a_difference_or_a_control_that_is_not_found_exits_with_one(outcome, cap
 
 def test_no_packs_are_one_sentence(capsys):
     assert bench_parity.main(["--packs", "0"]) == 2
-    assert capsys.readouterr().err == "error: --packs and --cp are at least 1\n"
+    assert capsys.readouterr().err == "error: --packs and --cp must be at least 1\n"

@@ -67,4 +67,4 @@ def test_the_command_prints_a_line_per_set_of_bounds_and_their_sum(capsys):
         assert last[column] == sum(row[column] for row in rows)
     assert last["sizes"] + last["both_refused"] == 20
     assert bench_exactness.main(["--family", "lava"]) == 2
-    assert "the names are qwen2_vl" in capsys.readouterr().err
+    assert "known: qwen2_vl" in capsys.readouterr().err

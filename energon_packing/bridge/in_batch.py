@@ -21,7 +21,8 @@ from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.energon.micro_batches import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import IGNORE_INDEX, TYPES, PackedBatch
+from energon_packing.thd.visual_container import EXPERT_TYPES
 
 PAD_TO_MULTIPLE_OF = 128
 """Bridge's default multiple for the width of single-sample rows."""
@@ -71,8 +72,9 @@ class MicroBatchForm:
         made = self._packed(rows, tuple(batch.extra)) if self.packed else self._padded(rows, tuple(batch.extra))
         made["tokens"] = made["input_ids"]
         visual = batch.to_bridge()["visual_inputs"]
-        if visual is not None and made.get("mm_token_type_ids") is not None:
-            visual.mm_token_type_ids = made["mm_token_type_ids"]  # of this width
+        for name in (TYPES, EXPERT_TYPES):
+            if visual is not None and made.get(name) is not None:
+                setattr(visual, name, made[name])  # of this width
         made["visual_inputs"] = visual
         return made
 

@@ -41,7 +41,8 @@ def visual_inputs(
     """
     decoded = decode_media(measured, read, config)
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
-    check_grids(visual, measured)
+    if family.plans_grids:
+        check_grids(visual, measured)
     forms = {name: form for name, form in forms.items() if name in visual}
     if config.pixels == "bytes":
         return {"visual_inputs": visual, PIXEL_FORMS: forms} if forms else {"visual_inputs": visual}

@@ -18,7 +18,7 @@ LIMITS = (
     *("tile_size", "max_num_tiles", "size_divisor", "do_pad"),
     *("do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"),
     "pan_and_scan_min_ratio_to_activate",
-    *("vision_feature_select_strategy", "vision_aspect_ratio"),
+    *("vision_feature_select_strategy", "vision_aspect_ratio", "draw_on_frames"),
 )
 
 

@@ -82,6 +82,8 @@ class VisionFamily(ABC):
     padded: ClassVar[tuple[str, ...]] = ()
     """Names of visual inputs ``[images, 3, H, W]`` that may be padded below and to the right to share a tensor with
     larger images of other samples; the model cuts the padding off. See `energon_packing.encoders.joinable_rows`."""
+    plans_grids: ClassVar[bool] = True
+    """Whether ``MediaPlan.grid`` is the grid of patches that `pixels` returns, which is then compared with it."""
     shared_placeholder: ClassVar[bool] = False
     """Whether the model cannot distinguish placeholders of images from those of videos, so that no row may hold both;
     see `energon_packing.encoders.shared_placeholder`."""

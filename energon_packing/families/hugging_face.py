@@ -33,6 +33,7 @@ class HuggingFace(VisionFamily):
     name = "huggingface"
     processor_classes = ()
     mrope = False
+    plans_grids = False
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -7,6 +7,7 @@ probes. If it does not, the family keeps floats.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -77,8 +78,10 @@ def _probe(family: VisionFamily, kind: Any) -> tuple[Media, torch.Tensor] | None
     """An image or video of the family with random pixels, small if it accepts that."""
     generator = torch.Generator().manual_seed(0)
     for height, width in PROBES:
-        clip = {"frames": PROBE_FRAMES, "fps": PROBE_FPS, "duration": PROBE_FRAMES / PROBE_FPS}
-        media = Media(kind=kind, name="probe", width=width, height=height, **(clip if kind == "video" else {}))
+        media = Media(kind=kind, name="probe", width=width, height=height)
+        if kind == "video":
+            seconds = PROBE_FRAMES / PROBE_FPS
+            media = dataclasses.replace(media, frames=PROBE_FRAMES, fps=PROBE_FPS, duration=seconds)
         try:
             (plan,) = family.plans([media])
         except SampleRejected:

@@ -30,7 +30,7 @@ class Qwen25VL(VisionFamily):
     """
 
     name = "qwen2_5_vl"
-    processor_classes = ("Qwen2_5_VLProcessor",)
+    processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
     reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -167,10 +167,15 @@ class Qwen25VL(VisionFamily):
         videos = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "video"]
         if images:
             result.update(self._image_patches(images, raw=raw))
-        if videos:
-            result.update(self._video_patches(videos, raw=raw))
-            result.update(self._video_extras([plan for plan in plans if plan.kind == "video"]))
+        if clips := [plan for plan in plans if plan.kind == "video"]:
+            result.update(self._patches_of_videos(clips, videos, raw))
+            result.update(self._video_extras(clips))
         return result
+
+    def _patches_of_videos(
+        self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
+    ) -> dict[str, torch.Tensor]:
+        return self._video_patches(videos, raw=raw)
 
     def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
         seconds = [plan.seconds_per_grid or 0.0 for plan in plans]

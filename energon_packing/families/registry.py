@@ -8,6 +8,7 @@ from typing import Any
 from energon_packing.config import EncoderConfig
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import VisionFamily
+from energon_packing.families.ernie4_5_vl import Ernie45VL, missing_font
 from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.glm4v import Glm4v
 from energon_packing.families.hugging_face import HuggingFace
@@ -36,7 +37,7 @@ def register_family(family: type[VisionFamily]) -> type[VisionFamily]:
 for _family in (
     *(Qwen25VL, Qwen2VL, Qwen3VL, InternVL, QianfanVL),
     *(Llava, LlavaNext, LlavaOneVision, LlavaOneVision15),
-    *(Gemma3, Pixtral, Glm4v, Qwen35VL),
+    *(Gemma3, Pixtral, Glm4v, Qwen35VL, Ernie45VL),
     *(HuggingFace, Text),
 ):
     register_family(_family)
@@ -60,7 +61,8 @@ def load_processor(config: EncoderConfig) -> Any:
     try:
         return AutoProcessor.from_pretrained(config.processor, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()
+        reason = missing_font(config.processor) or (said[0] if said else type(error).__name__)
         raise ConfigError(
             f"No processor can be loaded from {config.processor!r} (encoder.processor): {reason}"
         ) from error

@@ -47,6 +47,8 @@ class Text(VisionFamily):
         """
         raise SampleRejected("unsupported_media", f"the family {self.name} accepts only text")
 
-    def pixels(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def pixels(
+        self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
+    ) -> dict[str, torch.Tensor]:
         """Returns an empty dictionary: there are no media."""
         return {}

@@ -153,6 +153,8 @@ class Subject:
         kinds: maps a sample's ids ``[L]`` to what each stands for: an image (1), a video (2) or text (0).
         kinds_field: the model's argument that takes ``kinds`` (``mm_token_type_ids``, Gemma 3's ``token_type_ids``);
             empty if it has none.
+        token_fields: names of further arguments with one number per token, which rows and packs bring
+            (``moe_mm_token_type_ids``).
         plain_ids: token ids that stand for text and nothing else, int64, to draw replacements from.
         attention: how the packed side keeps segments apart: ``mask`` gives the model a written-out block-diagonal mask,
             ``positions`` lets transformers find the segments where positions restart (on a GPU with flash attention
@@ -164,6 +166,7 @@ class Subject:
     kinds_field: str
     plain_ids: torch.Tensor
     attention: Attention = "mask"
+    token_fields: tuple[str, ...] = ()
 
     @property
     def mrope(self) -> bool:
@@ -305,15 +308,24 @@ def _device(subject: Subject) -> torch.device:
 
 
 def _arguments(
-    subject: Subject, tokens: torch.Tensor, kinds: torch.Tensor, visual: Mapping[str, torch.Tensor] | None
+    subject: Subject,
+    tokens: torch.Tensor,
+    kinds: torch.Tensor,
+    visual: Mapping[str, torch.Tensor] | None,
+    others: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """Returns what both sides give the model: tokens ``[1, T]``, media, and which tokens stand for media ``[1, T]``."""
+    """Returns what both sides give the model: tokens ``[1, T]``, media, and which tokens stand for media ``[1, T]``.
+
+    ``others`` has `Subject.token_fields`, of one row or sample.
+    """
     device = _device(subject)
     arguments: dict[str, Any] = {"input_ids": tokens.to(device), "use_cache": False}
     for name, tensor in (visual or {}).items():
         arguments[name] = tensor.to(device)
     if subject.kinds_field:
         arguments[subject.kinds_field] = kinds.to(device)
+    for name in subject.token_fields:
+        arguments[name] = others[name].view(1, -1).to(device)
     return arguments
 
 
@@ -328,7 +340,7 @@ def _alone_logits(subject: Subject, row: Mapping[str, Any]) -> torch.Tensor:
         subject.model.model.rope_deltas = None  # kept from call to call by transformers, for generation
     tokens = row["input_ids"]
     kinds = row["mm_token_type_ids"] if "mm_token_type_ids" in row else _kinds(subject, tokens)
-    arguments = _arguments(subject, tokens[None], kinds[None], finished_row(row).get("visual_inputs"))
+    arguments = _arguments(subject, tokens[None], kinds[None], finished_row(row).get("visual_inputs"), row)
     return subject.model(**arguments).logits[0].float()
 
 
@@ -351,7 +363,7 @@ def _packed_logits(subject: Subject, batch: PackedBatch, *, cp_size: int, isolat
     physical = batch.boundaries.to(device).long()
     segment = torch.repeat_interleave(torch.arange(physical.numel() - 1, device=device), physical.diff())
     kinds = _packed_kinds(subject, batch)
-    arguments = _arguments(subject, batch.tokens, kinds, batch.finished().visual_inputs)
+    arguments = _arguments(subject, batch.tokens, kinds, batch.finished().visual_inputs, batch.extra)
     if linear_layers(subject.model) and isolate:
         arguments |= kernel_arguments(physical)
     if subject.attention == "positions":

@@ -73,10 +73,13 @@ def load_subject(
     loaded = loaded.to(device=device, dtype=torch.bfloat16 if flash else torch.float32).eval()
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     plain = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64)
+    kinds_field = _kinds_field(loaded) if encoder.family.placeholder_ids else ""
+    asked = inspect.signature(loaded.forward).parameters
     return Subject(
         model=loaded,
         kinds=encoder.family.visual_kinds,
-        kinds_field=_kinds_field(loaded) if encoder.family.placeholder_ids else "",
+        kinds_field=kinds_field,
+        token_fields=tuple(name for name in encoder.family.token_fields if name in asked and name != kinds_field),
         plain_ids=plain,
         attention=attention,
     )

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that see images at native resolution: Pixtral, GLM-4.1V, Qwen3.5, Qwen2-VL.
+"""Tiny random models of families that see images at native resolution: Pixtral, GLM-4.1V, Qwen3.5, Qwen2-VL, Ernie 4.5.
 
 They are the real transformers classes with two layers, and with the patches and token ids of a given processor, as in
 `tiny_tiles`.
@@ -136,11 +136,31 @@ def _qwen2_vl(family: Any, text: dict[str, Any]) -> Any:
     )
 
 
+def _ernie4_5(family: Any, text: dict[str, Any]) -> Any:
+    import transformers
+
+    processor = family.processor
+    names = [f"{kind}{edge}_token" for kind in ("image", "video") for edge in ("", "_start", "_end")]
+    del text["attention_dropout"]  # it has none
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": [64, 32]}
+    return transformers.Ernie4_5_VLMoeConfig(
+        vision_config={
+            **{name: value for name, value in _VISION.items() if name != "out_hidden_size"},
+            "patch_size": family.images.patch_size,
+            "temporal_merge_size": family.videos.temporal_patch_size,
+        },
+        text_config=text | experts | _mrope(3, 3, 2) | {"tie_word_embeddings": False},
+        tie_word_embeddings=False,
+        **{f"{name}_id": family.check_token(getattr(processor, name)) for name in names},
+    )
+
+
 _CONFIGS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "pixtral": _pixtral,
     "glm4v": _glm4v,
     "qwen3_5_vl": _qwen3_5,
     "qwen2_vl": _qwen2_vl,
+    "ernie4_5_vl": _ernie4_5,
 }
 FAMILIES = tuple(_CONFIGS)
 """Names of the families that have a tiny model here."""

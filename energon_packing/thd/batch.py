@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from energon_packing.errors import PackingError
-from energon_packing.thd.pixels import PixelForm, finish
+from energon_packing.thd.pixels import PIXELS, PixelForm, finish
+from energon_packing.thd.visual_container import EXPERT_TYPES, ernie_container
 
 IGNORE_INDEX = -100
 """The label of a position without a target (PyTorch's and Bridge's ignore index)."""
@@ -39,6 +40,9 @@ BRIDGE_KEYS = (
     "total_tokens",
 )
 """Every key that `PackedBatch.to_bridge` may emit; no extra field may use one of these names."""
+
+TYPES = "mm_token_type_ids"
+"""A field of ``extra`` that models of Bridge read from the visual inputs: GLM-4.5V, and Ernie 4.5 VL with another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -187,7 +191,8 @@ class PackedBatch:
 
         Raises:
             PackingError: the batch is a context-parallel slice (Bridge slices the whole row itself), or has a visual
-                input for which the installed ``GenericVisualInputs`` has no field.
+                input for which the installed ``GenericVisualInputs`` has no field, or pixels of Ernie 4.5 VL that are
+                not bytes, which Bridge's model would normalise again.
         """
         if self.cp_size != 1:
             raise PackingError(
@@ -216,8 +221,10 @@ class PackedBatch:
         return batch | dict(self.extra)
 
     def _bridge_visual_inputs(self) -> Any:
-        # One number per token; GLM's model reads it from the container even if a pack has no image.
-        types = {name: self.extra[name] for name in ("mm_token_type_ids",) if name in self.extra}
+        # One number per token; GLM's and Ernie's models read it from the container even if a pack has no image.
+        types = {name: self.extra[name] for name in (TYPES, EXPERT_TYPES) if name in self.extra}
+        if EXPERT_TYPES in types:
+            return self._ernie_visual_inputs(types)
         given = {**(self.finished().visual_inputs or {}), **types}
         if not given:
             return None
@@ -230,3 +237,14 @@ class PackedBatch:
                 f"{', '.join(sorted(known))}"
             )
         return GenericVisualInputs(**given)
+
+    def _ernie_visual_inputs(self, types: Mapping[str, torch.Tensor]) -> Any:
+        # Bridge's model normalises the bytes of the pixels itself; nothing would show that it is done twice.
+        visual = self.visual_inputs or {}
+        for name in PIXELS:
+            if name in visual and visual[name].is_floating_point():
+                raise PackingError(
+                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
+                    "itself; set encoder.pixels to bytes"
+                )
+        return ernie_container()(**visual, **types)

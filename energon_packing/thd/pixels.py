@@ -98,7 +98,7 @@ def _finished(pixels: torch.Tensor, form: PixelForm) -> torch.Tensor:
         for values in (form.mean, form.deviation)
     )
     if form.layout == "images":
-        shape, inner = pixels.shape, pixels.shape[-2] * pixels.shape[-1]
+        shape, inner = tuple(pixels.shape), pixels.shape[-2] * pixels.shape[-1]
     else:
         shape, inner = (len(pixels), pixels.shape[-1] * form.repeat), pixels.shape[-1] // 3
     given = pixels.reshape(-1, 3, 1, inner)
@@ -127,7 +127,8 @@ def _clear_padding(images: torch.Tensor, sizes: torch.Tensor) -> None:
 
 def forms_of(values: Mapping[str, Mapping[str, Any]]) -> dict[str, PixelForm]:
     """Returns forms from plain values, as ``dataclasses.asdict`` and JSON give them."""
-    return {
-        name: PixelForm(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
-        for name, given in values.items()
-    }
+    forms: dict[str, PixelForm] = {}
+    for name, given in values.items():
+        plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
+        forms[name] = PixelForm(**plain)
+    return forms

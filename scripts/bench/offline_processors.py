@@ -6,8 +6,10 @@ They lack a model's own vocabulary and chat template, on which neither geometry 
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from energon_packing.demo import processor_path
@@ -219,6 +221,64 @@ def glm4v(images: dict[str, int] | None = None, videos: dict[str, int] | None = 
     )
 
 
+ERNIE_TOKENS = {
+    **{"image_token": "<|IMAGE_PLACEHOLDER|>", "image_start_token": "<|IMAGE_START|>"},
+    **{"video_token": "<|VIDEO_PLACEHOLDER|>", "video_start_token": "<|VIDEO_START|>"},
+    **{"image_end_token": "<|IMAGE_END|>", "video_end_token": "<|VIDEO_END|>"},
+}
+_FONT_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@cache
+def font_file() -> str:
+    """A font: the one that Pillow carries in its code, as a file that lives as long as this process."""
+    from PIL import ImageFont
+
+    _FONT_FOLDERS.append(tempfile.TemporaryDirectory(prefix="font-"))
+    place = Path(_FONT_FOLDERS[-1].name) / "pillow.ttf"
+    place.write_bytes(ImageFont.load_default(12).font_bytes)  # type: ignore[union-attr]
+    return str(place)
+
+
+def ernie4_5_vl(
+    images: dict[str, int] | None = None, videos: dict[str, int] | None = None, *, raw: bool = False, **clips: Any
+) -> Any:
+    """``Ernie4_5_VLMoeProcessor``.
+
+    Args:
+        images: ``shortest_edge`` and ``longest_edge`` (areas in pixels); None leaves the published ones.
+        videos: the same for frames.
+        raw: pixels stay bytes, as Megatron-Bridge's model expects them.
+        clips: further settings of the video processor.
+    """
+    from transformers import Ernie4_5_VLMoeImageProcessor, Ernie4_5_VLMoeProcessor, Ernie4_5_VLMoeVideoProcessor
+
+    colours = {"do_rescale": False, "do_normalize": False} if raw else {}
+    clips = {"font": font_file()} | clips | ({} if videos is None else {"size": videos})
+    return Ernie4_5_VLMoeProcessor(
+        image_processor=Ernie4_5_VLMoeImageProcessor(**colours, **({} if images is None else {"size": images})),
+        video_processor=Ernie4_5_VLMoeVideoProcessor(**colours, **clips),
+        tokenizer=tokenizer(**ERNIE_TOKENS),
+        chat_template=chatml(
+            "Picture:<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+            "Video:<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>",
+        ),
+    )
+
+
+def minimax_m3_vl() -> Any:
+    """``MiniMaxM3VLProcessor``, which has no family of its own: for the generic one."""
+    from transformers import MiniMaxM3VLImageProcessor, MiniMaxM3VLProcessor, MiniMaxM3VLVideoProcessor
+
+    names = ("image", "video", "start of image", "end of image")
+    return MiniMaxM3VLProcessor(
+        image_processor=MiniMaxM3VLImageProcessor(),
+        video_processor=MiniMaxM3VLVideoProcessor(),
+        tokenizer=tokenizer(**{f"minimax_{at}": f"]<]{name}[>[" for at, name in enumerate(names)}),
+        chat_template=chatml("]<]image[>[", "]<]video[>["),
+    )
+
+
 def glm46v() -> Any:
     """Returns a ``Glm46VProcessor``, which has no family of its own, for the generic one."""
     from transformers import Glm46VImageProcessor, Glm46VProcessor, Glm46VVideoProcessor
@@ -251,6 +311,7 @@ PROCESSORS: dict[str, Callable[[], Any]] = {
     "pixtral": pixtral,
     "glm4v": glm4v,
     "qwen3_5_vl": qwen3_5_vl,
+    "ernie4_5_vl": ernie4_5_vl,
     "huggingface": glm46v,
 }
 """Family with media -> a function that makes its processor; for Qwen2.5-VL and Qwen3-VL it is the shipped one."""

@@ -36,6 +36,7 @@ def _onevision() -> Any:
 
 
 SMALL_SIZES = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
+SMALL_FRAMES = {"shortest_edge": 4 * 28 * 28, "longest_edge": 16 * 28 * 28}
 SMALL_CLIPS = {"shortest_edge": 4 * 28 * 28, "longest_edge": 256 * 28 * 28}
 
 MADE: dict[str, Callable[[], Any]] = {
@@ -50,6 +51,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "pixtral": lambda: offline_processors.pixtral(128),
     "ministral3": lambda: offline_processors.pixtral(224, 14, 2),
     "glm4v": lambda: offline_processors.glm4v(SMALL_SIZES, SMALL_CLIPS),
+    "ernie4_5_vl": lambda: offline_processors.ernie4_5_vl(SMALL_SIZES, SMALL_FRAMES, max_frames=8),
 }
 """Families without a shipped processor; tiles and limits are small, so that a tiny model sees many in a row."""
 SETTINGS: dict[str, dict[str, Any]] = {"qwen3_5_vl": {"family": "qwen3_5_vl"}, "gemma3": {"pan_and_scan": True}}

@@ -126,7 +126,7 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
             )
             for bounds, (low, high) in _TILES.items()
         }
-    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v", "qwen3_5_vl"):
+    if name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision_1_5", "glm4v", "qwen3_5_vl", "ernie4_5_vl"):
         return {bounds: family(**config) for bounds, config in _QWEN.items()}
     if name == "gemma3":
         return {"": family(), "pan and scan": family(pan_and_scan=True)}
@@ -137,6 +137,9 @@ def variants(name: str) -> dict[str, Callable[[], VisionFamily]]:
             "Ministral 3": lambda: build_family(ministral(), EncoderConfig()),
             "narrow": family(max_pixels=200_704),
         }
+    if name == "huggingface":
+        named = EncoderConfig(family=name)
+        return {"GLM-4.6V": family(), "MiniMax-M3": lambda: build_family(offline.minimax_m3_vl(), named)}
     return {"": family()}
 
 

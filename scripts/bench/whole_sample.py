@@ -16,7 +16,7 @@ from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.llava_onevision import LlavaOneVision
 from energon_packing.families.qwen_vl import Qwen25VL
 
-TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+TEXT_INPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"})
 
 
 def call_processor(

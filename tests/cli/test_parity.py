@@ -113,6 +113,8 @@ def run(data):
         ("gemma3", ("--attention", "positions")),
         ("ministral3", ()),
         ("glm4v", ()),
+        ("ernie4_5_vl", ()),
+        ("ernie4_5_vl", ("--attention", "positions")),
         ("qwen3_5_vl", ()),
         ("text", ("--cp", "4")),
     ],

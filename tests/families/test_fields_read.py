@@ -14,6 +14,7 @@ from energon_packing.families.registry import _FAMILIES
 VALUES = dict.fromkeys(FAMILY_FIELDS, 56) | {"video_fps": 2.0, "pan_and_scan": True}
 ONE_SIZE = frozenset(FAMILY_FIELDS)
 REFUSED = {
+    "ernie4_5_vl": {"pan_and_scan"},
     "gemma3": ONE_SIZE - {"pan_and_scan"},
     "glm4v": {"video_min_frames", "pan_and_scan"},
     "huggingface": ONE_SIZE,

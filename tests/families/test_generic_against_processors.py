@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from bench.offline_processors import glm46v, internvl, llava, llava_next, pixtral, tokenizer
+from bench.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_llava_against_processor import PINPOINTS, SIDE
@@ -23,11 +23,17 @@ def generic(name: str):
     if name == "qwen2_5_vl":
         processor = load_processor(EncoderConfig(processor=str(processor_path(name))))
     else:
-        processor = {"glm46v": glm46v, "llava": lambda: llava(SIDE), "internvl": lambda: internvl(28, 4)}[name]()
+        made = {
+            "glm46v": glm46v,
+            "minimax_m3_vl": minimax_m3_vl,
+            "llava": lambda: llava(SIDE),
+            "internvl": lambda: internvl(28, 4),
+        }
+        processor = made[name]()
     return encoder(processor, family="huggingface")
 
 
-@pytest.mark.parametrize("name", ["glm46v", "llava", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["glm46v", "minimax_m3_vl", "llava", "internvl", "qwen2_5_vl"])
 @settings(max_examples=25)
 @given(conversation=conversations(kinds=("image",)))
 def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conversation):
@@ -45,7 +51,7 @@ def test_tokens_and_pixels_equal_any_processor_on_a_sample_of_images(name, conve
         assert torch.equal(tensor, whole[key]), key
 
 
-@pytest.mark.parametrize("name", ["glm46v", "internvl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["glm46v", "minimax_m3_vl", "internvl", "qwen2_5_vl"])
 @settings(max_examples=300)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_costs_what_the_processor_counts_or_both_refuse(name, width, height):
@@ -57,6 +63,15 @@ def test_an_image_costs_what_the_processor_counts_or_both_refuse(name, width, he
             ours.family.plan(image(width, height))
     else:
         assert ours.family.plan(image(width, height)).tokens == said - (2 if name == "internvl" else 0)
+
+
+def test_minimax_m3_is_served_with_the_tokens_that_stand_around_its_images():
+    ours = encoder(minimax_m3_vl(), family="huggingface")
+    plan = ours.family.plan(image(640, 480))
+    assert ours.family.replacement(plan) == "]<]start of image[>[]<]image[>[]<]end of image[>["
+    assert plan.tokens == 23 * 17
+    with pytest.raises(SampleRejected, match="takes no videos"):
+        ours.family.plan(video(8, 2.0, 30, 30))
 
 
 def test_a_family_of_its_own_and_the_generic_one_measure_alike():

@@ -18,7 +18,7 @@ from energon_packing.errors import SampleRejected
 PAGE = Path(__file__).parents[2] / "docs/families.md"
 FAMILIES = [
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
-    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "qwen3_5_vl", "huggingface"),
+    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "qwen3_5_vl", "ernie4_5_vl", "huggingface"),
 ]
 
 
@@ -36,6 +36,8 @@ def of_family(name: str, **settings):
     if name == "huggingface":
         return encoder(processor_of("llava"), family="huggingface", **settings)
     named = {"family": name} if name in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl") else {}
+    if name == "ernie4_5_vl":  # its own smallest frame is more than half of the clip's
+        settings = {"video_min_pixels": 4 * 28 * 28, **settings}
     base = {"llava_onevision_1_5": "qwen2_5_vl", "qianfan_vl": "internvl"}.get(name, name)
     return encoder(processor_of(base), **named, **settings)
 

@@ -10,17 +10,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.offline_processors import gemma3, glm4v, pixtral, qwen3_5_vl
+from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, minimax_m3_vl, pixtral, qwen3_5_vl
 from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F401  (the second is a fixture)
 from whole_sample import encoder
 
 from energon_packing import PackingConfig, PackingTaskEncoder
+from energon_packing.errors import PackingError
 
 FORWARDS = {
     "gemma3": ("gemma_vl/modeling_gemma3_vl.py", "Gemma3VLModel", {"pixel_values"}),
     "glm4v": ("glm_vl/modeling_glm_45v.py", "GLM45VModel", {"pixel_values", "image_grid_thw", "mm_token_type_ids"}),
     "qwen3_5_vl": ("qwen_vl/modelling_qwen3_vl/model.py", "Qwen3VLModel", {"pixel_values", "image_grid_thw"}),
     "pixtral": ("ministral3/modeling_ministral3.py", "Ministral3Model", {"pixel_values", "image_sizes"}),
+    "huggingface": (
+        "minimax_m3/modeling_minimax_m3_vl.py",
+        "MiniMaxM3VLModel",
+        {"pixel_values", "image_grid_thw"},
+    ),
+    "ernie4_5_vl": (
+        "ernie_vl/modeling_ernie45_vl/model.py",
+        "Ernie45VLModel",
+        {"pixel_values", "image_grid_thw", "mm_token_type_ids", "moe_mm_token_type_ids"},
+    ),
 }
 """Family -> file under ``megatron/bridge/models``, class, and the visual inputs that a sample of images brings."""
 PROCESSORS = {
@@ -28,6 +39,8 @@ PROCESSORS = {
     "glm4v": glm4v,
     "qwen3_5_vl": qwen3_5_vl,
     "pixtral": lambda: pixtral(112, 14, 2),
+    "huggingface": minimax_m3_vl,
+    "ernie4_5_vl": ernie4_5_vl,
 }
 
 
@@ -69,3 +82,15 @@ def test_a_pack_of_glm4v_brings_the_token_types_that_the_model_counts_positions_
         assert types.shape == batch.tokens.shape
         assert torch.equal(types == 1, batch.tokens == ours.family.placeholder_ids["image"])
     assert "mm_token_type_ids" in forward_arguments(*FORWARDS["glm4v"][:2])
+
+
+@pytest.mark.usefixtures("bridges_container")
+def test_bridges_ernie_gets_the_types_of_text_alone_and_no_pixels_that_are_normalised_already():
+    ours = encoder(ernie4_5_vl())
+    container = assembled(ours, [row for _, row in rows(ours, [[], []])]).to_bridge()["visual_inputs"]
+    assert not container.mm_token_type_ids.any()
+    assert not container.moe_mm_token_type_ids.any()
+    assert set(container.normalized_for_model()) == {"mm_token_type_ids", "moe_mm_token_type_ids"}
+    floats = encoder(ernie4_5_vl(), pixels="float32")
+    with pytest.raises(PackingError, match=r"set encoder\.pixels to bytes"):
+        assembled(floats, [row for _, row in rows(floats, SAMPLES)]).to_bridge()

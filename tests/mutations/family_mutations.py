@@ -1,4 +1,4 @@
-"""The traps of Gemma 3, Pixtral and GLM-4.1V; what a row means is told in `mutation_table`."""
+"""The traps of Gemma 3, Pixtral, GLM-4.1V and Ernie 4.5 VL; what a row means is told in `mutation_table`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ GEMMA = "tests/families/test_gemma3_against_processor.py::"
 PIXTRAL = "tests/families/test_pixtral_against_processor.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
+ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
 CROPS = "tests/energon/test_gemma3_crops_resume.py::"
 WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 
@@ -86,6 +87,26 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test=GLM + "test_a_frame_list_of_one_image_is_refused_by_name_and_an_odd_one_is_filled",
         oracle="the times of the list",
         edits=(("families/glm4v.py", "return seconds[::2]", "return seconds[1::2]"),),
+    ),
+    Mutation(
+        trap=2,
+        name="the tokens around an Ernie image go to the experts for text",
+        test=ERNIE + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample",
+        oracle="Hugging Face's processor",
+        edits=(("families/ernie4_5_vl.py", "experts[np.isin(input_ids, ids)] = kind", "experts += 0 * kind"),),
+    ),
+    Mutation(
+        trap=27,
+        name="the time drawn on an Ernie frame is its number",
+        test=ERNIE + "test_a_video_becomes_the_frames_the_grid_and_the_pixels_that_the_whole_processor_makes",
+        oracle="Hugging Face's processor",
+        edits=(
+            (
+                "families/ernie4_5_vl.py",
+                "frames_indices=list(plan.timestamps)",
+                "frames_indices=list(range(len(plan.timestamps)))",
+            ),
+        ),
     ),
     Mutation(
         trap=22,

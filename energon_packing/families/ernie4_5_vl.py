@@ -1,0 +1,148 @@
+"""Ernie 4.5 VL: native resolution, the time drawn on each frame of a video, and a token for two frames."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from energon_packing.config import EncoderConfig
+from energon_packing.conversation import Media
+from energon_packing.errors import ConfigError
+from energon_packing.families.base import MediaPlan
+from energon_packing.families.pixel_forms import RAW
+from energon_packing.families.qwen_vl import Qwen25VL
+
+IMAGE, VIDEO = 1, 2
+"""Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids`` besides 0 for text."""
+SMALLEST_FRAME = 10
+"""Pixels of the shorter side of a frame that the time can be drawn on: its letters are a tenth of that side."""
+
+HINT = "put the font file beside the processor's files, or set draw_on_frames to false in them"
+
+
+def missing_font(folder: str) -> str:
+    """Says which font is missing beside a processor's files; empty if none is, or if it is no directory.
+
+    transformers 5.12 loads the font with the processor, and of a missing one it says only that None cannot be read.
+    """
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        try:
+            found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+            clips = found.get("video_processor", found)
+            font, draws = clips.get("font"), clips.get("draw_on_frames")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if font and draws and not (Path(folder) / font).is_file():
+            return f"{name} names the font {font!r}, which is not in the directory; {HINT}."
+    return ""
+
+
+class Ernie45VL(Qwen25VL):
+    """Geometry of ``Ernie4_5_VLMoeImageProcessor`` and ``Ernie4_5_VLMoeVideoProcessor`` (transformers 5).
+
+    Resizing is that of Qwen2-VL. Patches have no temporal axis: a frame is a step of the grid, and the model joins two
+    frames to a token, so that a video of an odd number of frames repeats its last one. The video processor draws on
+    each frame the time at which it is shown, with a font from beside the processor.
+
+    The processor samples every frame up to its ``max_frames`` unless it, or ``encoder.video_fps``, sets a rate.
+    """
+
+    name = "ernie4_5_vl"
+    processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
+    token_fields = ("mm_token_type_ids", "moe_mm_token_type_ids")
+
+    def __init__(self, processor: Any, config: EncoderConfig) -> None:
+        super().__init__(processor, config)
+        edges = {
+            IMAGE: (processor.image_start_token, processor.image_end_token),
+            VIDEO: (processor.video_start_token, processor.video_end_token),
+        }
+        self._edge_ids = {kind: [self.check_token(token) for token in pair] for kind, pair in edges.items()}
+        self.reserved = (self.image_token, self.video_token, *edges[IMAGE], *edges[VIDEO])
+        if config.video_fps is not None:
+            self.videos.num_frames = None  # which the processor would prefer to a rate
+        self.video_fps = config.video_fps or getattr(self.videos, "fps", None)
+        if self.videos.draw_on_frames:
+            self._check_font()
+
+    def _check_font(self) -> None:
+        from PIL import ImageFont
+
+        try:
+            ImageFont.truetype(self.videos.font)
+        except (OSError, ImportError, TypeError, AttributeError) as error:  # the last two of None
+            raise ConfigError(
+                f"The video processor draws the time on each frame, but its font {self.videos.font!r} cannot be opened "
+                f"(encoder.processor); {HINT}."
+            ) from error
+
+    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+        """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
+        from transformers.video_utils import VideoMetadata
+
+        clip = VideoMetadata(total_num_frames=total, fps=fps)
+        indices = self.videos.sample_frames(clip, fps=self.video_fps, num_frames=self.videos.num_frames)
+        # Its steps can reach the clip's length, which is no frame.
+        return tuple(int(index) for index in indices if int(index) < total)
+
+    def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
+        if self.videos.draw_on_frames and min(height, width) < SMALLEST_FRAME:
+            raise ValueError("font size must be greater than 0, not 0")  # in the words of the font's library
+        plan, step = super()._plan_video(media, height, width), self.videos.temporal_patch_size
+        return replace(
+            plan,
+            grid=(plan.grid[0] * step, *plan.grid[1:]),
+            seconds_per_grid=(plan.seconds_per_grid or 0.0) / step,
+        )
+
+    def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
+        """Seconds of each frame, as they are drawn on it."""
+        return seconds
+
+    def _patches_of_videos(
+        self, plans: Sequence[MediaPlan], videos: Sequence[torch.Tensor], raw: bool
+    ) -> dict[str, torch.Tensor]:
+        from transformers.video_utils import VideoMetadata
+
+        # At one frame per second the index of a frame is its time, which a list of frames may give freely.
+        metadata = [
+            VideoMetadata(total_num_frames=len(plan.timestamps), fps=1.0, frames_indices=list(plan.timestamps))
+            for plan in plans
+        ]
+        # The processor draws in place; the frames are the caller's.
+        drawn = [video.clone() for video in videos] if self.videos.draw_on_frames else list(videos)
+        made = self.videos(
+            videos=drawn,
+            video_metadata=metadata,
+            do_sample_frames=False,
+            return_tensors="pt",
+            **(RAW if raw else {}),
+        )
+        return {
+            "pixel_values_videos": made["pixel_values_videos"],
+            "video_grid_thw": made["video_grid_thw"].to(torch.int64),
+        }
+
+    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
+        steps = plan.grid[0] // self.videos.temporal_patch_size if plan.kind == "video" else 1
+        return [(steps, plan.grid[1], plan.grid[2], 1)]
+
+    def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """What the model counts positions by, and what it chooses experts by; both ``[L]``.
+
+        In ``moe_mm_token_type_ids`` the tokens before and after an image or video have its type, too.
+        """
+        kinds = self.visual_kinds(input_ids)
+        experts = kinds.copy()
+        for kind, ids in self._edge_ids.items():
+            experts[np.isin(input_ids, ids)] = kind
+        return {"mm_token_type_ids": kinds, "moe_mm_token_type_ids": experts}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.families.media_plan import MediaPlan as MediaPlan
 from energon_packing.families.pixel_forms import proven
 from energon_packing.thd.pixels import PixelForm
 
@@ -28,40 +28,6 @@ VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
 FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan")
 """Fields of `EncoderConfig` that a family does not support unless it names them in ``reads``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MediaPlan:
-    """What one image or video will become, known from its size alone.
-
-    Attributes:
-        kind: ``image`` or ``video``.
-        grid: patches in time, height and width ``(t, h, w)``.
-        runs: number of placeholder tokens of each uninterrupted run that stands for it, in text order.
-        frame_indices: frames to decode, ascending, as indices into the clip; empty for images.
-        seconds_per_grid: seconds between two steps of ``grid[0]``; None for images.
-        timestamps: seconds at which each step of ``grid[0]`` is shown, if the family writes them; else empty.
-        tiles: images that the vision encoder sees: the tiles of an image with its thumbnail, or the frames of a video
-            that it reads one by one; 1 if the image or video stays in one piece.
-    """
-
-    kind: MediaKind
-    grid: tuple[int, int, int]
-    runs: tuple[int, ...]
-    frame_indices: tuple[int, ...] = ()
-    seconds_per_grid: float | None = None
-    timestamps: tuple[float, ...] = ()
-    tiles: int = 1
-
-    @property
-    def patches(self) -> int:
-        """Rows of the vision encoder's input."""
-        return self.grid[0] * self.grid[1] * self.grid[2]
-
-    @property
-    def tokens(self) -> int:
-        """Placeholder tokens in all runs."""
-        return sum(self.runs)
 
 
 class VisionFamily(ABC):
@@ -160,7 +126,7 @@ class VisionFamily(ABC):
 
     @cached_property
     def _proven(self) -> tuple[Mapping[str, PixelForm], str | None]:
-        return proven(self, self.byte_forms())
+        return proven(self.placeholders, self.plans, self.pixels, self.byte_forms())
 
     @property
     def pixel_forms(self) -> Mapping[str, PixelForm]:

@@ -8,17 +8,15 @@ probes. If it does not, the family keeps floats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from energon_packing.conversation import Media
+from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import PackingError, SampleRejected
+from energon_packing.families.media_plan import MediaPlan
 from energon_packing.thd.pixels import Layout, PixelForm, finish
-
-if TYPE_CHECKING:
-    from energon_packing.families.base import VisionFamily
 
 RAW = {"do_rescale": False, "do_normalize": False}
 """Arguments of a processor that disable the last step, after which pixels are floats."""
@@ -48,25 +46,34 @@ def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | Non
     return PixelForm(layout=layout, mean=folded[0], deviation=folded[1], repeat=repeat, sizes=sizes)
 
 
-def proven(family: VisionFamily, forms: Mapping[str, PixelForm]) -> tuple[dict[str, PixelForm], str | None]:
-    """Returns the forms if they give the family's own floats bit for bit on probes of every kind.
+def proven(
+    kinds: Iterable[MediaKind],
+    plans: Callable[[Sequence[Media]], Sequence[MediaPlan]],
+    pixels: Callable[..., Mapping[str, torch.Tensor]],
+    forms: Mapping[str, PixelForm],
+) -> tuple[dict[str, PixelForm], str | None]:
+    """Compares the forms with a family's own floats, bit for bit, on a probe of every kind.
+
+    Args:
+        kinds: what the family accepts.
+        plans, pixels: the family's methods.
+        forms: what its `byte_forms` says.
 
     Returns:
         The forms and None; or no form and the reason why the family keeps floats.
     """
     if not forms:
         return {}, "its processor does not normalise bytes in one last step that is known here"
-    for kind in family.placeholders:
-        probe = _probe(family, kind)
+    for kind in kinds:
+        probe = _probe(kind, plans)
         if probe is None:
             return {}, f"it refuses every {kind} that could be compared"
-        media, pixels = probe
+        planned, media = probe
         try:
-            plans = family.plans([media])
-            made = finish(family.pixels(plans, [pixels], raw=True), forms)
-            expected = family.pixels(plans, [pixels])
+            made = finish(pixels(planned, [media], raw=True), forms)
+            expected = pixels(planned, [media])
         except (PackingError, SampleRejected, ValueError, TypeError, RuntimeError, KeyError) as error:
-            return {}, f"an {kind} as bytes fails ({type(error).__name__}: {error})"
+            return {}, f"bytes of a probe ({kind}) fail: {type(error).__name__}: {error}"
         for name in expected.keys() | made.keys():
             ours, theirs = made.get(name), expected.get(name)
             if ours is None or theirs is None or ours.dtype != theirs.dtype or not torch.equal(ours, theirs):
@@ -74,8 +81,10 @@ def proven(family: VisionFamily, forms: Mapping[str, PixelForm]) -> tuple[dict[s
     return dict(forms), None
 
 
-def _probe(family: VisionFamily, kind: Any) -> tuple[Media, torch.Tensor] | None:
-    """An image or video of the family with random pixels, small if it accepts that."""
+def _probe(
+    kind: MediaKind, plans: Callable[[Sequence[Media]], Sequence[MediaPlan]]
+) -> tuple[Sequence[MediaPlan], torch.Tensor] | None:
+    """Returns the plan and random pixels of an image or video, a small one if the family accepts that."""
     generator = torch.Generator().manual_seed(0)
     for height, width in PROBES:
         media = Media(kind=kind, name="probe", width=width, height=height)
@@ -83,9 +92,9 @@ def _probe(family: VisionFamily, kind: Any) -> tuple[Media, torch.Tensor] | None
             seconds = PROBE_FRAMES / PROBE_FPS
             media = dataclasses.replace(media, frames=PROBE_FRAMES, fps=PROBE_FPS, duration=seconds)
         try:
-            (plan,) = family.plans([media])
+            planned = plans([media])
         except SampleRejected:
             continue
-        frames = (len(plan.frame_indices),) if kind == "video" else ()
-        return media, torch.randint(256, (*frames, 3, height, width), dtype=torch.uint8, generator=generator)
+        frames = (len(planned[0].frame_indices),) if kind == "video" else ()
+        return planned, torch.randint(256, (*frames, 3, height, width), dtype=torch.uint8, generator=generator)
     return None

@@ -197,16 +197,3 @@ class Qwen25VL(VisionFamily):
             # The model truncates the seconds before it multiplies (get_rope_index).
             interval = self.config.tokens_per_second * int(plan.seconds_per_grid or 0)
         return [(*plan.grid, interval)]
-
-
-class Qwen2VL(Qwen25VL):
-    """Qwen2-VL: the same geometry, but time steps of a video are one position apart."""
-
-    name = "qwen2_vl"
-    processor_classes = ("Qwen2VLProcessor",)
-
-    def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
-        return [(*plan.grid, 1)]
-
-    def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        return {}

@@ -19,9 +19,10 @@ from energon_packing.families.llava_onevision import LlavaOneVision
 from energon_packing.families.llava_onevision_1_5 import LlavaOneVision15
 from energon_packing.families.pixtral import Pixtral
 from energon_packing.families.qianfan_vl import QianfanVL
+from energon_packing.families.qwen2_vl import Qwen2VL
 from energon_packing.families.qwen3_5_vl import Qwen35VL
 from energon_packing.families.qwen3_vl import Qwen3VL
-from energon_packing.families.qwen_vl import Qwen2VL, Qwen25VL
+from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.text import Text
 
 _FAMILIES: dict[str, type[VisionFamily]] = {}

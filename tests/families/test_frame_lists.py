@@ -17,6 +17,7 @@ from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import SampleRejected
+from energon_packing.thd import finished_row
 
 QWEN = ("qwen2_5_vl", "qwen3_vl")
 FRAMES = 6
@@ -63,7 +64,7 @@ def by_the_processor(encoder, conversation, frames, metadata=None, **more):
 
 def rendered(encoder, conversation, images):
     measured = encoder.measure(conversation)
-    return measured, encoder.render(measured, lambda name: png(images[int(name.partition(".")[0])]))
+    return measured, finished_row(encoder.render(measured, lambda name: png(images[int(name.partition(".")[0])])))
 
 
 def compare(encoder, conversation, images, metadata):

@@ -70,7 +70,7 @@ def test_minimax_m3_is_served_with_the_tokens_that_stand_around_its_images():
     plan = ours.family.plan(image(640, 480))
     assert ours.family.replacement(plan) == "]<]start of image[>[]<]image[>[]<]end of image[>["
     assert plan.tokens == 23 * 17
-    with pytest.raises(SampleRejected, match="takes no videos"):
+    with pytest.raises(SampleRejected, match="does not accept videos"):
         ours.family.plan(video(8, 2.0, 30, 30))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any, NoReturn
 
 import click
 
+from energon_packing import __version__
 from energon_packing.errors import UserError
 
 DEBUG_VARIABLE = "ENERGON_PACKING_DEBUG"
@@ -223,11 +223,7 @@ def _close_stdout() -> None:
 def _print_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if not value or context.resilient_parsing:
         return
-    try:
-        version = importlib.metadata.version("energon-packing")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(source tree, not installed)"
-    click.echo(f"energon-packing {version}")
+    click.echo(f"energon-packing {__version__}")
     context.exit()
 
 

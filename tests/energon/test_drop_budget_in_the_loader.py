@@ -13,7 +13,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.ledger import Ledger
 
-RUNS = 200
+RUNS = 80
 
 
 @pytest.mark.timeout(300)

@@ -203,7 +203,7 @@ def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data)
     assert "fits" in outcome["model"]
     code, outcome = run("text", "--no-bridge", "--model", save("small", 100))
     assert code == 2
-    assert "knows 100 tokens" in outcome["error"]
+    assert "has 100 tokens" in outcome["error"]
     code, outcome = run("text", "--no-bridge", "--model", str(data / "nothing"))
     assert code == 2
     assert "No model can be loaded" in outcome["error"]

@@ -65,7 +65,7 @@ def test_a_sound_run_is_valid_and_ten_of_its_conversations_were_measured_without
     def decodes(*_arguments, **_settings):
         raise AssertionError("a look decodes no media")
 
-    monkeypatch.setattr("energon_packing.encoders.encoder.decode_media", decodes)
+    monkeypatch.setattr("energon_packing.encoders.decoding.decode_media", decodes)
     monkeypatch.setattr("PIL.Image.Image.load", decodes)
     code, looks, answer = validate(run)
     assert outcomes(looks) == {name: ["ok"] for name in LOOKS}

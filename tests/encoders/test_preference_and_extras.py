@@ -212,7 +212,7 @@ def test_a_missing_or_miscounted_value_rejects_the_sample_by_name(encoder):
     made = encoder(extra_fields=("advantages",))
     with pytest.raises(SampleRejected, match="missing_extra"):
         made.measure(plain())
-    with pytest.raises(SampleRejected, match="extra_mismatch: extras 'advantages' holds 2 numbers"):
+    with pytest.raises(SampleRejected, match="extra_mismatch: extras 'advantages' has 2 numbers"):
         made.measure(plain(extras={"advantages": (1.0, 2.0)}))
 
 

@@ -10,7 +10,7 @@ import codecs
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 18
@@ -27,18 +27,22 @@ class Element:
         value: the parsed JSON; None if `error` is set.
         error: why this element could not be read.
         last: True if nothing after this element could be separated, so that reading ended.
+        start, end: bytes of the stream before the element and up to its end; 0 unless places were asked for.
     """
 
     value: Any = None
     error: str | None = None
     last: bool = False
+    start: int = 0
+    end: int = 0
 
 
-def _refuse(word: str) -> Any:
+def refuse_constant(word: str) -> Any:
+    """For ``parse_constant`` of a JSON decoder: NaN and the infinities are not JSON."""
     raise ValueError(f"{word} is not JSON")
 
 
-_STRICT = json.JSONDecoder(parse_constant=_refuse)
+_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 # Finds the end of a well-formed element with values that the strict decoder rejects: NaN, a number of 5000 digits.
 _LENIENT = json.JSONDecoder(parse_constant=str, parse_int=str, parse_float=str)
 
@@ -53,6 +57,14 @@ class _Text:
         self.text = ""
         self.at = 0
         self.ended = False
+        self._counted_to = 0
+        self._bytes = 0
+
+    def place(self) -> int:
+        """Bytes of the stream before `at`."""
+        self._bytes += len(self.text[self._counted_to : self.at].encode("utf-8", "surrogateescape"))
+        self._counted_to = self.at
+        return self._bytes
 
     def more(self) -> bool:
         """Reads at least as much as is already held, so a long element takes linear time; False at the end."""
@@ -60,8 +72,9 @@ class _Text:
             return False
         block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.at))
         self.ended = not block
+        self.place()
         self.text = self.text[self.at :] + self._decoder.decode(block, final=self.ended)
-        self.at = 0
+        self.at = self._counted_to = 0
         return not self.ended
 
     def peek(self) -> str:
@@ -75,12 +88,13 @@ class _Text:
                 return ""
 
 
-def iterate_array(stream: BinaryIO, *, max_element: int) -> Iterator[Element]:
+def iterate_array(stream: BinaryIO, *, max_element: int, places: bool = False) -> Iterator[Element]:
     """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
 
     Args:
         stream: UTF-8.
         max_element: the most characters per element; bounds the memory.
+        places: also count bytes, for `Element.start` and `Element.end`.
     """
     source = _Text(stream)
     if source.peek() != "[":
@@ -89,8 +103,9 @@ def iterate_array(stream: BinaryIO, *, max_element: int) -> Iterator[Element]:
     source.at += 1
     if source.peek() != "]":
         while True:
+            start = source.place() if places else 0
             element = _element(source, max_element)
-            yield element
+            yield replace(element, start=start, end=source.place()) if places else element
             if element.last:
                 return
             mark = source.peek()
@@ -132,5 +147,7 @@ def _element(source: _Text, max_element: int) -> Element:
         number = _NUMBER.match(source.text, source.at)
         if number is not None and number.end() == len(source.text) and source.more():
             continue  # a number may continue: "1" and "1e" are both the start of "1e5"
+        if end - source.at > max_element:
+            return Element(error=f"the element is longer than {max_element} characters", last=True)
         source.at = end
         return Element(value=value, error=error)

@@ -3,64 +3,99 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+
+from energon_packing.convert.key_set import Hashes, KeySet, key_hash
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
 
 MAX_KEY_LENGTH = 72
 """Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
+_MOST_SUFFIXES = 100_000
+"""Keys whose next suffix is remembered; forgetting it costs time alone, since a taken key is never given back."""
+
+
+def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
+    """The key that one record asks for.
+
+    Args:
+        record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
+        source_name: path of the source file; with `number`, it names a record without ``id``.
+        number: line or index of the record.
+
+    Returns:
+        The key, whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a
+        key cannot have), ``unusable_id`` (neither text nor number; ignored).
+    """
+    warnings: list[str] = []
+    name = record.get("id") if isinstance(record, dict) else None
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int | float)):
+        warnings.append("unusable_id")
+        name = None
+    if name is None or str(name) == "":
+        stem = source_name.rsplit(".", 1)[0]
+        return safe_key(f"{stem}-{number}"), False, warnings
+    wanted = str(name)
+    key = safe_key(wanted)
+    if key != wanted:
+        warnings.append("sanitised_id")
+    return key, True, warnings
 
 
 class KeyAssigner:
-    """Assigns every record a key, in reading order.
+    """Makes the keys of all records unique, in reading order.
 
     Rejected records get one too, so that a key in the rejects file never names a sample of the data set.
     """
 
     def __init__(self) -> None:
-        self._taken: set[str] = set()
+        self._taken = KeySet()
         self._next_suffix: dict[str, int] = {}
 
     def assign(self, record: Any, source_name: str, number: int) -> tuple[str, list[str]]:
-        """The key of one record.
+        """The key of one record and its warnings: those of `wanted_key`, and ``duplicate_id`` (another record already
+        has the key; a suffix was added)."""
+        key, named, warnings = wanted_key(record, source_name, number)
+        changed = self.assign_all([key], np.array([key_hash(key)], np.uint64))
+        if changed and named:
+            warnings.append("duplicate_id")
+        return changed.get(0, key), warnings
+
+    def assign_all(self, keys: Sequence[str], hashes: Hashes) -> dict[int, str]:
+        """Takes the keys of records that follow each other.
 
         Args:
-            record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
-            source_name: path of the source file; with `number`, it names a record without ``id``.
-            number: line or index of the record.
+            keys: that they ask for.
+            hashes: `key_hash` of each. Shape [n].
 
         Returns:
-            The key and the warnings: ``sanitised_id`` (the id had characters that a key cannot have),
-            ``duplicate_id`` (another record already has it; a suffix was added), ``unusable_id`` (neither text nor
-            number; ignored).
+            Index of a record -> the key that it gets in place of one that is taken.
         """
-        warnings: list[str] = []
-        name = record.get("id") if isinstance(record, dict) else None
-        if name is not None and (isinstance(name, bool) or not isinstance(name, str | int | float)):
-            warnings.append("unusable_id")
-            name = None
-        if name is None or str(name) == "":
-            named = False
-            stem = source_name.rsplit(".", 1)[0]
-            wanted = f"{stem}-{number}"
-        else:
-            named = True
-            wanted = str(name)
-        key = safe_key(wanted)
-        if named and key != wanted:
-            warnings.append("sanitised_id")
-        if key in self._taken:
-            if named:
-                warnings.append("duplicate_id")
-            key = self._free(key)
-        self._taken.add(key)
-        return key, warnings
+        taken = self._taken.holds(hashes)
+        if not taken.any() and len(np.unique(hashes)) == len(hashes):
+            self._taken.add(hashes)
+            return {}
+        changed: dict[int, str] = {}
+        new: set[int] = set()
+        for index, (key, value, known) in enumerate(zip(keys, hashes.tolist(), taken.tolist(), strict=True)):
+            if known or value in new:
+                changed[index] = self._free(key, new)
+            else:
+                new.add(value)
+        self._taken.add(np.array(sorted(new), np.uint64))
+        return changed
 
-    def _free(self, key: str) -> str:
+    def _free(self, key: str, new: set[int]) -> str:
         suffix = self._next_suffix.get(key, 2)
-        while (candidate := f"{key}-{suffix}") in self._taken:
+        while (value := key_hash(candidate := f"{key}-{suffix}")) in new or value in self._taken:
             suffix += 1
+        if len(self._next_suffix) >= _MOST_SUFFIXES:
+            self._next_suffix.clear()
         self._next_suffix[key] = suffix + 1
+        new.add(value)
         return candidate
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from PIL import Image
 
@@ -49,6 +47,8 @@ _EXTENSION_OF_CONTAINER = {
     "ogg": "ogv",
     "gif": "gif",
 }
+_MOST_HELD = 64 << 20
+"""Bytes of an image up to which it is read as a whole."""
 _CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
 
 
@@ -143,10 +143,16 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
                 raise SampleRejected(
                     "media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}"
                 )
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+            content: bytes | Path = path
+            if kind == "image" and size <= _MOST_HELD:
+                content = stream.read()  # read once, for the digest and for the header
+                size = len(content)
+                digest = hashlib.sha256(content).hexdigest()[:32]
+            else:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
         decode = config.check_media == "full"
         if kind == "image":
-            image = image_info(path, max_pixels=config.max_pixels, decode=decode)
+            image = image_info(content, max_pixels=config.max_pixels, decode=decode)
             return MediaFile(
                 kind=kind,
                 path=str(path),
@@ -182,7 +188,12 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
         raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
 
-def _check_tensor(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
+def check_tensor_file(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
+    """Reads and checks one file of a tensor.
+
+    Raises:
+        SampleRejected: ``missing_media`` (unreadable), and the reasons of `check_tensor`.
+    """
     try:
         return check_tensor(path, role, config, descriptor=_regular(path))
     except OSError as error:
@@ -209,119 +220,6 @@ def _video_extension(path: Path, container: str) -> str:
     return next(
         (_EXTENSION_OF_CONTAINER[name] for name in container.split(",") if name in _EXTENSION_OF_CONTAINER), "mp4"
     )
-
-
-Outcome = MediaFile | TensorFile | SampleRejected
-FileKind = MediaKind | TensorRole
-
-
-class MediaChecker:
-    """Checks each distinct file once, in threads, and remembers the result, even across an interruption.
-
-    Pillow and FFmpeg release the GIL while they decode, so threads are enough and nothing needs pickling.
-    """
-
-    def __init__(self, config: ConvertConfig, journal: Path | None = None) -> None:
-        """
-        Args:
-            config: limits and the number of threads.
-            journal: file of results; read if it exists, then appended to.
-        """
-        self._config = config
-        self._outcomes: dict[tuple[str, FileKind], Outcome | Future[Outcome]] = {}
-        self._recalled = _read_journal(journal) if journal is not None else {}
-        self._journal: TextIO | None = journal.open("a", encoding="utf-8", buffering=1) if journal is not None else None
-        self._pool = ThreadPoolExecutor(config.workers, "probe-media") if config.workers else None
-        self.checked = 0
-        self.recalled = 0
-
-    def submit(self, path: Path, kind: FileKind) -> None:
-        """Submits a file for checking; submitting it twice costs nothing."""
-        place = (str(path), kind)
-        if place in self._outcomes:
-            return
-        if (known := self._recalled.get((*place, *_stamp(path)))) is not None:
-            self.recalled += 1
-            self._outcomes[place] = known
-        elif self._pool is None:
-            self._outcomes[place] = self._check(path, kind)
-            self._note(path, kind, place)
-        else:
-            self._outcomes[place] = self._pool.submit(self._check, path, kind)
-
-    def result(self, path: Path, kind: FileKind) -> MediaFile | TensorFile:
-        """Waits for and returns the result for a submitted file.
-
-        Raises:
-            SampleRejected: see `check_media` and `check_tensor`.
-        """
-        place = (str(path), kind)
-        outcome = self._outcomes[place]
-        if isinstance(outcome, Future):
-            outcome = self._outcomes[place] = outcome.result()
-            self._note(path, kind, place)
-        if isinstance(outcome, SampleRejected):
-            # A new one each time: a raised exception collects traceback frames.
-            raise SampleRejected(outcome.reason, outcome.detail)
-        return outcome
-
-    def _check(self, path: Path, kind: FileKind) -> Outcome:
-        try:
-            if kind == "latents" or kind == "context":
-                return _check_tensor(path, kind, self._config)
-            return check_media(path, kind, self._config)
-        except SampleRejected as error:
-            return SampleRejected(error.reason, error.detail)
-
-    def _note(self, path: Path, kind: FileKind, place: tuple[str, FileKind]) -> None:
-        self.checked += 1
-        if self._journal is None:
-            return
-        outcome = self._outcomes[place]
-        if isinstance(outcome, MediaFile):
-            entry: dict[str, Any] = {"media": asdict(outcome)}
-        elif isinstance(outcome, TensorFile):
-            entry = {"tensor": asdict(outcome)}
-        else:
-            assert isinstance(outcome, SampleRejected)
-            entry = {"rejected": [outcome.reason, outcome.detail]}
-        self._journal.write(json.dumps({"place": [*place, *_stamp(path)], **entry}) + "\n")
-
-    def close(self) -> None:
-        """Stops the threads; results already recorded stay in the journal."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-        if self._journal is not None:
-            self._journal.close()
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    """Size in bytes and change time in nanoseconds; a remembered result is valid while they are unchanged."""
-    try:
-        status = path.stat()
-    except OSError:
-        return (-1, -1)
-    return (status.st_size, status.st_mtime_ns)
-
-
-def _read_journal(journal: Path) -> dict[tuple[Any, ...], Outcome]:
-    recalled: dict[tuple[Any, ...], Outcome] = {}
-    if not journal.is_file():
-        return recalled
-    for line in journal.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-            outcome: Outcome
-            if "media" in entry:
-                outcome = MediaFile(**entry["media"])
-            elif "tensor" in entry:
-                outcome = TensorFile(**entry["tensor"])
-            else:
-                outcome = SampleRejected(*entry["rejected"])
-            recalled[tuple(entry["place"])] = outcome
-        except (ValueError, KeyError, TypeError):
-            continue  # the line that was being written when the run was interrupted
-    return recalled
 
 
 @contextmanager

@@ -1,29 +1,37 @@
 """`convert`: from files of conversations to an Energon data set.
 
-There are two passes. The first reads and checks records and media and writes good records to a spool file; after it,
-the number of samples and their splits are known. The second writes the shards, and Energon indexes them. Neither holds
-the data in memory, only a key and a number per record and a few hundred bytes per media file.
+One process finds chunks of records and keeps their order; workers do the rest. In the first half they parse and check
+records and media, and the process that keeps the order makes keys unique and assigns splits. After it, the place of
+every byte of the data set is known. In the second half workers write pieces of shards, and that process the indexes.
+What is kept per record is on disk, except for 8 bytes that stand for its key.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import sqlite3
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import numpy as np
+
+from energon_packing.convert.audit import ChunkAudit
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.keys import KeyAssigner
-from energon_packing.convert.layout import DATASET_FILE, media_names
-from energon_packing.convert.media_files import MediaChecker, MediaFile, pillow_pixel_limit, resolve_media
-from energon_packing.convert.record_media import FileReference
-from energon_packing.convert.records import ParsedRecord, parse_record
+from energon_packing.convert.key_set import key_digest
+from energon_packing.convert.layout import DATASET_FILE
+from energon_packing.convert.media_checks import journal_entries
+from energon_packing.convert.media_table import MediaTable, media_metadata
+from energon_packing.convert.plan import PlannedFile, PlannedSamples, SamplePlan
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
@@ -31,27 +39,33 @@ from energon_packing.convert.report import (
     ConversionReport,
     ignored_entries,
 )
-from energon_packing.convert.sources import RawRecord, SourceFile, content_digest, find_sources, read_records
-from energon_packing.convert.splits import assign_splits, position_of
-from energon_packing.convert.stores import MonolithicStore, PolylithicStore, Progress, SampleStore, StoredShards
-from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
+from energon_packing.convert.sources import Chunk, SourceFile, content_digest, find_chunks, find_sources
+from energon_packing.convert.splits import Positions, SplitAssigner, positions_of
+from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
+from energon_packing.convert.worker import Assignment, Task
+from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
 from energon_packing.convert.workspace import check_out, finished_report, partial_directory, publish, workspace
-from energon_packing.errors import SampleRejected, UserError
+from energon_packing.errors import UserError
 
-_AHEAD = 256  # records that wait for their media while others are read
-_MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
+Progress = Callable[[str, int, int], None]
+"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
 OTHER_COLUMNS = "(other columns)"
+_MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
+_SHORT, _LONG = 0.05, 0.5
+"""Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
     """Converts conversation files to an Energon data set.
 
     Bad records are written to ``rejects.jsonl`` with their reason and never stop the rest. The data set appears in
-    ``config.out`` in one step when it is complete.
+    ``config.out`` in one step when it is complete. It does not depend on the number of workers.
 
     Raises:
-        UserError: nothing to read, nothing usable in a source, or an output that may not be written.
+        UserError: nothing to read, nothing usable in a source, an output that may not be written, a full disk, or a
+            worker that died.
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
@@ -62,220 +76,279 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     sources = find_sources(config.sources, exclude=(config.out, partial_directory(config.out)))
     fingerprint = {
         "version": CONVERSION_VERSION,
-        "sources": {str(source.path.absolute()): content_digest(source.path) for source in sources},
+        "sources": {},
         "options": config.fingerprint_options(),
     }
-    if (finished := finished_report(config, fingerprint)) is not None:
-        return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
+    if config.resume and config.out.is_dir():
+        known = {**fingerprint, "sources": {_place(source): content_digest(source.path) for source in sources}}
+        if (finished := finished_report(config, known)) is not None:
+            return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
     with workspace(config, fingerprint) as (build, journal):
-        reading = _read(config, sources, build, journal, tell)
-        if (unusable := _unusable_source(config, reading)) is not None:
-            shutil.rmtree(build.parent)
-            raise UserError(unusable)
-        stored, splits = _write(config, reading, build, tell)
-        entry = str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out)
-        report = ConversionReport(
-            out=str(config.out),
-            entry=entry,
-            layout=config.layout,
-            read=reading.read,
-            written=len(reading.positions),
-            rejected=dict(sorted(reading.rejected.items())),
-            warnings=dict(sorted(reading.warnings.items())),
-            ignored_columns=ignored_entries(reading.ignored),
-            splits=splits,
-            images=reading.mentions["image"],
-            videos=reading.mentions["video"],
-            tensors=reading.mentions["latents"] + reading.mentions["context"],
-            media_files=len(reading.media),
-            media_bytes=stored.media_bytes,
-            record_bytes=stored.record_bytes,
-            shards=stored.shards,
-            seconds=round(time.monotonic() - started, 3),
-            fingerprint=fingerprint,
-        )
-        report.write(build)
-        reading.spool.unlink()
+        try:
+            report = _build(config, sources, build, journal, fingerprint, tell)
+        except (OSError, sqlite3.OperationalError) as error:
+            full = error.errno in _FULL if isinstance(error, OSError) else "full" in str(error)
+            if not full:
+                raise
+            raise UserError(
+                f"--out {config.out} cannot be written (No space left on device); make room, and add --resume to "
+                "reuse the media checks so far"
+            ) from error
+        report = replace(report, seconds=round(time.monotonic() - started, 3))
         publish(build, config.out)
     return report
 
 
+def _place(source: SourceFile) -> str:
+    return str(source.path.absolute())
+
+
+def _build(
+    config: ConvertConfig,
+    sources: list[SourceFile],
+    build: Path,
+    journal: Path,
+    fingerprint: dict[str, Any],
+    tell: Progress,
+) -> ConversionReport:
+    """Makes the data set in `build`."""
+    scratch = build / "scratch"
+    scratch.mkdir()
+    count = config.workers if config.workers > 1 else 1
+    spools = tuple(scratch / f"records-{number}" for number in range(count))
+    assignment = Assignment(config=config, spools=spools, journal=journal)
+    with ExitStack() as stack:
+        media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
+        stack.callback(media.close)
+        media.remember(journal_entries(journal))
+        workers: Workers
+        if count > 1:
+            workers = stack.enter_context(WorkerProcesses(assignment, count, media.recall))
+        else:
+            workers = stack.enter_context(CallingProcess(assignment, media.recall))
+        reading = _Reading(config, media, SamplePlan(scratch / "plan"))
+        stack.callback(reading.plan.close)
+        digests = _read(config, sources, workers, reading, build, tell)
+        fingerprint["sources"] = digests
+        if (unusable := reading.unusable_source()) is not None:
+            shutil.rmtree(build.parent)
+            raise UserError(unusable)
+        stored, splits = _write(config, reading, workers, build, fingerprint, tell)
+    shutil.rmtree(scratch)
+    report = ConversionReport(
+        out=str(config.out),
+        entry=str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out),
+        layout=config.layout,
+        read=reading.read,
+        written=sum(splits.values()),
+        rejected=dict(sorted(reading.rejected.items())),
+        warnings=dict(sorted(reading.warnings.items())),
+        ignored_columns=ignored_entries(reading.ignored),
+        splits=splits,
+        images=reading.mentions["image"],
+        videos=reading.mentions["video"],
+        tensors=reading.mentions["latents"] + reading.mentions["context"],
+        media_files=media.files,
+        media_bytes=stored.media_bytes,
+        record_bytes=stored.record_bytes,
+        shards=stored.shards,
+        fingerprint=fingerprint,
+    )
+    report.write(build)
+    return report
+
+
 @dataclass(slots=True)
-class _Reading:
-    """What the first pass found."""
-
-    spool: Path
-    read: int = 0
-    positions: list[float] = field(default_factory=list)
-    rejected: Counter[str] = field(default_factory=Counter)
-    warnings: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
-    mentions: Counter[str] = field(default_factory=Counter)
-    media: dict[str, MediaFile | TensorFile] = field(default_factory=dict)  # by name, in the order of first mention
-    written_of_origin: Counter[int] = field(default_factory=Counter)
-    first_reject: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Pending:
-    """A record between its audit and the check of its media."""
-
-    raw: RawRecord
-    key: str
-    parsed: ParsedRecord | ParsedVideoRecord | None
-    paths: list[Path]
-    warnings: list[str]
-    error: SampleRejected | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Logs:
-    """The files that the first pass writes."""
+    """The files of rejected records and of warnings."""
 
-    spool: TextIO
     rejects: TextIO
     warnings: TextIO
 
 
-def _read(config: ConvertConfig, sources: list[SourceFile], build: Path, journal: Path, tell: Progress) -> _Reading:
-    reading = _Reading(spool=build / "spool.jsonl")
-    total = sum(source.path.stat().st_size for source in sources)
-    keys = KeyAssigner()
-    waiting: deque[_Pending] = deque()
-    with ExitStack() as stack:
-        stack.enter_context(pillow_pixel_limit(config.max_pixels))
-        checker = MediaChecker(config, journal)
-        stack.callback(checker.close)
-        spool = stack.enter_context(reading.spool.open("w", encoding="utf-8"))
-        logs = _Logs(
-            spool=spool,
-            rejects=stack.enter_context((build / REJECTS_FILE).open("w", encoding="utf-8")),
-            warnings=stack.enter_context((build / WARNINGS_FILE).open("w", encoding="utf-8")),
+class _Reading:
+    """What the first half has found, chunk by chunk in the order of the records."""
+
+    def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
+        self._config = config
+        self.media = media
+        self._keys = KeyAssigner()
+        self._written_of_origin: Counter[int] = Counter()
+        self._first_reject: dict[int, str] = {}
+        self._media_names = sha256()
+        self.plan = plan
+        self.splits = SplitAssigner(config.split)
+        self.read = 0
+        self.rejected: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.mentions: Counter[str] = Counter()
+
+    def add(self, chunk: Chunk, audit: ChunkAudit, logs: _Logs) -> None:
+        """Adds the records of the next chunk.
+
+        Raises:
+            UserError: see `MediaTable.add`.
+        """
+        source = chunk.source
+        keys, positions, duplicates = self._unique(audit)
+        self.read += len(keys)
+        for reject in audit.rejects:
+            self.rejected[reject.reason] += 1
+            first = f"{reject.where}: {reject.reason}: {reject.detail}"
+            self._first_reject.setdefault(source.origin, first)
+            entry = {"source": source.name, "record": audit.numbers[reject.index], "key": keys[reject.index]}
+            logs.rejects.write(json.dumps({**entry, "reason": reject.reason, "detail": reject.detail}) + "\n")
+        bad = [reject.index for reject in audit.rejects]
+        self._warn(source, audit, keys, duplicates.difference(bad), logs)
+        if bad:
+            good = np.delete(np.arange(len(keys)), bad)
+            keys, positions = [keys[index] for index in good.tolist()], positions[good]
+        self.media.remember(audit.checks)
+        self._written_of_origin[source.origin] += len(keys)
+        self.mentions.update(audit.mentions)
+        for name, count in audit.ignored.items():
+            known = name in self.ignored or len(self.ignored) < _MOST_IGNORED
+            self.ignored[name if known else OTHER_COLUMNS] += count
+        planned = PlannedSamples(
+            spool=audit.spool,
+            offset=audit.offset,
+            keys=keys,
+            sizes=audit.sizes,
+            splits=self.splits.add(positions).tolist(),
         )
-        done = 0
+        for number, names in audit.named.items():
+            self._add_media(audit, number, names, planned)
+        if keys:
+            self.plan.add(planned)
+
+    def _unique(self, audit: ChunkAudit) -> tuple[list[str], Positions, set[int]]:
+        """Final keys, their positions, and the indices of records whose own id another record has already."""
+        hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
+        positions = positions_of(audit.digests)
+        changed = self._keys.assign_all(audit.keys, hashes)
+        for index, key in changed.items():
+            audit.keys[index] = key
+            positions[index] = positions_of(key_digest(key))[0]
+        return audit.keys, positions, set(changed).difference(audit.unnamed)
+
+    def _warn(
+        self, source: SourceFile, audit: ChunkAudit, keys: list[str], duplicates: set[int], logs: _Logs
+    ) -> None:
+        found = audit.warnings
+        for index in duplicates:
+            names = found.get(index, [])
+            at = 1 if names[:1] == ["sanitised_id"] else 0
+            found[index] = [*names[:at], "duplicate_id", *names[at:]]
+        for index in sorted(found):
+            self.warnings.update(found[index])
+            place = {"source": source.name, "record": audit.numbers[index], "key": keys[index]}
+            entry = {**place, "warnings": found[index]}
+            logs.warnings.write(json.dumps(entry) + "\n")
+
+    def _add_media(self, audit: ChunkAudit, number: int, names: list[str], planned: PlannedSamples) -> None:
+        distinct = list(dict.fromkeys(names))
+        for name in distinct:
+            self.media.add(*audit.files[name])
+            self._media_names.update(name.encode())
+        if self._config.layout == "monolithic":
+            planned.files[number] = [
+                PlannedFile(name=name, path=file.path, stamp=stamp, metadata=media_metadata(file))
+                for name, (file, stamp) in ((name, audit.files[name]) for name in distinct)
+            ]
+
+    def unusable_source(self) -> str | None:
+        """A sentence about the first source without any sample; None if each has one."""
+        for origin, named in enumerate(self._config.sources):
+            if self._written_of_origin[origin] == 0:
+                first = self._first_reject.get(origin, "it is an empty list")
+                return f"{named} holds no usable record; the first problem is {first}"
+        return None
+
+    def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
+        """A digest of all that decides the content of the data set."""
+        return sha256(json.dumps(fingerprint, sort_keys=True).encode() + self._media_names.digest()).digest()
+
+
+class _ChunkSize:
+    """Bytes of the next chunk: few at first, then what takes a worker a moment."""
+
+    def __init__(self) -> None:
+        self._bytes = _SMALLEST_CHUNK
+
+    def __call__(self) -> int:
+        return self._bytes
+
+    def learn(self, seconds: float) -> None:
+        """Takes note of how long a chunk took."""
+        if seconds < _SHORT:
+            self._bytes = min(2 * self._bytes, _LARGEST_CHUNK)
+        elif seconds > _LONG:
+            self._bytes = max(self._bytes // 2, _SMALLEST_CHUNK)
+
+
+def _read(
+    config: ConvertConfig, sources: list[SourceFile], workers: Workers, reading: _Reading, build: Path, tell: Progress
+) -> dict[str, str]:
+    """The first half; returns the digest of each source."""
+    total = sum(source.path.stat().st_size for source in sources)
+    size = _ChunkSize()
+    digests: dict[str, str] = {}
+
+    def chunks() -> Iterator[Chunk]:
         for source in sources:
-            root = (config.media_root or source.path.parent).resolve()
-            for raw in read_records(source, max_record_bytes=config.max_record_bytes):
-                waiting.append(_audit(raw, keys, config, root, checker))
-                if len(waiting) > _AHEAD:
-                    _settle(waiting.popleft(), config, checker, reading, logs)
-                tell("read", done + raw.position, total)
-            done += source.path.stat().st_size
-        while waiting:
-            _settle(waiting.popleft(), config, checker, reading, logs)
-        tell("read", total, total)
-    return reading
-
-
-def _audit(raw: RawRecord, keys: KeyAssigner, config: ConvertConfig, root: Path, checker: MediaChecker) -> _Pending:
-    key, warnings = keys.assign(raw.value, raw.source.name, raw.number)
-    pending = _Pending(raw=raw, key=key, parsed=None, paths=[], warnings=warnings, error=raw.error)
-    if raw.error is not None:
-        return pending
-    try:
-        if config.format == "text-to-video":
-            pending.parsed = parse_text_to_video(raw.value)
-        else:
-            pending.parsed = parse_record(
-                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
+            yield from find_chunks(
+                source,
+                max_record_bytes=config.max_record_bytes,
+                chunk_bytes=size,
+                digest=lambda found, source=source: digests.__setitem__(_place(source), found),  # type: ignore[misc]
             )
-        pending.warnings.extend(pending.parsed.warnings)
-        references: Sequence[FileReference | VideoReference] = pending.parsed.media
-        for media in references:
-            pending.paths.append(resolve_media(media.path, root))
-    except SampleRejected as error:
-        pending.error = error
-        return pending
-    for media, path in zip(references, pending.paths, strict=True):
-        checker.submit(path, media.kind)
-    return pending
 
-
-def _settle(pending: _Pending, config: ConvertConfig, checker: MediaChecker, reading: _Reading, logs: _Logs) -> None:
-    reading.read += 1
-    place = {"source": pending.raw.source.name, "record": pending.raw.number, "key": pending.key}
-    try:
-        if pending.error is not None:
-            raise pending.error
-        assert pending.parsed is not None
-        parsed = pending.parsed
-        references: Sequence[FileReference | VideoReference] = parsed.media
-        files = [_checked(checker, *named) for named in zip(references, pending.paths, strict=True)]
-        line = _spool_line(config, pending.key, parsed, files)
-    except SampleRejected as error:
-        reading.rejected[error.reason] += 1
-        origin = pending.raw.source.origin
-        reading.first_reject.setdefault(origin, f"{pending.raw.where}: {error.reason}: {_short(error.detail)}")
-        entry = {**place, "reason": error.reason, "detail": _short(error.detail)}
-        logs.rejects.write(json.dumps(entry) + "\n")
-        return
-    logs.spool.write(line + "\n")
-    if pending.warnings:
-        logs.warnings.write(json.dumps({**place, "warnings": pending.warnings}) + "\n")
-    reading.positions.append(position_of(pending.key))
-    reading.warnings.update(pending.warnings)
-    for name in parsed.ignored:
-        known = name in reading.ignored or len(reading.ignored) < _MOST_IGNORED
-        reading.ignored[name if known else OTHER_COLUMNS] += 1
-    reading.written_of_origin[pending.raw.source.origin] += 1
-    named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
-    reading.mentions.update(item.kind for item in named)
-    for file in files:
-        reading.media.setdefault(file.name, file)
-
-
-def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: Path) -> MediaFile | TensorFile:
-    try:
-        return checker.result(path, media.kind)
-    except SampleRejected as error:
-        raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
-
-
-def _spool_line(
-    config: ConvertConfig, key: str, parsed: ParsedRecord | ParsedVideoRecord, files: list[MediaFile | TensorFile]
-) -> str:
-    names = media_names(config.layout, [file.name for file in files])
-    try:
-        record = json.dumps(parsed.record(key, names, files), ensure_ascii=False, allow_nan=False)
-        record.encode("utf-8")
-    except (UnicodeEncodeError, ValueError, RecursionError) as error:
-        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
-    return json.dumps({"key": key, "record": record, "files": [file.name for file in files]})
-
-
-def _unusable_source(config: ConvertConfig, reading: _Reading) -> str | None:
-    """A sentence about the first source without any sample; None if each has one."""
-    for origin, named in enumerate(config.sources):
-        if reading.written_of_origin[origin] == 0:
-            first = reading.first_reject.get(origin, "it is an empty list")
-            return f"{named} holds no usable record; the first problem is {first}"
-    return None
-
-
-def _short(detail: str) -> str:
-    """Shortens a detail, because it may quote input of any length."""
-    return detail if len(detail) <= 600 else detail[:597] + "..."
+    with (
+        (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
+        (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
+    ):
+        logs = _Logs(rejects, warnings)
+        done, before = 0, sources[0]
+        for task, audit in workers.results(chunks()):
+            assert isinstance(task, Chunk)
+            assert audit is not None
+            if task.source is not before:
+                done += before.path.stat().st_size
+                before = task.source
+            reading.add(task, audit, logs)
+            size.learn(audit.seconds)
+            tell("read", min(done + task.end, total), total)
+    tell("read", total, total)
+    return digests
 
 
 def _write(
-    config: ConvertConfig, reading: _Reading, build: Path, tell: Progress
+    config: ConvertConfig,
+    reading: _Reading,
+    workers: Workers,
+    build: Path,
+    fingerprint: Mapping[str, Any],
+    tell: Progress,
 ) -> tuple[StoredShards, dict[str, int]]:
-    assigned = assign_splits(reading.positions, config.split)
+    """The second half; returns what was stored and the number of samples of each split."""
+    moved = reading.splits.finish()
+    counts = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
+    total = sum(counts.values())
     with ExitStack() as stack:
         store: SampleStore
         if config.layout == "polylithic":
-            store = PolylithicStore(config, reading.media, build, stack)
+            store = PolylithicStore(config, reading.media, counts, build, stack)
         else:
-            store = MonolithicStore(config, reading.media, build, stack)
-        for number, (split, line) in enumerate(zip(assigned, _lines(reading.spool), strict=True), start=1):
-            sample = json.loads(line)
-            store.add(split, sample["key"], sample["record"].encode("utf-8"), sample["files"])
-            tell("write", number, len(assigned))
-    counts = Counter(assigned)
-    stored = store.finish([name for name in config.split if counts[name]], tell)
-    return stored, {name: counts[name] for name in config.split}
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as stream:
-        yield from stream
+            store = MonolithicStore(config, counts, build, stack)
+        done = 0
+        tell("write", done, total)
+        pieces: Iterator[Task] = store.pieces(reading.plan.read(moved))
+        for task, _ in workers.results(pieces):
+            assert isinstance(task, tuple)
+            done += len(task[1].records)
+            tell("write", done, total)
+        tell("index", 0, 1)
+        stored = store.finish([name for name, count in counts.items() if count], reading.identity(fingerprint))
+        tell("index", stored.shards, stored.shards)
+    return stored, counts

@@ -10,7 +10,7 @@ from typing import Any
 
 from energon_packing.convert.near_names import near_name
 
-CONVERSION_VERSION = 3
+CONVERSION_VERSION = 4
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -38,7 +38,7 @@ class ConversionReport:
         media_bytes: bytes of media in the data set.
         record_bytes: bytes of the JSON records in the data set.
         shards: number of tar files.
-        seconds: wall time.
+        seconds: wall time; not in the JSON form, which is the same in every run.
         skipped: True if `resume` found the conversion finished.
         fingerprint: version, digests of the sources, and the options that decide the content.
     """
@@ -57,7 +57,7 @@ class ConversionReport:
     media_bytes: int
     record_bytes: int
     shards: int
-    seconds: float
+    seconds: float = 0.0
     skipped: bool = False
     tensors: int = 0
     ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class ConversionReport:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, as in `conversion.json`."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "seconds"}
 
     def ignored_lines(self) -> list[str]:
         """A sentence about each ignored column; those with names near one that is read come first."""

@@ -1,18 +1,21 @@
-"""Streams records from JSON arrays and JSON Lines files, one `RawRecord` per record, including broken ones.
+"""Finds records in JSON arrays and JSON Lines files, and parses them, one `RawRecord` per record, broken ones included.
 
-A file is never held in memory as a whole: a 2 GB array takes as much memory as its largest record.
+One process divides the files into chunks (`find_chunks`), any number of others parse them (`read_chunk`). A file is
+never held in memory as a whole: a 2 GB array takes as much memory as its largest record.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-from energon_packing.convert.json_array import iterate_array
+from energon_packing.convert.json_array import iterate_array, refuse_constant
 from energon_packing.errors import SampleRejected, UserError
 
 SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
@@ -45,7 +48,6 @@ class RawRecord:
         where: ``name:line`` or ``name[index]``, for a reader.
         value: the parsed JSON; None if `error` is set.
         error: why it could not be parsed.
-        position: bytes of the file read so far, for progress.
     """
 
     source: SourceFile
@@ -53,7 +55,6 @@ class RawRecord:
     where: str
     value: Any
     error: SampleRejected | None = None
-    position: int = 0
 
 
 def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -> list[SourceFile]:
@@ -104,41 +105,207 @@ def content_digest(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def read_records(source: SourceFile, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields every record of a file in order; a broken one has `RawRecord.error` set, and reading continues if it can.
+Form = Literal["lines", "array", "object"]
 
-    A JSON array that breaks off yields one error at that place, because later elements cannot be separated.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Records of one file that follow each other, to be parsed elsewhere.
+
+    Attributes:
+        source: the file.
+        form: how the records are written.
+        start, end: their bytes in the file; the brackets of an array are left out.
+        first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
+        error: in place of records, why the one at `first` and all that follow cannot be told apart.
+    """
+
+    source: SourceFile
+    form: Form
+    start: int
+    end: int
+    first: int
+    error: SampleRejected | None = None
+
+
+class DigestingReader:
+    """Reads a file and computes the SHA-256 of all of it on the way."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.position = 0
+        """Bytes read so far."""
+
+    def read(self, size: int) -> bytes:
+        """Reads up to ``size`` bytes; fewer at the end only."""
+        return self._take(self._stream.read(size))
+
+    def readline(self, size: int) -> bytes:
+        """Reads to the end of the line, at most ``size`` bytes."""
+        return self._take(self._stream.readline(size))
+
+    def _take(self, block: bytes) -> bytes:
+        self._digest.update(block)
+        self.position += len(block)
+        return block
+
+    def hexdigest(self) -> str:
+        """Reads what is left and returns the digest of the file."""
+        while self.read(1 << 20):
+            pass
+        return self._digest.hexdigest()
+
+
+def find_chunks(
+    source: SourceFile,
+    *,
+    max_record_bytes: int,
+    chunk_bytes: Callable[[], int],
+    digest: Callable[[str], None] = lambda found: None,
+) -> Iterator[Chunk]:
+    """Divides a file into chunks; where they begin and end has no influence on their records.
+
+    Args:
+        source: the file.
+        max_record_bytes: longest line, and longest element of an array in characters.
+        chunk_bytes: how large the next chunk should be; it ends with a record.
+        digest: called once with the SHA-256 of the file.
 
     Raises:
         UserError: the file cannot be opened.
     """
     try:
         with source.path.open("rb") as stream:
-            yield from _read_stream(source, stream, max_record_bytes)
-    except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
+            form, start, error = _look(source, stream, max_record_bytes)
+            stream.seek(0)
+            reader = DigestingReader(stream)
+            if error is not None:
+                yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
+            else:
+                reader.read(start)
+                yield from _FIND[form](source, reader, max_record_bytes, chunk_bytes)
+            digest(reader.hexdigest())
+    except OSError as problem:
+        raise UserError(f"{source.path} cannot be read: {problem.strerror or problem}") from problem
 
 
-def _read_stream(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
+def _look(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> tuple[Form, int, SampleRejected | None]:
+    """The form of a file, where its text begins, and why there is none to read."""
     head = stream.read(3)
     if head[:2] in _UTF16_BOMS:
-        yield _broken(source, 0, f"{source.name}:1", "the file is UTF-16; save it as UTF-8", 0)
-        return
+        return "lines", 0, SampleRejected("bad_json", f"{source.name}:1: the file is UTF-16; save it as UTF-8")
     start = len(_BOM) if head == _BOM else 0
     stream.seek(start)
     first = _first_character(stream)
     stream.seek(start)
     if first == b"":
-        yield _broken(source, 0, source.name, "the file is empty", 0, reason="empty_file")
-    elif first == b"[":
-        stream.seek(start)
-        yield from _read_array(source, stream, max_record_bytes)
-    elif source.path.suffix.lower() == ".json" and not _has_whole_line(stream, max_record_bytes):
-        stream.seek(start)
-        yield from _read_object(source, stream, max_record_bytes)
-    else:
-        stream.seek(start)
-        yield from _read_lines(source, stream, max_record_bytes)
+        return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
+    if first == b"[":
+        return "array", start, None
+    if source.path.suffix.lower() == ".json" and not _has_whole_line(stream, max_record_bytes):
+        return "object", start, None
+    return "lines", start, None
+
+
+def _find_lines(
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+) -> Iterator[Chunk]:
+    number = 1
+    start = reader.position
+    while block := reader.read(chunk_bytes()):
+        lines = block.count(b"\n")
+        # A line of any length is passed over in pieces, never held.
+        while not block.endswith(b"\n") and (block := reader.readline(1 << 18)):
+            lines += block.endswith(b"\n")
+        yield Chunk(source=source, form="lines", start=start, end=reader.position, first=number)
+        number += lines
+        start = reader.position
+
+
+def _find_elements(
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+) -> Iterator[Chunk]:
+    before = reader.position
+    wanted = chunk_bytes()
+    start: int | None = None
+    first = end = number = 0
+    error: SampleRejected | None = None
+    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes, places=True)):
+        if element.last:
+            where = f"{source.name}[{number}]"
+            error = SampleRejected("bad_json", f"{where}: {element.error}; nothing behind it was read")
+            break
+        if start is None:
+            start, first = element.start, number
+        end = element.end
+        if end - start >= wanted:
+            yield Chunk(source=source, form="array", start=before + start, end=before + end, first=first)
+            start, wanted = None, chunk_bytes()
+    if start is not None:
+        yield Chunk(source=source, form="array", start=before + start, end=before + end, first=first)
+    if error is not None:
+        yield Chunk(source=source, form="array", start=before + end, end=before + end, first=number, error=error)
+
+
+def _find_object(
+    source: SourceFile, reader: DigestingReader, max_record_bytes: int, chunk_bytes: Callable[[], int]
+) -> Iterator[Chunk]:
+    start = reader.position
+    size = len(reader.read(max_record_bytes + 1))
+    error: SampleRejected | None = None
+    if size > max_record_bytes:
+        detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"
+        error = SampleRejected("record_too_large", f"{source.name}[0]: {detail}")
+    yield Chunk(source=source, form="object", start=start, end=start + size, first=0, error=error)
+
+
+_FIND = {"lines": _find_lines, "array": _find_elements, "object": _find_object}
+
+
+def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
+    """Yields every record of a chunk in order; a broken one has `RawRecord.error` set.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    source = chunk.source
+    if chunk.error is not None:
+        where = source.name if chunk.form == "lines" else f"{source.name}[{chunk.first}]"
+        yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
+        return
+    try:
+        with source.path.open("rb") as stream:
+            stream.seek(chunk.start)
+            if chunk.form == "lines":
+                yield from _read_lines(chunk, stream, max_record_bytes)
+                return
+            text = stream.read(chunk.end - chunk.start)
+    except OSError as error:
+        raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
+    if chunk.form == "object":
+        yield _parsed(source, 0, text)
+        return
+    # The search for chunks has checked the length of each element.
+    elements = iterate_array(io.BytesIO(b"[" + text + b"]"), max_element=sys.maxsize)
+    for number, element in enumerate(elements, chunk.first):
+        where = f"{source.name}[{number}]"
+        if element.error is None:
+            yield RawRecord(source=source, number=number, where=where, value=element.value)
+        else:
+            yield _broken(source, number, where, element.error)
+
+
+def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
+    """Yields every record of a file in order; a broken one has `RawRecord.error` set, and reading continues if it can.
+
+    A JSON array that breaks off yields one error at that place, because later elements cannot be separated.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
+        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
 
 
 def _first_character(stream: BinaryIO) -> bytes:
@@ -166,57 +333,37 @@ def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
     return False
 
 
-def _read_array(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    for number, element in enumerate(iterate_array(stream, max_element=max_record_bytes)):
-        where = f"{source.name}[{number}]"
-        if element.error is None:
-            yield RawRecord(source=source, number=number, where=where, value=element.value, position=stream.tell())
-        else:
-            lost = "; nothing after it was read" if element.last else ""
-            yield _broken(source, number, where, element.error + lost, stream.tell())
-
-
-def _read_object(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    where = f"{source.name}[0]"
-    text = stream.read(max_record_bytes + 1)
-    if len(text) > max_record_bytes:
-        detail = f"one JSON object of more than {max_record_bytes} bytes; expected an array of records or JSON Lines"
-        yield _broken(source, 0, where, detail, len(text), reason="record_too_large")
-        return
-    yield _parsed(source, 0, where, text, stream.tell())
-
-
-def _read_lines(source: SourceFile, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
-    number = 0
-    while line := stream.readline(max_record_bytes + 1):
+def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
+    source, left = chunk.source, chunk.end - chunk.start
+    number = chunk.first - 1
+    while left > 0 and (line := stream.readline(min(left, max_record_bytes + 1))):
+        left -= len(line)
         number += 1
-        where = f"{source.name}:{number}"
         if len(line) > max_record_bytes:
-            while line and not line.endswith(b"\n"):
-                line = stream.readline(1 << 20)
+            while left > 0 and line and not line.endswith(b"\n"):
+                line = stream.readline(min(left, 1 << 20))
+                left -= len(line)
             detail = f"the line is longer than {max_record_bytes} bytes"
-            yield _broken(source, number, where, detail, stream.tell(), reason="record_too_large")
-        elif line.strip():
-            yield _parsed(source, number, where, line, stream.tell())
+            yield _broken(source, number, f"{source.name}:{number}", detail, reason="record_too_large")
+        elif not line.isspace():
+            yield _parsed(source, number, line, line=True)
 
 
-def _parsed(source: SourceFile, number: int, where: str, text: bytes, position: int) -> RawRecord:
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def _parsed(source: SourceFile, number: int, text: bytes, *, line: bool = False) -> RawRecord:
+    where = f"{source.name}:{number}" if line else f"{source.name}[{number}]"
     try:
-        value = json.loads(text.decode("utf-8"), parse_constant=_no_constant)
+        value = _DECODER.decode(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        return _broken(source, number, where, _one_line(error), position)
-    return RawRecord(source=source, number=number, where=where, value=value, position=position)
+        return _broken(source, number, where, _one_line(error))
+    return RawRecord(source=source, number=number, where=where, value=value)
 
 
-def _no_constant(word: str) -> Any:
-    raise ValueError(f"{word} is not JSON")
-
-
-def _broken(
-    source: SourceFile, number: int, where: str, detail: str, position: int, *, reason: str = "bad_json"
-) -> RawRecord:
+def _broken(source: SourceFile, number: int, where: str, detail: str, *, reason: str = "bad_json") -> RawRecord:
     error = SampleRejected(reason, f"{where}: {detail}")
-    return RawRecord(source=source, number=number, where=where, value=None, error=error, position=position)
+    return RawRecord(source=source, number=number, where=where, value=None, error=error)
 
 
 def _one_line(error: BaseException) -> str:

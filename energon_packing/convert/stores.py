@@ -1,15 +1,16 @@
-"""The stores for the samples of a conversion, one class per layout."""
+"""What goes where in the data set, one class per layout: shards and their pieces, and the index of each WebDataset."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.energon_index import prepare
+from energon_packing.convert.energon_index import IndexWriter, PartRow, SampleRow
 from energon_packing.convert.layout import (
     MEDIA_DIRECTORY,
     TEXT_DIRECTORY,
@@ -17,12 +18,15 @@ from energon_packing.convert.layout import (
     subflavors_of,
     write_metadataset,
 )
-from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.shards import ShardWriter
-from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.convert.media_table import MediaTable, stored_file
+from energon_packing.convert.plan import PlannedSamples
+from energon_packing.convert.shards import ShardPiece
 
-Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
+Pieces = Iterator[tuple[Path, ShardPiece]]
+"""Pieces of shards to write, and the directory of each."""
+_PIECE_BYTES = 32 << 20
+_PIECE_SAMPLES = 2048
+_ROWS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,107 +41,237 @@ class StoredShards:
 class SampleStore(Protocol):
     """Stores samples in one layout."""
 
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes one sample; `names` are the content names of its media, one per mention."""
+    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
+        """Divides all samples into pieces of shards, and adds the rows of the index."""
 
-    def finish(self, splits: list[str], tell: Progress) -> StoredShards:
-        """Lets Energon index the shards; called after the exit stack that the store was given has closed them."""
+    def finish(self, splits: list[str], identity: bytes) -> StoredShards:
+        """Completes the indexes; called after all pieces are there."""
+
+
+class _Tars:
+    """The tars of one prefix: which one is open, and what has been put into them."""
+
+    def __init__(self, directory: Path, prefix: str, first: int) -> None:
+        """
+        Args:
+            directory: where they are.
+            prefix: letters, digits, ``_``.
+            first: number of the first tar in the data set.
+        """
+        self._directory = directory
+        self._prefix = prefix
+        self._first = first
+        self.counts: dict[str, int] = {}
+        """Name of each tar -> number of samples."""
+        self.bytes = 0
+        """Bytes in the open tar, without tar headers."""
+        self._piece: ShardPiece | None = None
+
+    @property
+    def number(self) -> int:
+        """Number of the open tar in the data set."""
+        return self._first + len(self.counts) - 1
+
+    def sample(self) -> tuple[ShardPiece, int]:
+        """The piece for the next sample, which begins here, and the sample's index in its tar."""
+        if self._piece is None:
+            self._piece = ShardPiece(name=f"{self._prefix}-{len(self.counts):06d}.tar")
+            self.counts[self._piece.name] = self.bytes = 0
+        index = self.counts[self._piece.name]
+        self.counts[self._piece.name] += 1
+        self._piece.begin_sample()
+        return self._piece, index
+
+    def samples_in_tar(self) -> int:
+        """Samples in the open tar; 0 if none is open."""
+        return 0 if self._piece is None else self.counts[self._piece.name]
+
+    def full_piece(self) -> Pieces:
+        """Yields the open piece if it is large."""
+        piece = self._piece
+        if piece is not None and (
+            piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES
+        ):
+            self._piece = piece.next_piece()
+            yield self._directory, piece
+
+    def close(self) -> Pieces:
+        """Yields the last piece of the open tar, if there is one."""
+        if self._piece is not None:
+            self._piece.last = True
+            yield self._directory, self._piece
+            self._piece = None
+
+
+class _Rows:
+    """Rows of an index, added a few thousand at a time."""
+
+    def __init__(self, index: IndexWriter) -> None:
+        self._index = index
+        self.samples: list[SampleRow] = []
+        self.parts: list[PartRow] = []
+        self.media: list[tuple[str, str, str]] = []
+
+    def flush(self, most: int = 0) -> None:
+        """Adds the rows if there are more than ``most``."""
+        if len(self.samples) > most:
+            self._index.add(self.samples, self.parts, self.media)
+            self.samples, self.parts, self.media = [], [], []
+
+
+class _RecordStore:
+    """Samples in tars of their split."""
+
+    def __init__(self, config: ConvertConfig, directory: Path, counts: Mapping[str, int], stack: ExitStack) -> None:
+        """
+        Args:
+            config: options of the conversion.
+            directory: of the WebDataset.
+            counts: samples of each split.
+            stack: closes the index.
+        """
+        directory.mkdir(exist_ok=True)
+        self._config = config
+        self._index = IndexWriter(directory)
+        stack.callback(self._index.close)
+        self._tars: list[_Tars] = []
+        first = 0
+        for split, count in counts.items():
+            self._tars.append(_Tars(directory, split, first))
+            first += -(-count // config.samples_per_shard)
+        self.record_bytes = 0
+        self.media_bytes = 0
+
+    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
+        """See `SampleStore`."""
+        rows = _Rows(self._index)
+        for planned in plan:
+            offset, spool = planned.offset, planned.spool
+            for number, (key, size, split) in enumerate(
+                zip(planned.keys, planned.sizes, planned.splits, strict=True)
+            ):
+                tars = self._tars[split]
+                if tars.samples_in_tar() >= self._config.samples_per_shard:
+                    yield from tars.close()
+                piece, index = tars.sample()
+                tar, start = tars.number, piece.end
+                content = piece.add_record(f"{key}.json", size, spool, offset)
+                rows.parts.append((tar, index, "json", content, size))
+                offset += size
+                if planned.files and number in planned.files:
+                    self._add_files(piece, (tar, index), key, planned, number, rows)
+                rows.samples.append((tar, key, index, start, piece.end - start))
+                yield from tars.full_piece()
+            self.record_bytes += offset - planned.offset
+            rows.flush(_ROWS)
+        for tars in self._tars:
+            yield from tars.close()
+        rows.flush()
+
+    def _add_files(
+        self, piece: ShardPiece, place: tuple[int, int], key: str, planned: PlannedSamples, number: int, rows: _Rows
+    ) -> None:
+        files = planned.files[number]
+        for file, suffix in zip(files, media_names("monolithic", [file.name for file in files]), strict=True):
+            content = piece.add_file(stored_file(key + suffix, file.name, file.path, file.stamp))
+            rows.parts.append((*place, suffix[1:], content, file.stamp.size))
+            if file.metadata is not None:
+                rows.media.append((key + suffix, *file.metadata))
+            self.media_bytes += file.stamp.size
+
+    def finish_index(self, splits: list[str], identity: bytes) -> int:
+        """Completes the index; returns the number of tars."""
+        shards = {name: count for tars in self._tars for name, count in tars.counts.items()}
+        subflavors = subflavors_of(self._config.format)
+        self._index.finish(shards, splits, identity=identity, subflavors=subflavors)
+        return len(shards)
 
 
 class PolylithicStore:
     """Records in ``text``, each distinct media file once in ``media``, in the order of first mention."""
 
     def __init__(
-        self, config: ConvertConfig, media: dict[str, MediaFile | TensorFile], build: Path, stack: ExitStack
+        self, config: ConvertConfig, media: MediaTable, counts: Mapping[str, int], build: Path, stack: ExitStack
     ) -> None:
+        """
+        Args:
+            config: options of the conversion.
+            media: the distinct media.
+            counts: samples of each split.
+            build: directory of the data set.
+            stack: closes the indexes.
+        """
         self._config = config
         self._media = media
         self._build = build
-        self._stored: set[str] = set()
-        text = build / TEXT_DIRECTORY
-        self._text = {
-            split: stack.enter_context(ShardWriter(text, split, max_samples=config.samples_per_shard))
-            for split in config.split
-        }
-        self._media_shards = stack.enter_context(
-            ShardWriter(build / MEDIA_DIRECTORY, "media", max_bytes=config.media_shard_bytes)
-        )
+        self._text = _RecordStore(config, build / TEXT_DIRECTORY, counts, stack)
+        self._tars = _Tars(build / MEDIA_DIRECTORY, "media", 0)
+        self._media_bytes = 0
+        self._media_index: IndexWriter | None = None
+        if media.files:
+            (build / MEDIA_DIRECTORY).mkdir()
+            self._media_index = IndexWriter(build / MEDIA_DIRECTORY)
+            stack.callback(self._media_index.close)
 
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes the record and any of its media that no earlier sample had."""
-        self._text[split].begin_sample()
-        self._text[split].add_bytes(f"{key}.json", record)
-        for name in names:
-            if name not in self._stored:
-                self._stored.add(name)
-                self._media_shards.begin_sample()
-                self._media_shards.add_media(name, self._media[name])
+    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
+        """See `SampleStore`."""
+        yield from self._text.pieces(plan)
+        if self._media_index is None:
+            return
+        rows = _Rows(self._media_index)
+        tars = self._tars
+        for file, metadata in self._media.rows():
+            if tars.samples_in_tar() and tars.bytes >= self._config.media_shard_bytes:
+                yield from tars.close()
+            piece, index = tars.sample()
+            tar, start = tars.number, piece.end
+            content = piece.add_file(file)
+            tars.bytes += file.size
+            self._media_bytes += file.size
+            digest, _, extension = file.name.partition(".")
+            rows.parts.append((tar, index, extension, content, file.size))
+            rows.samples.append((tar, digest, index, start, piece.end - start))
+            if metadata is not None:
+                rows.media.append((file.name, *metadata))
+            yield from tars.full_piece()
+            rows.flush(_ROWS)
+        yield from tars.close()
+        rows.flush()
 
-    def finish(self, splits: list[str], tell: Progress) -> StoredShards:
-        """Indexes both data sets and writes the metadataset that joins them; without media there is no second one."""
-        text_shards = {name: count for writer in self._text.values() for name, count in writer.shards.items()}
-        media_shards = self._media_shards.shards
-        total = len(text_shards) + len(media_shards)
-        tell("index", 0, total)
-        workers = max(1, self._config.workers)
+    def finish(self, splits: list[str], identity: bytes) -> StoredShards:
+        """Completes both indexes and writes the metadataset that joins the data sets."""
+        shards = self._text.finish_index(splits, sha256(identity + b"text").digest())
+        if self._media_index is not None:
+            self._media_index.finish(self._tars.counts, ["media"], identity=sha256(identity + b"media").digest())
         subflavors = subflavors_of(self._config.format)
-        prepare(self._build / TEXT_DIRECTORY, text_shards, splits, (), workers=workers, subflavors=subflavors)
-        tell("index", len(text_shards), total)
-        if media_shards:
-            entries = ((name, self._media[name]) for name in self._stored)
-            prepare(self._build / MEDIA_DIRECTORY, media_shards, ["media"], entries, workers=workers)
-        else:
-            (self._build / MEDIA_DIRECTORY).rmdir()
-        write_metadataset(self._build, splits, with_media=bool(media_shards), subflavors=subflavors)
-        tell("index", total, total)
+        write_metadataset(self._build, splits, with_media=self._media_index is not None, subflavors=subflavors)
         return StoredShards(
-            media_bytes=self._media_shards.bytes,
-            record_bytes=sum(writer.bytes for writer in self._text.values()),
-            shards=total,
+            media_bytes=self._media_bytes,
+            record_bytes=self._text.record_bytes,
+            shards=shards + len(self._tars.counts),
         )
 
 
 class MonolithicStore:
     """Each sample's record and media together in one WebDataset."""
 
-    def __init__(
-        self, config: ConvertConfig, media: dict[str, MediaFile | TensorFile], build: Path, stack: ExitStack
-    ) -> None:
-        self._config = config
-        self._media = media
-        self._build = build
-        self._entries: list[tuple[str, MediaFile | TensorFile]] = []
-        self._record_bytes = 0
-        self._shards = {
-            split: stack.enter_context(ShardWriter(build, split, max_samples=config.samples_per_shard))
-            for split in config.split
-        }
+    def __init__(self, config: ConvertConfig, counts: Mapping[str, int], build: Path, stack: ExitStack) -> None:
+        """
+        Args:
+            config: options of the conversion.
+            counts: samples of each split.
+            build: directory of the data set.
+            stack: closes the index.
+        """
+        self._samples = _RecordStore(config, build, counts, stack)
 
-    def add(self, split: str, key: str, record: bytes, names: list[str]) -> None:
-        """Writes the record and, next to it, each of its distinct media."""
-        writer = self._shards[split]
-        writer.begin_sample()
-        writer.add_bytes(f"{key}.json", record)
-        self._record_bytes += len(record)
-        distinct = list(dict.fromkeys(names))
-        for name, suffix in zip(distinct, media_names("monolithic", distinct), strict=True):
-            writer.add_media(key + suffix, self._media[name])
-            self._entries.append((key + suffix, self._media[name]))
+    def pieces(self, plan: Iterable[PlannedSamples]) -> Pieces:
+        """See `SampleStore`."""
+        return self._samples.pieces(plan)
 
-    def finish(self, splits: list[str], tell: Progress) -> StoredShards:
-        """Indexes the one data set."""
-        shards = {name: count for writer in self._shards.values() for name, count in writer.shards.items()}
-        tell("index", 0, len(shards))
-        prepare(
-            self._build,
-            shards,
-            splits,
-            self._entries,
-            workers=max(1, self._config.workers),
-            subflavors=subflavors_of(self._config.format),
-        )
-        tell("index", len(shards), len(shards))
-        written = sum(writer.bytes for writer in self._shards.values())
+    def finish(self, splits: list[str], identity: bytes) -> StoredShards:
+        """Completes the index of the one data set."""
+        shards = self._samples.finish_index(splits, identity)
         return StoredShards(
-            media_bytes=written - self._record_bytes, record_bytes=self._record_bytes, shards=len(shards)
+            media_bytes=self._samples.media_bytes, record_bytes=self._samples.record_bytes, shards=shards
         )

@@ -1,0 +1,204 @@
+"""Audits a chunk of records: what a worker does with it, and what the process that keeps the order needs to know."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.key_set import key_digest
+from energon_packing.convert.keys import wanted_key
+from energon_packing.convert.layout import media_names
+from energon_packing.convert.media_checks import MediaChecker, Stamp
+from energon_packing.convert.media_files import MediaFile, resolve_media
+from energon_packing.convert.record_media import FileReference
+from energon_packing.convert.records import ParsedRecord, parse_record
+from energon_packing.convert.sources import Chunk, RawRecord, read_chunk
+from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
+from energon_packing.errors import SampleRejected
+
+Found = tuple[MediaFile | TensorFile, Stamp]
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(kw_only=True, slots=True)
+class RejectedRecord:
+    """Why a record became no sample; ``index`` counts the records of its chunk."""
+
+    index: int
+    where: str
+    reason: str
+    detail: str
+
+
+@dataclass(kw_only=True, slots=True)
+class ChunkAudit:
+    """What is known about the records of a chunk; the good ones are in a file of their own.
+
+    Attributes:
+        keys: that the records ask for, the rejected ones included.
+        numbers: of the records, see `RawRecord.number`.
+        digests: `key_digest` of each key, one after the other.
+        unnamed: indices of the records that have no usable id.
+        sizes: bytes of the JSON of each good record, in their order in the file.
+        rejects: in order.
+        warnings: index of a good record -> its warnings.
+        ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
+        mentions: kind of media -> how often the good records name one.
+        named: good records with media: number among the good ones -> names in the media store, one per mention.
+        files: the distinct files that those records name, by name.
+        checks: new entries of the journal of checked media.
+        spool, offset: where the JSON of the good records begins: number of the worker's file, bytes.
+        seconds: what the audit took.
+    """
+
+    seconds: float = 0.0
+    spool: int = 0
+    offset: int = 0
+    keys: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    digests: bytes = b""
+    unnamed: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    rejects: list[RejectedRecord] = field(default_factory=list)
+    warnings: dict[int, list[str]] = field(default_factory=dict)
+    ignored: dict[str, int] = field(default_factory=dict)
+    mentions: Counter[str] = field(default_factory=Counter)
+    named: dict[int, list[str]] = field(default_factory=dict)
+    files: dict[str, Found] = field(default_factory=dict)
+    checks: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Pending:
+    """A record between its audit and the check of its media."""
+
+    raw: RawRecord
+    parsed: ParsedRecord | ParsedVideoRecord | None = None
+    paths: list[Path] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    error: SampleRejected | None = None
+
+
+def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: MediaChecker) -> ChunkAudit:
+    """Parses and checks the records of a chunk and the media that they name.
+
+    Args:
+        chunk: where the records are.
+        spool: gets the JSON of the good records, one after the other.
+        config: options of the conversion.
+        checker: of this process.
+
+    Raises:
+        UserError: the source cannot be read.
+    """
+    began = time.monotonic()
+    audit = ChunkAudit(offset=spool.tell())
+    root = (config.media_root or chunk.source.path.parent).resolve()
+    digests: list[bytes] = []
+    waiting: list[_Pending] = []
+    for raw in read_chunk(chunk, max_record_bytes=config.max_record_bytes):
+        key, named, warnings = wanted_key(raw.value, raw.source.name, raw.number)
+        if not named:
+            audit.unnamed.append(len(audit.keys))
+        audit.keys.append(key)
+        audit.numbers.append(raw.number)
+        digests.append(key_digest(key))
+        waiting.append(_parse(raw, warnings, config, root))
+    audit.digests = b"".join(digests)
+    checker.recall(
+        (path, media.kind)
+        for pending in waiting
+        if pending.parsed is not None and pending.error is None
+        for media, path in zip(_references(pending.parsed), pending.paths, strict=True)
+    )
+    contents: list[bytes] = []
+    for index, pending in enumerate(waiting):
+        try:
+            content = _finish(pending, audit.keys[index], config, checker, audit)
+        except SampleRejected as error:
+            raw = pending.raw
+            audit.rejects.append(
+                RejectedRecord(
+                    index=index, where=raw.where, reason=error.reason, detail=_short(error.detail)
+                )
+            )
+            continue
+        if pending.warnings:
+            audit.warnings[index] = pending.warnings
+        contents.append(content)
+        audit.sizes.append(len(content))
+    spool.write(b"".join(contents))
+    spool.flush()
+    audit.checks, checker.new = checker.new, []
+    audit.seconds = time.monotonic() - began
+    return audit
+
+
+def _parse(raw: RawRecord, warnings: list[str], config: ConvertConfig, root: Path) -> _Pending:
+    pending = _Pending(raw=raw, warnings=warnings, error=raw.error)
+    if raw.error is not None:
+        return pending
+    try:
+        if config.format == "text-to-video":
+            pending.parsed = parse_text_to_video(raw.value)
+        else:
+            pending.parsed = parse_record(
+                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
+            )
+        pending.warnings.extend(pending.parsed.warnings)
+        for media in _references(pending.parsed):
+            pending.paths.append(resolve_media(media.path, root))
+    except SampleRejected as error:
+        pending.error = error
+    return pending
+
+
+def _references(parsed: ParsedRecord | ParsedVideoRecord) -> Sequence[FileReference | VideoReference]:
+    return parsed.media
+
+
+def _finish(
+    pending: _Pending, key: str, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
+) -> bytes:
+    """The JSON of a good record, after its media are checked; counts the record."""
+    if pending.error is not None:
+        raise pending.error
+    parsed = pending.parsed
+    assert parsed is not None
+    found = [
+        _checked(checker, media, path) for media, path in zip(_references(parsed), pending.paths, strict=True)
+    ]
+    files = [file for file, _ in found]
+    names = [file.name for file in files]
+    try:
+        content = _ENCODER.encode(parsed.record(key, media_names(config.layout, names), files)).encode("utf-8")
+    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
+    for name in parsed.ignored:
+        audit.ignored[name] = audit.ignored.get(name, 0) + 1
+    if names:
+        named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
+        audit.mentions.update(item.kind for item in named)
+        audit.named[len(audit.sizes)] = names
+        for file, stamp in found:
+            audit.files.setdefault(file.name, (file, stamp))
+    return content
+
+
+def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: Path) -> Found:
+    try:
+        return checker.check(path, media.kind)
+    except SampleRejected as error:
+        raise SampleRejected(error.reason, f"{media.kind} {media.path!r}: {error.detail}") from error
+
+
+def _short(detail: str) -> str:
+    """Shortens a detail, because it may quote input of any length."""
+    return detail if len(detail) <= 600 else detail[:597] + "..."

@@ -1,0 +1,145 @@
+"""What one worker does: audit chunks of records, then write shards. It runs in the calling process or in one of its own.
+
+A worker process is an interpreter that begins anew with this module, not a fork: the calling program may have threads,
+and its main module need not be importable twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from energon_packing.convert.audit import ChunkAudit, audit_chunk
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.media_checks import MediaChecker, Recall
+from energon_packing.convert.media_files import pillow_pixel_limit
+from energon_packing.convert.shards import ShardPiece, write_piece
+from energon_packing.convert.sources import Chunk
+
+Task = Chunk | tuple[Path, ShardPiece]
+"""A chunk to audit, or a piece of a shard to write and its directory."""
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """What a worker needs to know before its first task.
+
+    Attributes:
+        config: options of the conversion.
+        spools: the file of each worker for the JSON of good records.
+        journal: of checked media.
+    """
+
+    config: ConvertConfig
+    spools: tuple[Path, ...]
+    journal: Path
+
+
+class Worker:
+    """Does the tasks of one worker, one after the other."""
+
+    def __init__(self, assignment: Assignment, number: int, recall: Recall) -> None:
+        """
+        Args:
+            assignment: the same for all workers.
+            number: of this worker, from 0.
+            recall: looks up earlier checks of media.
+        """
+        self._assignment = assignment
+        self._number = number
+        self._recall = recall
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Worker:
+        config = self._assignment.config
+        self._stack.enter_context(pillow_pixel_limit(config.max_pixels))
+        self._checker = MediaChecker(config, self._assignment.journal, self._recall)
+        self._stack.callback(self._checker.close)
+        self._spool = self._stack.enter_context(self._assignment.spools[self._number].open("wb"))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._stack.close()
+
+    def do(self, task: Task) -> ChunkAudit | None:
+        """Does one task; an audit has a result.
+
+        Raises:
+            UserError: a source cannot be read, or a media file changed.
+            OSError: a file of the data set cannot be written.
+        """
+        if isinstance(task, Chunk):
+            audit = audit_chunk(task, self._spool, self._assignment.config, self._checker)
+            audit.spool = self._number
+            return audit
+        directory, piece = task
+        write_piece(piece, directory, self._assignment.spools)
+        return None
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """The life of a worker process: receives an assignment, then tasks, until the other end closes.
+
+    Messages are ``(kind, value)``. To the parent, ``recall`` asks for earlier checks, ``done`` holds a result, and
+    ``failed`` the exception that ended the work. From the parent, ``task`` and ``recalled``; the next task may come
+    before the answer.
+
+    Args:
+        descriptor: of a socket, one end of a `multiprocessing.Pipe`.
+        parent: process id of the calling process; the worker ends with it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
+    _end_with_parent(parent)
+    with Connection(descriptor) as connection:
+
+        tasks: deque[Task] = deque()
+
+        def recall(keys: list[str]) -> list[str | None]:
+            connection.send(("recall", keys))
+            while True:
+                kind, value = connection.recv()
+                if kind == "recalled":
+                    found: list[str | None] = value
+                    return found
+                tasks.append(value)
+
+        try:
+            assignment, number = connection.recv()
+            with Worker(assignment, number, recall) as worker:
+                while True:
+                    task = tasks.popleft() if tasks else connection.recv()[1]
+                    connection.send(("done", worker.do(task)))
+        except (EOFError, ConnectionError):
+            return  # the parent has no more tasks, or is gone
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            _tell(connection, error)
+
+
+def _tell(connection: Connection, error: Exception) -> None:
+    try:
+        connection.send(("failed", error))
+    except (OSError, ValueError):
+        raise
+    except Exception:  # an exception that cannot be pickled
+        connection.send(("failed", RuntimeError("".join(traceback.format_exception(error)))))
+
+
+def _end_with_parent(parent: int) -> None:
+    """Asks the kernel to end this process when its parent dies, even by SIGKILL."""
+    if sys.platform == "linux":
+        libc: Any = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)

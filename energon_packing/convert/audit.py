@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.key_set import key_digest
@@ -24,7 +24,8 @@ from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoRefere
 from energon_packing.errors import SampleRejected
 
 Found = tuple[MediaFile | TensorFile, Stamp]
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+# What a record holds was parsed from JSON, so it has no cycles.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,14 +77,17 @@ class ChunkAudit:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Pending:
-    """A record between its audit and the check of its media."""
+class _WithMedia:
+    """A parsed record between its audit and the check of its media."""
 
-    raw: RawRecord
-    parsed: ParsedRecord | ParsedVideoRecord | None = None
-    paths: list[Path] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    error: SampleRejected | None = None
+    parsed: ParsedRecord | ParsedVideoRecord
+    paths: list[Path]
+
+
+_Good = tuple[bytes, tuple[str, ...]]
+"""A record as JSON, and the columns that nothing reads."""
+_Audited = _Good | _WithMedia | SampleRejected
+"""A good record, one that waits for its media, or why it is rejected."""
 
 
 def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: MediaChecker) -> ChunkAudit:
@@ -102,36 +106,38 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
     audit = ChunkAudit(offset=spool.tell())
     root = (config.media_root or chunk.source.path.parent).resolve()
     digests: list[bytes] = []
-    waiting: list[_Pending] = []
-    for raw in read_chunk(chunk, max_record_bytes=config.max_record_bytes):
+    audited: list[_Audited] = []
+    places: list[str] = []
+    for index, raw in enumerate(read_chunk(chunk, max_record_bytes=config.max_record_bytes)):
         key, named, warnings = wanted_key(raw.value, raw.source.name, raw.number)
         if not named:
-            audit.unnamed.append(len(audit.keys))
+            audit.unnamed.append(index)
         audit.keys.append(key)
         audit.numbers.append(raw.number)
         digests.append(key_digest(key))
-        waiting.append(_parse(raw, warnings, config, root))
+        places.append(raw.where)
+        if warnings:
+            audit.warnings[index] = warnings
+        audited.append(_audit(raw, index, config, root, audit))
     audit.digests = b"".join(digests)
+    waiting = [record for record in audited if isinstance(record, _WithMedia)]
     checker.recall(
         (path, media.kind)
-        for pending in waiting
-        if pending.parsed is not None and pending.error is None
-        for media, path in zip(_references(pending.parsed), pending.paths, strict=True)
+        for record in waiting
+        for media, path in zip(_references(record.parsed), record.paths, strict=True)
     )
     contents: list[bytes] = []
-    for index, pending in enumerate(waiting):
-        try:
-            content = _finish(pending, audit.keys[index], config, checker, audit)
-        except SampleRejected as error:
-            raw = pending.raw
-            audit.rejects.append(
-                RejectedRecord(
-                    index=index, where=raw.where, reason=error.reason, detail=_short(error.detail)
-                )
-            )
+    for index, record in enumerate(audited):
+        if isinstance(record, _WithMedia):
+            record = _with_media(record, audit.keys[index], config, checker, audit)
+        if isinstance(record, SampleRejected):
+            audit.warnings.pop(index, None)
+            reason, detail = record.reason, _short(record.detail)
+            audit.rejects.append(RejectedRecord(index=index, where=places[index], reason=reason, detail=detail))
             continue
-        if pending.warnings:
-            audit.warnings[index] = pending.warnings
+        content, ignored = record
+        for name in ignored:  # in the order of the records
+            audit.ignored[name] = audit.ignored.get(name, 0) + 1
         contents.append(content)
         audit.sizes.append(len(content))
     spool.write(b"".join(contents))
@@ -141,55 +147,57 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
     return audit
 
 
-def _parse(raw: RawRecord, warnings: list[str], config: ConvertConfig, root: Path) -> _Pending:
-    pending = _Pending(raw=raw, warnings=warnings, error=raw.error)
+def _audit(raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit) -> _Audited:
     if raw.error is not None:
-        return pending
+        return raw.error
     try:
+        parsed: ParsedRecord | ParsedVideoRecord
         if config.format == "text-to-video":
-            pending.parsed = parse_text_to_video(raw.value)
+            parsed = parse_text_to_video(raw.value)
         else:
-            pending.parsed = parse_record(
+            parsed = parse_record(
                 raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
             )
-        pending.warnings.extend(pending.parsed.warnings)
-        for media in _references(pending.parsed):
-            pending.paths.append(resolve_media(media.path, root))
+        if parsed.warnings:
+            audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
+        if media := _references(parsed):
+            return _WithMedia(parsed=parsed, paths=[resolve_media(file.path, root) for file in media])
+        return _encoded(parsed.record(audit.keys[index], [], [])), parsed.ignored
     except SampleRejected as error:
-        pending.error = error
-    return pending
+        return SampleRejected(error.reason, error.detail)
+
+
+def _with_media(
+    record: _WithMedia, key: str, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
+) -> _Good | SampleRejected:
+    """A record after its media are checked; counts them."""
+    parsed = record.parsed
+    try:
+        found = [
+            _checked(checker, media, path) for media, path in zip(_references(parsed), record.paths, strict=True)
+        ]
+        files = [file for file, _ in found]
+        names = [file.name for file in files]
+        content = _encoded(parsed.record(key, media_names(config.layout, names), files))
+    except SampleRejected as error:
+        return SampleRejected(error.reason, error.detail)
+    named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
+    audit.mentions.update(item.kind for item in named)
+    audit.named[len(audit.sizes)] = names
+    for file, stamp in found:
+        audit.files.setdefault(file.name, (file, stamp))
+    return content, parsed.ignored
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    try:
+        return _ENCODER.encode(record).encode("utf-8")
+    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
 
 
 def _references(parsed: ParsedRecord | ParsedVideoRecord) -> Sequence[FileReference | VideoReference]:
     return parsed.media
-
-
-def _finish(
-    pending: _Pending, key: str, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
-) -> bytes:
-    """The JSON of a good record, after its media are checked; counts the record."""
-    if pending.error is not None:
-        raise pending.error
-    parsed = pending.parsed
-    assert parsed is not None
-    found = [
-        _checked(checker, media, path) for media, path in zip(_references(parsed), pending.paths, strict=True)
-    ]
-    files = [file for file, _ in found]
-    names = [file.name for file in files]
-    try:
-        content = _ENCODER.encode(parsed.record(key, media_names(config.layout, names), files)).encode("utf-8")
-    except (UnicodeEncodeError, ValueError, RecursionError) as error:
-        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
-    for name in parsed.ignored:
-        audit.ignored[name] = audit.ignored.get(name, 0) + 1
-    if names:
-        named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
-        audit.mentions.update(item.kind for item in named)
-        audit.named[len(audit.sizes)] = names
-        for file, stamp in found:
-            audit.files.setdefault(file.name, (file, stamp))
-    return content
 
 
 def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: Path) -> Found:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +77,13 @@ class MediaTable:
         if name != file.name and self._one_store:
             raise UserError(f"{path} and {file.path} hold the same bytes; give both the same extension")
 
-    def rows(self) -> Iterator[MediaRow]:
+    def rows(self) -> Generator[MediaRow, None, None]:
         """The distinct files in the order in which they were added."""
         query = "SELECT name, path, size, changed, checked, kind, content FROM media ORDER BY rowid"
-        for name, path, size, changed, checked, kind, content in self._database.execute(query):
-            stamp = Stamp(size, changed, checked)
-            yield stored_file(name, name, path, stamp), None if kind is None else (kind, content)
+        with closing(self._database.execute(query)) as found:
+            for name, path, size, changed, checked, kind, content in found:
+                stamp = Stamp(size, changed, checked)
+                yield stored_file(name, name, path, stamp), None if kind is None else (kind, content)
 
 
 def stored_file(member: str, name: str, path: str, stamp: Stamp) -> StoredFile:

@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -343,8 +343,10 @@ def _write(
             store = MonolithicStore(config, counts, build, stack)
         done = 0
         tell("write", done, total)
-        pieces: Iterator[Task] = store.pieces(reading.plan.read(moved))
-        for task, _ in workers.results(pieces):
+        # Closed here, whatever happens: they read from files that are closed right after.
+        samples = stack.enter_context(closing(reading.plan.read(moved)))
+        pieces: Iterator[Task] = stack.enter_context(closing(store.pieces(samples)))
+        for task, _ in stack.enter_context(closing(workers.results(pieces))):
             assert isinstance(task, tuple)
             done += len(task[1].records)
             tell("write", done, total)

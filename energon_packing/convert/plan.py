@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +52,7 @@ class SamplePlan:
         # A pickle that this process wrote a moment ago into its own directory.
         pickle.dump(samples, self._stream, pickle.HIGHEST_PROTOCOL)
 
-    def read(self, moved: Mapping[int, int]) -> Iterator[PlannedSamples]:
+    def read(self, moved: Mapping[int, int]) -> Generator[PlannedSamples, None, None]:
         """Yields the samples again.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
@@ -22,7 +22,7 @@ from energon_packing.convert.media_table import MediaTable, stored_file
 from energon_packing.convert.plan import PlannedSamples
 from energon_packing.convert.shards import ShardPiece
 
-Pieces = Iterator[tuple[Path, ShardPiece]]
+Pieces = Generator[tuple[Path, ShardPiece], None, None]
 """Pieces of shards to write, and the directory of each."""
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048

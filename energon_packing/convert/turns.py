@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.conversation import MediaPart, Part, Role, Turn
+from energon_packing.conversation import MediaPart, Part, Role, Turn, text_turn
 from energon_packing.convert.columns import AUDIO, LABELS, is_preference_label
 from energon_packing.convert.content_parts import joined, read_content, split_text
 from energon_packing.convert.loss_fields import LOSS_FIELDS, loss_weight
@@ -27,6 +27,7 @@ ROLE_OF: Mapping[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
+_ROLE_OF_TEXT = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 _CALLS = ("tool_calls", "function_call")
 _IMAGES = ("image", "images", "image_url", "video", "videos", "video_url")
 _PART_OF_A_TURN = ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training")
@@ -48,7 +49,24 @@ def read_turns(
         SampleRejected: ``unknown_role``, ``empty_turn``, ``non_string_value``, ``bad_tool_call``, ``bad_weight``,
             ``unsupported_weight``, ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``bad_frames``.
     """
-    turns = [_turn(message, number, *fields, media, column) for number, message in enumerate(messages)]
+    role_field, content_field = fields
+    turns: list[Turn] = []
+    for number, message in enumerate(messages):
+        # Nearly all turns: text and a role, no other field, no media. `_turn` would find nothing else in them.
+        if type(message) is dict and len(message) == 2:
+            content, role_name = message.get(content_field), message.get(role_field)
+            if (
+                type(content) is str
+                and content
+                and type(role_name) is str
+                and (role := _ROLE_OF_TEXT.get(role_name)) is not None
+                and not content.isspace()
+                and "<image>" not in content
+                and "<video>" not in content
+            ):
+                turns.append(text_turn(role, content))
+                continue
+        turns.append(_turn(message, number, *fields, media, column))
     warnings.extend("empty_system_turn_kept" for turn in turns if turn.role == "system" and not _holds(turn.parts))
     return turns
 

@@ -93,13 +93,12 @@ def serve(descriptor: int, parent: int) -> None:
 
     Messages are ``(kind, value)``. To the parent, ``recall`` asks for earlier checks, ``done`` holds a result, and
     ``failed`` the exception that ended the work. From the parent, ``task`` and ``recalled``; the next task may come
-    before the answer.
+    before the answer. The parent has blocked SIGINT for this process.
 
     Args:
         descriptor: of a socket, one end of a `multiprocessing.Pipe`.
         parent: process id of the calling process; the worker ends with it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
     _end_with_parent(parent)
     with Connection(descriptor) as connection:
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 from energon_packing.convert.audit import ChunkAudit
 from energon_packing.convert.media_checks import Recall
@@ -29,7 +29,7 @@ _SMALL = 1 << 14
 class Workers(Protocol):
     """Does tasks."""
 
-    def results(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, ChunkAudit | None]]:
+    def results(self, tasks: Iterable[Task]) -> Generator[tuple[Task, ChunkAudit | None], None, None]:
         """Yields each task with its result, in the order of the tasks."""
 
 
@@ -46,7 +46,7 @@ class CallingProcess:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._worker.__exit__(kind, error, tb)
 
-    def results(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, ChunkAudit | None]]:
+    def results(self, tasks: Iterable[Task]) -> Generator[tuple[Task, ChunkAudit | None], None, None]:
         """See `Workers`."""
         for task in tasks:
             yield task, self._worker.do(task)
@@ -85,9 +85,14 @@ class WorkerProcesses:
                     f"import sys; sys.path[:] = {sys.path!r}; "
                     f"from energon_packing.convert.worker import serve; serve({theirs.fileno()}, {os.getpid()})"
                 )
-                process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
-                theirs.close()
+                # Blocked in the child from its first instruction on: Ctrl-C is for the parent, which ends its workers.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    process = subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()])
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 self._processes.append(_Process(number=number, process=process, connection=ours))
+                theirs.close()
                 ours.send((self._assignment, number))
         except BaseException:
             self._end()
@@ -107,7 +112,7 @@ class WorkerProcesses:
             worker.process.wait()
         self._processes = []
 
-    def results(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, ChunkAudit | None]]:
+    def results(self, tasks: Iterable[Task]) -> Generator[tuple[Task, ChunkAudit | None], None, None]:
         """See `Workers`.
 
         Raises:
@@ -118,7 +123,7 @@ class WorkerProcesses:
         waiting: deque[tuple[int, Task]] = deque()  # given out, not yielded yet
         done: dict[int, ChunkAudit | None] = {}
         given = 0
-        next_message: tuple[int, Task, Any] | None = None
+        next_message: tuple[int, Task, bytes] | None = None
         exhausted = False
         while True:
             while waiting and waiting[0][0] in done:
@@ -129,7 +134,7 @@ class WorkerProcesses:
                     if (task_or_none := next(source, None)) is None:
                         exhausted = True
                     else:
-                        next_message = given, task_or_none, ForkingPickler.dumps(("task", task_or_none))
+                        next_message = given, task_or_none, pickle.dumps(("task", task_or_none))
                         given += 1
                 if next_message is None:
                     break
@@ -149,7 +154,7 @@ class WorkerProcesses:
         least = min(self._processes, key=lambda worker: len(worker.given))
         return least if len(least.given) < (2 if size < _SMALL else 1) else None
 
-    def _send(self, worker: _Process, message: Any) -> None:
+    def _send(self, worker: _Process, message: bytes) -> None:
         try:
             worker.connection.send_bytes(message)
         except OSError as error:
@@ -165,7 +170,7 @@ class WorkerProcesses:
             except (EOFError, OSError) as error:
                 raise self._death(worker) from error
             if kind == "recall":
-                self._send(worker, ForkingPickler.dumps(("recalled", self._recall(value))))
+                self._send(worker, pickle.dumps(("recalled", self._recall(value))))
             elif kind == "failed":
                 raise value
             else:

@@ -141,7 +141,7 @@ def test_each_distinct_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "link.jpg").symlink_to(tmp_path / "a.jpg")
     names = ["a.jpg", "bad.jpg", "b.jpg", "./a.jpg", "link.jpg", "bad.jpg", "a.jpg"] * 3
     records = [with_image(f"k{number}", name) for number, name in enumerate(names)]
-    run(write_json(tmp_path / "a.json", records), tmp_path / "out", workers=3)
+    run(write_json(tmp_path / "a.json", records), tmp_path / "out")
     assert sorted(checked) == ["a.jpg", "b.jpg", "bad.jpg"]
 
 

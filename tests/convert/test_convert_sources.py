@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from source_files import sharegpt, write_json, write_lines
 
 from energon_packing.convert import json_array
-from energon_packing.convert.sources import RawRecord, find_sources, read_records
+from energon_packing.convert.sources import (
+    RawRecord,
+    content_digest,
+    find_chunks,
+    find_sources,
+    read_chunk,
+    read_records,
+)
 from energon_packing.errors import UserError
 
 
@@ -181,12 +188,40 @@ def test_a_large_array_is_streamed_and_not_loaded(tmp_path: Path) -> None:
             stream.write(("," if index else "") + json.dumps(sharegpt(str(index), "x" * 2000)))
         stream.write("]")
     (source,) = find_sources((path,))
-    records = read_records(source, max_record_bytes=1 << 20)
-    first = next(records)
-    assert first.value["id"] == "0"
+    chunks = find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 100_000)
+    first = next(chunks)
+    assert next(read_chunk(first, max_record_bytes=1 << 20)).value["id"] == "0"
     assert path.stat().st_size > 8_000_000
-    assert first.position < 600_000  # bytes read when the first record came out
-    assert sum(1 for _ in records) == 3999
+    assert first.end < 200_000
+    assert len(good(path)) == 4000
+
+
+BROKEN = [
+    json.dumps(RECORDS) + " x",
+    json.dumps(RECORDS)[:-40],
+    json.dumps(RECORDS, indent=1)[:-1] + ', NaN, {"v": "\udcff"}, 3]',
+    "\n".join(["", json.dumps(RECORDS[0]), '{"id": "cut', "x" * 3000, "  ", json.dumps(RECORDS[1])]),
+    json.dumps(RECORDS[0], indent=2),
+    "\ufeff" + "\r\n".join(json.dumps(record, ensure_ascii=False) for record in RECORDS * 5),
+    "",
+]
+
+
+@given(st.sampled_from(BROKEN), st.integers(1, 700), st.sampled_from([".json", ".jsonl"]))
+def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_file(
+    tmp_path_factory: pytest.TempPathFactory, text: str, size: int, suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("chunks") / f"x{suffix}"
+    path.write_bytes((text + "\n").encode("utf-8", "surrogateescape"))
+    (source,) = find_sources((path,))
+    digests: list[str] = []
+    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digest=digests.append)
+    found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=2000)]
+    whole = read_records(source, max_record_bytes=2000, chunk_bytes=1 << 20)
+    assert [(r.number, r.where, r.value, str(r.error)) for r in found] == [
+        (r.number, r.where, r.value, str(r.error)) for r in whole
+    ]
+    assert digests == [content_digest(path)]
 
 
 def test_utf16_is_named_as_such(tmp_path: Path) -> None:

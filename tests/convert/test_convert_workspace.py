@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -138,7 +139,7 @@ def test_an_interruption_at_any_stage_leaves_no_data_set_or_the_old_one(
     assert stamps(out) == before
     # The second run goes on: what was checked is not checked again.
     checked = count_checks(monkeypatch)
-    report = convert(config)
+    report = convert(dataclasses.replace(config, workers=1))  # in this process, where the checks are counted
     assert (report.written, report.skipped) == (6, False)
     if stage != "read":
         assert checked == []
@@ -177,7 +178,7 @@ def test_old_checks_are_forgotten_without_resume_or_under_other_options(
 
 def test_a_file_that_changes_during_the_conversion_stops_it(source: Path, tmp_path: Path) -> None:
     def meddle(stage: str, done: int, total: int) -> None:
-        if stage == "write" and done == 1:
+        if stage == "write" and done == 0:
             write_image(source.parent / "5.png", seed=99)
 
     config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1)
@@ -212,6 +213,6 @@ def test_a_killed_process_leaves_nothing_that_looks_whole_and_resume_finishes_it
     process.wait()
     assert not out.exists()
     journal = (tmp_path / "out.partial/media-checks.jsonl").read_text().splitlines()
-    assert len(journal) == 6
+    assert len([line for line in journal if line]) == 6
     assert run(source, out, resume=True).written == 6
     assert json.loads((out / "conversion.json").read_text())["written"] == 6

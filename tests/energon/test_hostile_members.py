@@ -9,12 +9,21 @@ import pickle
 import tarfile
 
 import pytest
+from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
-from energon_packing.convert.energon_index import prepare
-from energon_packing.convert.layout import write_metadataset
+from energon_packing.convert.layout import SUBFLAVORS, write_metadataset
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
+
+
+def prepare(text, shard: str) -> None:
+    """Energon's own preparation of one shard, with the mark of our samples."""
+    WebdatasetPreparator.prepare_dataset(
+        text, [shard], split_parts_patterns=[("train", "train-[0-9]+[.]tar$")], shuffle_seed=None, workers=1
+    )
+    content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": SUBFLAVORS}
+    (text / ".nv-meta/dataset.yaml").write_text(json.dumps(content))
 
 
 class Hostile:
@@ -40,7 +49,7 @@ def test_a_pickled_member_beside_a_record_is_never_opened(tmp_path, suffix):
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
-    prepare(tmp_path / "text", {"train-000000.tar": 2}, ["train"], (), workers=1)
+    prepare(tmp_path / "text", "train-000000.tar")
     write_metadataset(tmp_path, ["train"], with_media=False)
     config = RunConfig(
         data=DataConfig(path=str(tmp_path), workers=0, repeat=False),
@@ -62,7 +71,7 @@ def test_a_record_that_is_a_pickle_is_dropped_by_name(tmp_path):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    prepare(tmp_path / "text", {"train-000000.tar": 2}, ["train"], (), workers=1)
+    prepare(tmp_path / "text", "train-000000.tar")
     write_metadataset(tmp_path, ["train"], with_media=False)
     config = RunConfig(
         data=DataConfig(path=str(tmp_path), workers=0, repeat=False),

@@ -1,0 +1,285 @@
+"""The data set does not depend on the number of workers, whatever happens to them on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from source_files import rejects, sharegpt, write_image, write_json, write_lines, write_video
+
+from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks, shards
+from energon_packing.demo.generate import make_data
+from energon_packing.errors import UserError
+
+LAYOUTS = ["polylithic", "monolithic"]
+
+
+def digests(out: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
+
+
+def converted(source: Path, out: Path, **options: Any) -> tuple[ConversionReport, dict[str, str]]:
+    """Converts to a place that is free again afterwards: `conversion.json` names it."""
+    report = convert(ConvertConfig(sources=(source,), out=out, **{"max_rejects": 1.0, **options}))
+    found = digests(out)
+    shutil.rmtree(out)
+    return report, found
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("demo"), conversations=60)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_two_and_four_workers_write_the_same_bytes_of_every_file(demo: Path, tmp_path: Path, layout: str) -> None:
+    options: dict[str, Any] = {"layout": layout, "samples_per_shard": 7, "media_shard_bytes": 100_000}
+    report, alone = converted(demo, tmp_path / "out", workers=1, **options)
+    assert report.rejected
+    assert report.media_files > 10
+    assert report.shards > 5
+    assert {"index.sqlite", "index.uuid", "conversion.json", "rejects.jsonl"} <= {Path(name).name for name in alone}
+    for workers in (0, 2, 4):
+        assert converted(demo, tmp_path / "out", workers=workers, **options)[1] == alone
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_to_video_does_not_depend_on_the_workers(tmp_path: Path, layout: str) -> None:
+    root = tmp_path / "src"
+    for frames in (4, 5, 6):
+        write_video(root / f"{frames}.mp4", frames=frames)
+    rng = np.random.default_rng(0)
+    for number in range(4):
+        np.save(root / f"{number}.latents.npy", rng.random((16, 2, 4, 4), np.float32))
+    records = [{"id": f"v{n}", "caption": "a ball", "video": f"{4 + n % 3}.mp4"} for n in range(9)]
+    records += [{"caption": "a cat", "latents": f"{n % 4}.latents.npy"} for n in range(9)]
+    records += [{"caption": "nothing", "video": "none.mp4"}, {"caption": "cut", "latents": "4.mp4"}]
+    source = write_lines(root / "a.jsonl", records)
+    options: dict[str, Any] = {"layout": layout, "format": "text-to-video", "samples_per_shard": 5}
+    report, alone = converted(source, tmp_path / "out", workers=1, **options)
+    assert (report.written, sum(report.rejected.values())) == (18, 2)
+    assert (report.videos, report.tensors) == (9, 9)
+    for workers in (2, 4):
+        assert converted(source, tmp_path / "out", workers=workers, **options)[1] == alone
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Records of all kinds over many chunks: duplicates near and far, records without id, broken ones."""
+    draw = random.Random(7)
+    write_image(tmp_path / "src/a.png")
+    lines: list[Any] = []
+    for number in range(4000):
+        record = sharegpt(draw.choice([None, f"k{number}", f"k{number % 50}", "a.b", "k3-2"]), "Hi? " * draw.randint(1, 60))
+        if number % 97 == 0:
+            record = sharegpt(f"m{number}", "<image>", image="a.png")
+        if number % 31 == 0:
+            record[f"column {number % 1500}"] = number
+        lines.append("{" if number % 211 == 0 else record)
+    write_json(tmp_path / "src/b.json", [line for line in lines[:900] if line != "{"])
+    write_lines(tmp_path / "src/a.jsonl", lines)
+    return tmp_path / "src"
+
+
+def test_keys_rejects_and_warnings_come_in_the_order_of_the_records(many: Path, tmp_path: Path) -> None:
+    report, alone = converted(many, tmp_path / "out", workers=1, samples_per_shard=300)
+    assert report.warnings["duplicate_id"] > 1000
+    convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=3, samples_per_shard=300))
+    assert digests(tmp_path / "out") == alone
+    numbers = [line["record"] for line in rejects(tmp_path / "out")]
+    assert numbers == [number + 1 for number in range(4000) if number % 211 == 0]
+    warned = [json.loads(line) for line in (tmp_path / "out/warnings.jsonl").read_text().splitlines()]
+    places = [(line["source"], line["record"]) for line in warned]
+    assert places == sorted(places)
+    assert sum(report.splits.values()) == report.written == report.read - len(numbers)
+
+
+SCRIPT = (
+    "import sys, time; from pathlib import Path; from energon_packing.convert import *\n"
+    "def slow(stage, done, total): print(stage, flush=True); time.sleep(float(sys.argv[4]))\n"
+    "convert(ConvertConfig(sources=(Path(sys.argv[1]),), out=Path(sys.argv[2]), workers=int(sys.argv[3]),"
+    " samples_per_shard=100, resume=True), slow)\n"
+)
+
+
+def start(source: Path, out: Path, workers: int, pause: float) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", SCRIPT, str(source), str(out), str(workers), str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_conversion_killed_anywhere_and_resumed_with_other_workers_is_the_same(
+    many: Path, tmp_path: Path, seed: int
+) -> None:
+    draw = random.Random(seed)
+    _, alone = converted(many, tmp_path / "out", workers=1, samples_per_shard=100)
+    for workers in draw.sample([1, 2, 3], 2):
+        process = start(many, tmp_path / "out", workers, 0.02)
+        assert process.stdout is not None
+        for _ in range(draw.randint(1, 30)):
+            process.stdout.readline()
+        workers_of = children(process.pid)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert not (tmp_path / "out").exists()
+        assert gone(workers_of)
+    report, resumed = converted(many, tmp_path / "out", workers=2, samples_per_shard=100, resume=True)
+    assert not report.skipped
+    assert resumed == alone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["src"]
+
+
+def children(process: int) -> list[int]:
+    """Process ids of the children."""
+    found: list[int] = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def gone(processes: list[int], patience: float = 60.0) -> bool:
+    """Waits until none of the processes runs any more."""
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        if not any(running(process) for process in processes):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def running(process: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+
+
+def test_a_worker_that_dies_is_named_in_one_sentence_and_the_others_end(many: Path, tmp_path: Path) -> None:
+    before = set(children(os.getpid()))
+    killed: list[int] = []
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if not killed:
+            killed.append(min(set(children(os.getpid())) - before))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"worker \d of 3 \(process \d+\) was killed by SIGKILL") as caught:
+        convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=3), kill)
+    assert f"process {killed[0]}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert set(children(os.getpid())) <= before
+    assert not (tmp_path / "out").exists()
+    assert converted(many, tmp_path / "out", workers=2, resume=True)[0].written > 4000
+
+
+def test_an_interruption_ends_every_worker(many: Path, tmp_path: Path) -> None:
+    before = set(children(os.getpid()))
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=3), interrupt)
+    assert set(children(os.getpid())) <= before
+
+
+def test_ctrl_c_is_one_sentence_and_leaves_no_process(many: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "energon_packing.cli.main", "convert", str(many), "--workers", "2"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while len(workers := children(process.pid)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes at once
+    _, stderr = process.communicate(timeout=120)
+    assert gone(workers)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert f"Nothing was written to {tmp_path / 'out'}" in stderr
+
+
+def test_an_error_in_a_worker_process_is_the_same_as_in_this_one(tmp_path: Path) -> None:
+    source = write_json(tmp_path / "src/a.json", [sharegpt("k", "<image>", image="a.png")] * 9)
+
+    def meddle(stage: str, done: int, total: int) -> None:
+        if stage == "write" and done == 0:
+            write_image(tmp_path / "src/a.png", seed=99)
+
+    said = set()
+    for workers in (1, 2):
+        write_image(tmp_path / "src/a.png", seed=1)
+        with pytest.raises(UserError, match=r"a\.png changed while the conversion ran") as caught:
+            convert(ConvertConfig(sources=(source,), out=tmp_path / "out", workers=workers), meddle)
+        said.add(str(caught.value))
+    assert len(said) == 1
+
+
+def test_a_full_disk_is_one_sentence(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shards, "_flush", full)
+    with pytest.raises(UserError, match="No space left on device.*make room"):
+        convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1))
+
+
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_change_within_the_clocks_resolution_is_found_by_the_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
+) -> None:
+    """Same size, same time stamp, other bytes: only a file that was old when it was checked is trusted by its stamp."""
+    image = write_image(tmp_path / "src/a.bmp", seed=1)
+    source = write_json(tmp_path / "src/a.json", [sharegpt("k", "<image>", image="a.bmp")])
+    old = time.time_ns() - 3_600_000_000_000 * settled
+    os.utime(image, ns=(old, old))
+    hashed = []
+    original = shards._copied_and_hashed
+    monkeypatch.setattr(shards, "_copied_and_hashed", lambda *given: hashed.append(given) or original(*given))
+
+    def meddle(stage: str, done: int, total: int) -> None:
+        if stage == "write" and done == 0 and not settled:
+            write_image(image, seed=2)
+            os.utime(image, ns=(old, old))
+
+    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1)
+    if settled:
+        assert convert(config, meddle).written == 1
+        assert not hashed
+    else:
+        with pytest.raises(UserError, match="changed while the conversion ran"):
+            convert(config, meddle)
+        assert len(hashed) == 1
+
+
+def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "a.png")
+    config = ConvertConfig(sources=("x",), out=tmp_path / "out")
+    journal = tmp_path / "journal"
+    checker = media_checks.MediaChecker(config, journal)
+    checker.check(image, "image")
+    checker.close()
+    with journal.open("a") as stream:
+        stream.write('\n{"place": "image /half')
+    other = media_checks.MediaChecker(config, journal)
+    other.check(write_image(tmp_path / "b.png", seed=2), "image")
+    other.close()
+    assert [place for place, _ in media_checks.journal_entries(journal)] == [f"image {tmp_path / n}.png" for n in "ab"]

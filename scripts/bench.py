@@ -1,4 +1,5 @@
-"""Benchmarks: ``scripts/bench.py loader|packing|balance|thd|rows|encoders|exactness|parity|train|budget [options]``.
+"""Benchmarks: ``scripts/bench.py NAME [options]``; NAME is loader, packing, balance, thd, rows, encoders, exactness,
+parity, train, budget or convert.
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
@@ -21,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
 
-NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness", "parity", "train", "budget")
+NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness", "parity", "train", "budget", "convert")
 
 
 class Results(io.TextIOBase):

@@ -112,11 +112,19 @@ class _Rows:
         self.parts: list[PartRow] = []
         self.media: list[tuple[str, str, str]] = []
 
-    def flush(self, most: int = 0) -> None:
-        """Adds the rows if there are more than ``most``."""
-        if len(self.samples) > most:
-            self._index.add(self.samples, self.parts, self.media)
-            self.samples, self.parts, self.media = [], [], []
+    def add(self, row: SampleRow) -> None:
+        """Adds the row of a sample after those of its parts.
+
+        The rows of all tables are written after a fixed number of samples: SQLite gives out pages in that order.
+        """
+        self.samples.append(row)
+        if len(self.samples) == _ROWS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes the rows."""
+        self._index.add(self.samples, self.parts, self.media)
+        self.samples, self.parts, self.media = [], [], []
 
 
 class _RecordStore:
@@ -160,10 +168,9 @@ class _RecordStore:
                 offset += size
                 if planned.files and number in planned.files:
                     self._add_files(piece, (tar, index), key, planned, number, rows)
-                rows.samples.append((tar, key, index, start, piece.end - start))
+                rows.add((tar, key, index, start, piece.end - start))
                 yield from tars.full_piece()
             self.record_bytes += offset - planned.offset
-            rows.flush(_ROWS)
         for tars in self._tars:
             yield from tars.close()
         rows.flush()
@@ -230,11 +237,10 @@ class PolylithicStore:
             self._media_bytes += file.size
             digest, _, extension = file.name.partition(".")
             rows.parts.append((tar, index, extension, content, file.size))
-            rows.samples.append((tar, digest, index, start, piece.end - start))
             if metadata is not None:
                 rows.media.append((file.name, *metadata))
+            rows.add((tar, digest, index, start, piece.end - start))
             yield from tars.full_piece()
-            rows.flush(_ROWS)
         yield from tars.close()
         rows.flush()
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from source_files import rejects, sharegpt, write_image, write_json, write_lines, write_video
 
-from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks, shards
+from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks, pipeline, shards, stores
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 
@@ -109,6 +109,19 @@ def test_keys_rejects_and_warnings_come_in_the_order_of_the_records(many: Path, 
     places = [(line["source"], line["record"]) for line in warned]
     assert places == sorted(places)
     assert sum(report.splits.values()) == report.written == report.read - len(numbers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_chunks_and_pieces_of_shards_end_shows_in_no_file(
+    many: Path, tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_ROWS", 64)  # the index is written in many steps, as that of a large data set
+    _, whole = converted(many, tmp_path / "out", workers=1, layout=layout)
+    for chunk in (300, 7000, 1 << 20):
+        monkeypatch.setattr(pipeline, "_SMALLEST_CHUNK", chunk)
+        monkeypatch.setattr(pipeline, "_LARGEST_CHUNK", chunk)
+        monkeypatch.setattr(stores, "_PIECE_SAMPLES", chunk)
+        assert converted(many, tmp_path / "out", workers=1, layout=layout)[1] == whole
 
 
 SCRIPT = (

@@ -15,7 +15,7 @@ from rich.table import Table
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
 from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, ConversionReport
-from energon_packing.media.probe import DEFAULT_MAX_PIXELS
+from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
 _SECONDS_BETWEEN_LINES = 10.0

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.key_set import key_digest
-from energon_packing.convert.keys import wanted_key
+from energon_packing.convert.key_names import key_digest, wanted_key
 from energon_packing.convert.layout import media_names
 from energon_packing.convert.media_checks import MediaChecker, Stamp
 from energon_packing.convert.media_files import MediaFile, resolve_media

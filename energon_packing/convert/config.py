@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from energon_packing.conversation import PREFERENCE
 from energon_packing.errors import ConfigError
-from energon_packing.media.probe import DEFAULT_MAX_PIXELS
+from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 RecordFormat = Literal["auto", "sharegpt", "openai", "text-to-video"]

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
-
-
-def key_digest(key: str) -> bytes:
-    """16 bytes of a key's SHA-256: 8 that decide its split (`splits.position_of`), 8 that stand for it in a `KeySet`."""
-    return hashlib.sha256(key.encode("utf-8")).digest()[:16]
-
-
-def key_hash(key: str) -> int:
-    """What stands for a key in a `KeySet`."""
-    return int.from_bytes(key_digest(key)[8:], "big")
 
 
 class KeySet:

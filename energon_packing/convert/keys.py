@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from energon_packing.convert.key_set import Hashes, KeySet, key_hash
+from energon_packing.convert.key_names import key_hash, wanted_key
+from energon_packing.convert.key_set import Hashes, KeySet
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
-
-MAX_KEY_LENGTH = 72
-"""Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
 _MOST_SUFFIXES = 100_000
 """Keys whose next suffix is remembered; forgetting it costs time alone, since a taken key is never given back."""
-
-
-def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, list[str]]:
-    """The key that one record asks for.
-
-    Args:
-        record: the parsed JSON, of any type; its ``id`` is used if it is text or a number.
-        source_name: path of the source file; with `number`, it names a record without ``id``.
-        number: line or index of the record.
-
-    Returns:
-        The key, whether the record itself names it, and the warnings: ``sanitised_id`` (the id had characters that a
-        key cannot have), ``unusable_id`` (neither text nor number; ignored).
-    """
-    warnings: list[str] = []
-    name = record.get("id") if isinstance(record, dict) else None
-    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int | float)):
-        warnings.append("unusable_id")
-        name = None
-    if name is None or str(name) == "":
-        stem = source_name.rsplit(".", 1)[0]
-        return safe_key(f"{stem}-{number}"), False, warnings
-    wanted = str(name)
-    key = safe_key(wanted)
-    if key != wanted:
-        warnings.append("sanitised_id")
-    return key, True, warnings
 
 
 class KeyAssigner:
@@ -97,12 +66,3 @@ class KeyAssigner:
         self._next_suffix[key] = suffix + 1
         new.add(value)
         return candidate
-
-
-def safe_key(text: str) -> str:
-    """Keeps only letters, digits, ``-`` and ``_``: a dot would split a WebDataset key, a slash would create a folder.
-
-    Long names keep their end, because ids usually differ there.
-    """
-    key = _UNSAFE.sub("_", text)
-    return key[-MAX_KEY_LENGTH:] if key.strip("_") else "record"

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,16 +106,17 @@ class MediaChecker:
         try:
             if kind == "latents" or kind == "context":
                 return media_files.check_tensor_file(path, kind, self._config)
-            return media_files.check_media(path, kind, self._config)
+            with media_files.pillow_pixel_limit(self._config.max_pixels):
+                return media_files.check_media(path, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
 
     def _note(self, key: str, checked: Checked) -> None:
         outcome = checked.outcome
         if isinstance(outcome, MediaFile):
-            found: dict[str, Any] = {"media": asdict(outcome)}
+            found: dict[str, Any] = {"media": _fields(outcome)}
         elif isinstance(outcome, TensorFile):
-            found = {"tensor": asdict(outcome)}
+            found = {"tensor": _fields(outcome)}
         else:
             found = {"rejected": [outcome.reason, outcome.detail]}
         entry = json.dumps({"place": key, "stamp": checked.stamp, **found})
@@ -156,6 +156,11 @@ def _read(entry: str) -> Checked | None:
         return Checked(outcome, Stamp(*found["stamp"]))
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _fields(outcome: MediaFile | TensorFile) -> dict[str, Any]:
+    """`dataclasses.asdict`, without its copies."""
+    return {name: getattr(outcome, name) for name in outcome.__slots__}
 
 
 def _key(path: Path, kind: FileKind) -> str:

@@ -11,15 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from PIL import Image
+from typing import Any, BinaryIO
 
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
-from energon_packing.media.probe import image_info, probe_video
 from energon_packing.wan.record import TensorRole
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
@@ -47,8 +44,6 @@ _EXTENSION_OF_CONTAINER = {
     "ogg": "ogv",
     "gif": "gif",
 }
-_MOST_HELD = 64 << 20
-"""Bytes of an image up to which it is read as a whole."""
 _CONTAINER_SUFFIXES = frozenset({"mp4", "mov", "m4v", "mkv", "webm", "avi", "mpg", "mpeg", "ts", "flv", "wmv", "ogv"})
 
 
@@ -134,6 +129,8 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
     Raises:
         SampleRejected: ``missing_media`` (unreadable), ``corrupt_media``, ``media_too_large``.
     """
+    from energon_packing.media.probe import image_info, probe_video  # text needs neither Pillow nor FFmpeg
+
     try:
         with open_regular(path) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -143,16 +140,10 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
                 raise SampleRejected(
                     "media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}"
                 )
-            content: bytes | Path = path
-            if kind == "image" and size <= _MOST_HELD:
-                content = stream.read()  # read once, for the digest and for the header
-                size = len(content)
-                digest = hashlib.sha256(content).hexdigest()[:32]
-            else:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+            digest = _digest(stream)[:32]
         decode = config.check_media == "full"
         if kind == "image":
-            image = image_info(content, max_pixels=config.max_pixels, decode=decode)
+            image = image_info(path, max_pixels=config.max_pixels, decode=decode)
             return MediaFile(
                 kind=kind,
                 path=str(path),
@@ -188,6 +179,19 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
         raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
 
+_BLOCK = bytearray(1 << 18)
+"""Read into again and again: a new buffer for each file would cost as much as hashing it."""
+
+
+def _digest(stream: BinaryIO) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    view = memoryview(_BLOCK)
+    while size := stream.readinto(view):  # type: ignore[attr-defined]
+        digest.update(view[:size])
+    return digest.hexdigest()
+
+
 def check_tensor_file(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
     """Reads and checks one file of a tensor.
 
@@ -202,7 +206,7 @@ def check_tensor_file(path: Path, role: TensorRole, config: ConvertConfig) -> Te
 
 def open_regular(path: Path) -> Any:
     """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime."""
-    return os.fdopen(_regular(path), "rb")
+    return os.fdopen(_regular(path), "rb", buffering=0)
 
 
 def _regular(path: Path) -> int:
@@ -225,6 +229,8 @@ def _video_extension(path: Path, container: str) -> str:
 @contextmanager
 def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
     """Lets Pillow open what the conversion allows: raises its limit to ours and silences its warning."""
+    from PIL import Image
+
     before = Image.MAX_IMAGE_PIXELS
     if before is not None and before < max_pixels:
         Image.MAX_IMAGE_PIXELS = max_pixels

@@ -8,7 +8,7 @@ from heapq import nsmallest
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_packing.convert.key_set import key_digest
+from energon_packing.convert.key_names import key_digest
 
 Positions = NDArray[np.float64]
 

@@ -22,7 +22,6 @@ from typing import Any
 from energon_packing.convert.audit import ChunkAudit, audit_chunk
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_checks import MediaChecker, Recall
-from energon_packing.convert.media_files import pillow_pixel_limit
 from energon_packing.convert.shards import ShardPiece, write_piece
 from energon_packing.convert.sources import Chunk
 
@@ -63,7 +62,6 @@ class Worker:
 
     def __enter__(self) -> Worker:
         config = self._assignment.config
-        self._stack.enter_context(pillow_pixel_limit(config.max_pixels))
         self._checker = MediaChecker(config, self._assignment.journal, self._recall)
         self._stack.callback(self._checker.close)
         self._spool = self._stack.enter_context(self._assignment.spools[self._number].open("wb"))

@@ -19,9 +19,7 @@ from PIL import ExifTags, Image
 from energon_packing.errors import SampleRejected
 from energon_packing.media.container_size import named_size
 from energon_packing.media.depth import grey_range, to_rgb
-
-DEFAULT_MAX_PIXELS = 89_478_485
-"""Most pixels of one image or video frame: Pillow's own limit (a quarter of a GiB at three bytes per pixel)."""
+from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 """Pillow's names of the formats opened; JPEG includes the multi-picture files of cameras. EPS would run Ghostscript."""

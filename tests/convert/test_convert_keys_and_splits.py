@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.convert.config import normalised_split, parse_split
-from energon_packing.convert.keys import MAX_KEY_LENGTH, KeyAssigner
+from energon_packing.convert.key_names import MAX_KEY_LENGTH
+from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.splits import assign_splits, position_of
 from energon_packing.errors import ConfigError
 

@@ -172,9 +172,7 @@ def _with_media(
     """A record after its media are checked; counts them."""
     parsed = record.parsed
     try:
-        found = [
-            _checked(checker, media, path) for media, path in zip(_references(parsed), record.paths, strict=True)
-        ]
+        found = [_checked(checker, media, path) for media, path in zip(_references(parsed), record.paths, strict=True)]
         files = [file for file, _ in found]
         names = [file.name for file in files]
         content = _encoded(parsed.record(key, media_names(config.layout, names), files))

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -111,6 +112,8 @@ def resolve_media(reference: str, root: Path) -> Path:
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
     if not reference or "\0" in reference:
         raise SampleRejected("missing_media", f"{reference!r} is not a path")
+    if (plain := _plain_file(reference, str(root))) is not None:
+        return Path(plain)
     try:
         path = Path(os.path.realpath(root / reference))
         if not path.is_relative_to(root):
@@ -121,6 +124,30 @@ def resolve_media(reference: str, root: Path) -> Path:
     except OSError as error:
         raise SampleRejected("missing_media", f"{reference!r} cannot be looked up: {error.strerror}") from error
     return path
+
+
+@lru_cache(maxsize=4096)
+def _real_directory(directory: str) -> str:
+    return os.path.realpath(directory)
+
+
+def _plain_file(reference: str, root: str) -> str | None:
+    """The resolved path of a file that is no link, in a directory whose links have been resolved before.
+
+    Returns:
+        None for anything else: a link, another kind of file, a way out of the root.
+    """
+    directory, _, name = reference.rpartition("/")
+    if name in ("", ".", "..") or reference.startswith("/"):
+        return None
+    real = _real_directory(f"{root}/{directory}")
+    if real != root and not real.startswith(root.rstrip("/") + "/"):
+        return None
+    path = f"{real}/{name}"
+    try:
+        return path if stat.S_ISREG(os.lstat(path).st_mode) else None
+    except (OSError, ValueError):
+        return None
 
 
 def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile:

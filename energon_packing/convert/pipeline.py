@@ -112,8 +112,7 @@ def _build(
     tell: Progress,
 ) -> ConversionReport:
     """Makes the data set in `build`."""
-    scratch = build / "scratch"
-    scratch.mkdir()
+    scratch = build.parent  # goes when the data set is published
     count = config.workers if config.workers > 1 else 1
     spools = tuple(scratch / f"records-{number}" for number in range(count))
     assignment = Assignment(config=config, spools=spools, journal=journal)
@@ -134,7 +133,6 @@ def _build(
             shutil.rmtree(build.parent)
             raise UserError(unusable)
         stored, splits = _write(config, reading, workers, build, fingerprint, tell)
-    shutil.rmtree(scratch)
     report = ConversionReport(
         out=str(config.out),
         entry=str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out),
@@ -232,9 +230,7 @@ class _Reading:
             positions[index] = positions_of(key_digest(key))[0]
         return audit.keys, positions, set(changed).difference(audit.unnamed)
 
-    def _warn(
-        self, source: SourceFile, audit: ChunkAudit, keys: list[str], duplicates: set[int], logs: _Logs
-    ) -> None:
+    def _warn(self, source: SourceFile, audit: ChunkAudit, keys: list[str], duplicates: set[int], logs: _Logs) -> None:
         found = audit.warnings
         for index in duplicates:
             names = found.get(index, [])

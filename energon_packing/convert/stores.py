@@ -89,9 +89,7 @@ class _Tars:
     def full_piece(self) -> Pieces:
         """Yields the open piece if it is large."""
         piece = self._piece
-        if piece is not None and (
-            piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES
-        ):
+        if piece is not None and (piece.end - piece.start >= _PIECE_BYTES or len(piece.offsets) >= _PIECE_SAMPLES):
             self._piece = piece.next_piece()
             yield self._directory, piece
 
@@ -155,9 +153,7 @@ class _RecordStore:
         rows = _Rows(self._index)
         for planned in plan:
             offset, spool = planned.offset, planned.spool
-            for number, (key, size, split) in enumerate(
-                zip(planned.keys, planned.sizes, planned.splits, strict=True)
-            ):
+            for number, (key, size, split) in enumerate(zip(planned.keys, planned.sizes, planned.splits, strict=True)):
                 tars = self._tars[split]
                 if tars.samples_in_tar() >= self._config.samples_per_shard:
                     yield from tars.close()

@@ -1,7 +1,7 @@
-"""What one worker does: audit chunks of records, then write shards. It runs in the calling process or in one of its own.
+"""What one worker does: audits chunks of records, then writes pieces of shards.
 
-A worker process is an interpreter that begins anew with this module, not a fork: the calling program may have threads,
-and its main module need not be importable twice.
+It runs in the calling process or in one of its own. A worker process is a new interpreter that begins with this module,
+not a fork: the calling program may have threads, and its main module need not be importable twice.
 """
 
 from __future__ import annotations
@@ -99,7 +99,6 @@ def serve(descriptor: int, parent: int) -> None:
     """
     _end_with_parent(parent)
     with Connection(descriptor) as connection:
-
         tasks: deque[Task] = deque()
 
         def recall(keys: list[str]) -> list[str | None]:

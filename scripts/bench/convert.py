@@ -94,7 +94,10 @@ def write_images(folder: Path, images: int) -> None:
             path = folder / f"{number:06d}.jpg"
             path.write_bytes(encoded[number % len(encoded)] + number.to_bytes(8, "big"))  # ignored behind the end
             os.utime(path, (an_hour_ago, an_hour_ago))
-            turns = [{"role": "user", "content": "<image>What is this?"}, {"role": "assistant", "content": "A picture."}]
+            turns = [
+                {"role": "user", "content": "<image>What is this?"},
+                {"role": "assistant", "content": "A picture."},
+            ]
             records.write(json.dumps({"id": f"k{number}", "messages": turns, "images": [path.name]}) + "\n")
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.convert.config import normalised_split, parse_split
-from energon_packing.convert.key_names import MAX_KEY_LENGTH
+from energon_packing.convert.key_names import MAX_KEY_LENGTH, key_hash
+from energon_packing.convert.key_set import KeySet
 from energon_packing.convert.keys import KeyAssigner
-from energon_packing.convert.splits import assign_splits, position_of
+from energon_packing.convert.splits import SplitAssigner, assign_splits, position_of
 from energon_packing.errors import ConfigError
 
 IDS = st.one_of(
@@ -86,3 +88,70 @@ def test_a_split_reads_as_written_and_is_normalised() -> None:
 def test_a_split_that_makes_no_sense_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_split(text)
+
+
+def assigned_one_by_one(keys: list[str]) -> list[str]:
+    """The rule in its plainest form, with a set of texts."""
+    taken: set[str] = set()
+    found = []
+    for key in keys:
+        suffix, unique = 2, key
+        while unique in taken:
+            unique, suffix = f"{key}-{suffix}", suffix + 1
+        taken.add(unique)
+        found.append(unique)
+    return found
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a-2", "a-3", "a-2-2", "c", *map(str, range(20))]), max_size=60), st.data())
+def test_keys_do_not_depend_on_how_many_are_assigned_at_once(keys: list[str], data: st.DataObject) -> None:
+    assigner = KeyAssigner()
+    found = list(keys)
+    start = 0
+    while start < len(keys):
+        end = data.draw(st.integers(start + 1, len(keys)))
+        hashes = np.array([key_hash(key) for key in keys[start:end]], np.uint64)
+        for index, key in assigner.assign_all(keys[start:end], hashes).items():
+            found[start + index] = key
+        start = end
+    assert found == assigned_one_by_one(keys)
+
+
+@given(st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=50), max_size=20), st.integers(0, 2**64 - 1))
+def test_a_key_set_holds_what_was_added_and_nothing_else(batches: list[list[int]], other: int) -> None:
+    keys, known = KeySet(), set()
+    for batch in batches:
+        keys.add(np.array(batch, np.uint64))
+        known.update(batch)
+        assert all(value in keys for value in batch)
+    assert (other in keys) == (other in known)
+
+
+def splits_of_all(positions: list[float], split: dict[str, float]) -> list[str]:
+    """The rule over all positions at once."""
+    names, ends, total = list(split), [], 0.0
+    for share in split.values():
+        total += share
+        ends.append(total)
+    ends[-1] = 1.0
+    assigned = [next(index for index, end in enumerate(ends) if position < end) for position in positions]
+    for empty in [index for index in range(len(names)) if index not in assigned]:
+        fullest = max(range(len(names)), key=assigned.count)
+        if assigned.count(fullest) < 2:
+            break
+        start, end = (ends[empty - 1] if empty else 0.0), ends[empty]
+        members = [number for number, index in enumerate(assigned) if index == fullest]
+        assigned[min(members, key=lambda n: max(start - positions[n], positions[n] - end))] = empty
+    return [names[index] for index in assigned]
+
+
+@given(st.lists(st.floats(0, 1, exclude_max=True), max_size=40), st.integers(1, 40))
+def test_splits_do_not_depend_on_how_many_samples_come_at_once(positions: list[float], batch: int) -> None:
+    split = normalised_split({"train": 0.9, "val": 0.05, "test": 0.03, "probe": 0.001})
+    assigner = SplitAssigner(split)
+    found: list[int] = []
+    for start in range(0, len(positions), batch):
+        found += assigner.add(np.array(positions[start : start + batch])).tolist()
+    for number, index in assigner.finish().items():
+        found[number] = index
+    assert [assigner.names[index] for index in found] == splits_of_all(positions, split)

@@ -87,7 +87,9 @@ def many(tmp_path: Path) -> Path:
     write_image(tmp_path / "src/a.png")
     lines: list[Any] = []
     for number in range(4000):
-        record = sharegpt(draw.choice([None, f"k{number}", f"k{number % 50}", "a.b", "k3-2"]), "Hi? " * draw.randint(1, 60))
+        record = sharegpt(
+            draw.choice([None, f"k{number}", f"k{number % 50}", "a.b", "k3-2"]), "Hi? " * draw.randint(1, 60)
+        )
         if number % 97 == 0:
             record = sharegpt(f"m{number}", "<image>", image="a.png")
         if number % 31 == 0:
@@ -251,7 +253,7 @@ def test_a_full_disk_is_one_sentence(many: Path, tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shards, "_flush", full)
-    with pytest.raises(UserError, match="No space left on device.*make room"):
+    with pytest.raises(UserError, match=r"No space left on device.*make room"):
         convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1))
 
 

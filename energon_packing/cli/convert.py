@@ -63,7 +63,10 @@ Examples:
 @click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples per tar.")
 @click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB per media tar (polylithic).")
 @click.option(
-    "--workers", type=int, default=default_workers, help="Threads that check media. Default: number of CPUs, at most 8."
+    "--workers",
+    type=int,
+    default=default_workers,
+    help="Processes that parse, check and write. Default: number of CPUs, at most 8.",
 )
 @click.option(
     "--check-media",
@@ -207,12 +210,10 @@ class _ShownProgress:
         if begins:
             self._stop_bar()
             self._stage = stage
-            # Energon indexes in forked processes; a bar's thread must not run meanwhile.
-            if stage != "index":
-                columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-                self._bar = Progress(*columns, console=self._console, transient=True)
-                self._bar.start()
-                self._task = self._bar.add_task(_STAGES[stage], total=max(total, 1))
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(_STAGES[stage], total=max(total, 1))
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=max(total, 1))
 

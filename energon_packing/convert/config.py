@@ -32,7 +32,7 @@ _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 def default_workers() -> int:
-    """Default number of threads that probe media."""
+    """Default number of workers: one for each processor, at most 8."""
     return min(8, os.cpu_count() or 1)
 
 
@@ -51,7 +51,8 @@ class ConvertConfig:
         split: name -> share; normalised to 1. A hash of the sample's key decides its split.
         samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
-        workers: threads that read and check media; 0 uses the calling thread. The output does not depend on it.
+        workers: processes that parse, check and write; 0 and 1 do everything in the calling process. The output does
+            not depend on it.
         check_media: ``full`` decodes every image and every frame of every video once; ``header`` reads headers, and
             decodes the first frame of a video.
         max_pixels: largest image or frame, width times height.
@@ -105,7 +106,7 @@ class ConvertConfig:
         if self.max_media_bytes >= 8 << 30:
             raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
         if self.workers < 0:
-            raise ConfigError(f"workers is {self.workers}; it must be 0 (no threads) or more")
+            raise ConfigError(f"workers is {self.workers}; it must be 0 (no further process) or more")
         if not SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER:
             raise ConfigError(f"frame_fps is {self.frame_fps}; it must be a number above 0")
         object.__setattr__(self, "extra_columns", tuple(self.extra_columns))

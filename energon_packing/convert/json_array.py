@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 BLOCK_BYTES = 1 << 18
 
@@ -47,10 +47,17 @@ _STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 _LENIENT = json.JSONDecoder(parse_constant=str, parse_int=str, parse_float=str)
 
 
+class Readable(Protocol):
+    """What an array is read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Reads up to ``size`` bytes; none at the end."""
+
+
 class _Text:
     """A window over the decoded file: `text` from `at` on is still unread."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: Readable) -> None:
         self._stream = stream
         # A byte that is not UTF-8 becomes a lone surrogate: only its record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -88,7 +95,7 @@ class _Text:
                 return ""
 
 
-def iterate_array(stream: BinaryIO, *, max_element: int, places: bool = False) -> Iterator[Element]:
+def iterate_array(stream: Readable, *, max_element: int, places: bool = False) -> Iterator[Element]:
     """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
 
     Args:

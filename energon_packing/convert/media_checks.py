@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from energon_packing.conversation import MediaKind
 from energon_packing.convert import media_files
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.conversation import MediaKind
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.record import TensorRole
 

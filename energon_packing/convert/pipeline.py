@@ -26,8 +26,8 @@ import numpy as np
 from energon_packing.convert.audit import ChunkAudit
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import require_energon
-from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.key_names import key_digest
+from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.layout import DATASET_FILE
 from energon_packing.convert.media_checks import journal_entries
 from energon_packing.convert.media_table import MediaTable, media_metadata

@@ -72,7 +72,9 @@ def schema(index: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", ["polylithic", "monolithic"])
-def test_everything_in_nv_meta_is_what_energon_makes_of_the_same_tars(source: Path, tmp_path: Path, layout: str) -> None:
+def test_everything_in_nv_meta_is_what_energon_makes_of_the_same_tars(
+    source: Path, tmp_path: Path, layout: str
+) -> None:
     run(source, tmp_path / "out", layout=layout, samples_per_shard=9, media_shard_bytes=9000)
     for part in ("text", "media") if layout == "polylithic" else ("",):
         ours, theirs = tmp_path / "out" / part, tmp_path / "theirs" / part

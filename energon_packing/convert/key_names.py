@@ -49,7 +49,7 @@ def safe_key(text: str) -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes of a key's SHA-256: 8 that decide its split (`splits.position_of`), 8 that stand for it in a `KeySet`."""
+    """16 bytes of a key's SHA-256: 8 decide its split (`splits.position_of`), 8 stand for it in a `KeySet`."""
     return hashlib.sha256(key.encode("utf-8")).digest()[:16]
 
 

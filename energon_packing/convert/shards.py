@@ -182,7 +182,7 @@ def _copied_by_kernel(target: int, source: int, size: int) -> bool:
     """Whether ``size`` bytes were there to copy."""
     left = size
     while left:
-        copied = os.sendfile(target, source, None, left)  # type: ignore[arg-type]
+        copied = os.sendfile(target, source, None, left)
         if copied == 0:
             return False
         left -= copied

@@ -210,7 +210,7 @@ class Conversation:
             )
         if not self.turns:
             raise SampleRejected("empty_conversation", "the record has no turns")
-        for turn in (*self.turns, *self.chosen, *self.rejected):
+        for turn in (*self.turns, *self.chosen, *self.rejected) if self.chosen else self.turns:
             if turn.role not in ROLES:
                 raise SampleRejected("unknown_role", f"role {reprlib.repr(turn.role)} is not one of {', '.join(ROLES)}")
 

@@ -18,6 +18,7 @@ from energon_packing.errors import SampleRejected
 
 AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
 _AUDIO_COLUMNS = (*AUDIO, *(f"audio_{what}{s}" for what in ("path", "file", "url") for s in ("", "s")))
+_AUDIO_NAMES = frozenset(_AUDIO_COLUMNS)
 LABELS = ("label", "labels", "kto_tag", "kto_label", "desirable")
 _LABEL_WORDS = ("true", "false", "0", "1", "-1", "desirable", "undesirable", "chosen", "rejected")
 _WEIGHTS = (
@@ -65,10 +66,11 @@ def check_columns(
     Raises:
         SampleRejected: ``unsupported_column`` for one that changes the meaning, with its name.
     """
-    for name in sorted(name for name in record if name not in read and not says_nothing(record[name])):
+    filled = sorted([name for name in record if name not in read and not says_nothing(record[name])])
+    for name in filled:
         if (why := _changes_meaning(name, record, turns)) is not None:
             raise SampleRejected("unsupported_column", f"the column {name!r} {why}")
-    if any(name in record for name in _AUDIO_COLUMNS) and (count := _count(turns, "<audio>")):
+    if not _AUDIO_NAMES.isdisjoint(record) and (count := _count(turns, "<audio>")):
         raise SampleRejected(
             "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
         )

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]+")
+_SAFE = re.compile(r"[A-Za-z0-9_-]+")
 
 MAX_KEY_LENGTH = 72
 """Most characters of a key: a tar header has 100 for the whole name, and longer names need extension records."""
@@ -26,6 +27,8 @@ def wanted_key(record: Any, source_name: str, number: int) -> tuple[str, bool, l
     """
     warnings: list[str] = []
     name = record.get("id") if isinstance(record, dict) else None
+    if type(name) is str and name and len(name) <= MAX_KEY_LENGTH and _SAFE.fullmatch(name) and name.strip("_"):
+        return name, True, warnings  # nearly all ids
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int | float)):
         warnings.append("unusable_id")
         name = None

@@ -30,7 +30,7 @@ _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 """Columns that are read from every record, whatever its layout."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
 class ParsedRecord:
     """A parsed record.
 

@@ -67,7 +67,9 @@ def read_turns(
                 turns.append(text_turn(role, content))
                 continue
         turns.append(_turn(message, number, *fields, media, column))
-    warnings.extend("empty_system_turn_kept" for turn in turns if turn.role == "system" and not _holds(turn.parts))
+    for turn in turns:
+        if turn.role == "system" and not _holds(turn.parts):
+            warnings.append("empty_system_turn_kept")
     return turns
 
 

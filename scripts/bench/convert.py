@@ -25,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+_SPEAKERS = {"human", "user", "gpt", "assistant"}
 _KINDS = ("chat", "chat", "document", "system", "tools")
 _DISTINCT = 2000  # conversations; each comes again under other ids
 _JPEG_SIZES = ((640, 480), (1024, 768), (1280, 720), (1600, 1200))
@@ -66,12 +67,16 @@ def write_text(path: Path, records: int, *, short: bool = False) -> None:
         record = layout(write_draft(0, number, _KINDS[number % len(_KINDS)]), Random(number))
         if short:
             column = "messages" if "messages" in record else "conversations"
-            record[column] = [turn for turn in record[column] if len(turn) == 2][:2]
+            record[column] = [turn for turn in record[column] if _speaks(turn)][:2]
         found.append(record)
     with path.open("w", encoding="utf-8") as stream:
         for number in range(records):
             record = found[number % len(found)]
             stream.write(json.dumps({**record, "id": f"{record['id']}-{number}"}, ensure_ascii=False) + "\n")
+
+
+def _speaks(turn: dict[str, Any]) -> bool:
+    return len(turn) == 2 and turn.get("from", turn.get("role")) in _SPEAKERS
 
 
 def write_images(folder: Path, images: int) -> None:
@@ -124,6 +129,7 @@ def _compare(name: str, source: Path, options: argparse.Namespace, tar: Path | N
         }
         if tar is not None:
             row["of_tarfile"] = round(medians["tarfile"] / medians[workers], 2)
+            row["of_tarfile_cpu"] = round(_median(runs["tarfile"], "cpu_us_per_record") / row["cpu_us_per_record"], 2)
         print(json.dumps(row), flush=True)
     return len({run["digest"] for workers in options.workers for run in runs[workers]}) == 1
 
@@ -141,10 +147,14 @@ def _measure(*arguments: Any) -> dict[str, Any]:
 
 def measured(source: str, out: str, what: int | str) -> None:
     """Converts, or copies with ``tarfile``, and prints what it took; runs in a process of its own."""
+    before = _cpu()
     if what == "tarfile":
         began = time.perf_counter()
         records = _copy_with_tarfile(Path(source), Path(out + ".tar"))
-        print(json.dumps({"seconds": time.perf_counter() - began, "records": records}))
+        seconds = time.perf_counter() - began
+        print(
+            json.dumps({"seconds": seconds, "records": records, "cpu_us_per_record": (_cpu() - before) / records * 1e6})
+        )
         os.unlink(out + ".tar")
         return
     from energon_packing.convert import ConvertConfig, convert

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import av
 from PIL import ExifTags, Image
 
 from energon_packing.errors import SampleRejected
@@ -247,6 +246,8 @@ def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode:
             ``media_too_large`` (more pixels than allowed).
         OSError: the path cannot be opened.
     """
+    import av  # images do not need it
+
     with _opened(source) as stream:
         try:
             return _probe_video(stream, max_pixels, decode)
@@ -262,7 +263,9 @@ def _video_words(error: Exception) -> str:
 
 def open_video(file: BinaryIO) -> Any:
     """Opens a container of a known format that can reach nothing but its own bytes; close it after use."""
-    # The whitelists also apply to what a container refers to: no other file and no URL is ever opened.
+    import av
+
+    # The white lists hold also for what a container names inside itself: no other file and no URL is ever opened.
     options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
     return av.open(file, "r", container_options=options)
 

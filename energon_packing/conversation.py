@@ -194,14 +194,14 @@ class Conversation:
         if self.chosen and any(
             isinstance(part, MediaPart) for turn in (*self.chosen, *self.rejected) for part in turn.parts
         ):
-            raise SampleRejected("bad_record", "the answers of a pair hold text only; put media before them")
+            raise SampleRejected("bad_record", "the answers of a pair may contain only text; put media before them")
         for name, value in self.extras.items():
             if name == PREFERENCE and (self.is_pair or not isinstance(value, int | float)):
                 raise SampleRejected("bad_record", f"extras {name!r} is made from the answers of a pair")
             if isinstance(value, Mapping) and (not self.is_pair or set(value) != {"chosen", "rejected"}):
                 raise SampleRejected("bad_record", f"extras {name!r} names parts other than the answers of a pair")
             if isinstance(value, list | tuple) and self.is_pair:
-                raise SampleRejected("bad_record", f"extras {name!r} of a pair is one list for two answers")
+                raise SampleRejected("bad_record", f"extras {name!r} is one list, but a pair has two answers")
         named = [part.index for turn in self.turns for part in turn.parts if type(part) is MediaPart]
         if named != list(range(len(self.media))):
             raise SampleRejected(

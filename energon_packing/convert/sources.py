@@ -234,7 +234,7 @@ def _find_elements(
     for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes, places=True)):
         if element.last:
             where = f"{source.name}[{number}]"
-            error = SampleRejected("bad_json", f"{where}: {element.error}; nothing behind it was read")
+            error = SampleRejected("bad_json", f"{where}: {element.error}; nothing after it was read")
             break
         if start is None:
             start, first = element.start, number

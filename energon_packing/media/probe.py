@@ -265,7 +265,7 @@ def open_video(file: BinaryIO) -> Any:
     """Opens a container of a known format that can reach nothing but its own bytes; close it after use."""
     import av
 
-    # The white lists hold also for what a container names inside itself: no other file and no URL is ever opened.
+    # The whitelists also apply to what a container refers to: no other file and no URL is ever opened.
     options = {"format_whitelist": ",".join(VIDEO_CONTAINERS), "protocol_whitelist": "none"}
     return av.open(file, "r", container_options=options)
 

@@ -1,5 +1,5 @@
-"""Benchmarks: ``scripts/bench.py NAME [options]``; NAME is loader, packing, balance, thd, rows, encoders, exactness,
-parity, train, budget or convert.
+"""Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
+loader|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.

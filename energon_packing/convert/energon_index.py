@@ -26,7 +26,7 @@ SampleRow = tuple[int, str, int, int, int]
 PartRow = tuple[int, int, str, int, int]
 """Number of the shard, index of the sample, name of the part, bytes before its content and of it."""
 _NO_TIME = "1970-01-01 00:00:00"
-# As `SqliteIndexWriter` of Energon 7 has them. SQLite keeps these texts, spaces included.
+# As Energon 7 writes them. SQLite keeps these texts, spaces included.
 _TABLES = (
     """
                 CREATE TABLE IF NOT EXISTS samples (

@@ -74,17 +74,29 @@ class DataConfig:
     hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
     a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
     seed: int = 0
+    packs_ahead: int = 2
+    """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
+    transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
+    there is a GPU. 0 reads and transfers each pack when it is asked for, as ``workers: 0`` always does."""
     keep_memory: bool = True
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
     (docs/bench.md). Takes effect with glibc only."""
+
+    @property
+    def depth(self) -> int:
+        """Packs that are made ahead of use. None without workers, since Energon then reads in the training process and
+        admits one reader at a time; and none where ranks agree on an epoch's end, which they do on the trainer's own
+        process group."""
+        return self.packs_ahead if self.workers and self.epoch_end == "uneven" else 0
 
     def __post_init__(self) -> None:
         if self.repeat and self.epoch_end != "uneven":
             raise ConfigError(
                 f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
             )
-        _at_least("data", {"workers": self.workers, "shuffle_over_epochs": self.shuffle_over_epochs}, 0)
+        counts = {"workers": self.workers, "packs_ahead": self.packs_ahead}
+        _at_least("data", counts | {"shuffle_over_epochs": self.shuffle_over_epochs}, 0)
         _at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)
 
 

@@ -44,6 +44,10 @@ class EndlessPacks:
         """State after the last batch."""
         return self._loader.save_state()
 
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last batch, also when more were read since."""
+        return self._loader.state_later()
+
     def restore_state(self, state: Any) -> None:
         """Continues after the batch at which the state was saved; call before the first batch."""
         self._loader.restore_state(state)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
@@ -82,7 +82,7 @@ class PackProvider(DatasetProvider):
 
         Args:
             config: what `run_config` returned.
-            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split`` and ``workers``.
+            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split``.
         """
         raise NotImplementedError
 
@@ -207,11 +207,13 @@ class PackProvider(DatasetProvider):
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             groups = self._evaluation_groups or context.pg_collection
-            validation = self._iterator(config, groups, split=self.validation_split, workers=workers)
+            config = replace(config, data=replace(config.data, workers=workers))
+            validation = self._iterator(config, groups, split=self.validation_split)
         return train, validation, None
 
     def _iterator(self, config: Any, groups: Any, **what: Any) -> BridgePackIterator:
         replica = Replica.of(groups)
+        depth = config.data.depth
         source = None
         if replica.is_reader or self.readers == "every":
             loader = self.make_loader(
@@ -221,10 +223,12 @@ class PackProvider(DatasetProvider):
                 data_parallel_group=getattr(groups, "dp", None),
                 **what,
             )
+            if depth and replica.size > 1 and self.readers == "one":
+                loader.share_unpinned()
             source = EndlessPacks(loader)
         reader: OneReader | EveryReader
         if source is not None and self.readers == "every":
-            reader = EveryReader(source, replica, compare_every=self.compare_every)
+            reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
-            reader = OneReader(source, replica)
+            reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
         return BridgePackIterator(reader, self.make_form(config))

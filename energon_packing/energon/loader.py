@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import re
 import warnings
@@ -41,6 +42,7 @@ class PackLoader:
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
+        ahead: packs that may have been read since the one whose state `state_later` gives.
 
     Attributes:
         epoch_report: report of the current or last epoch if ``epoch_end`` is in effect, else None.
@@ -57,6 +59,7 @@ class PackLoader:
         group: Any = None,
         capacity: int | None = None,
         keep_memory: bool = True,
+        ahead: int = 0,
     ) -> None:
         # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
@@ -65,6 +68,8 @@ class PackLoader:
                 dataset,
                 checkpoint_every_sec=0,
                 checkpoint_every_min_n_samples=1,
+                # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
+                n_checkpoints=prefetch * max(dataset.worker_config.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
@@ -146,6 +151,25 @@ class PackLoader:
         if not self._started:
             raise PackingError("the loader has no state before its first pack; read a pack first")
         return self._loader.save_state_rank()
+
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last yielded pack, also when more were read since.
+
+        Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
+        state is needed. Workers keep their checkpoints of the packs that may have been read until then.
+        """
+        if self._loader.num_workers == 0:
+            state = self.save_state()
+            return lambda: state
+        # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
+        then = copy.copy(self._loader)
+        then._worker_sample_counters = list(self._loader._worker_sample_counters)
+        return then.save_state_rank
+
+    def share_unpinned(self) -> None:
+        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
+        them in page-locked memory; call before iterating."""
+        self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; call before iterating."""
@@ -241,6 +265,7 @@ def build_loader(
         group=data_parallel_group,
         capacity=task_encoder.capacity,
         keep_memory=config.data.keep_memory,
+        ahead=config.data.depth,
     )
 
 

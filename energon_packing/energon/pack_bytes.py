@@ -2,6 +2,7 @@
 
 The layout is 8 bytes with the length of a JSON header, the header (the class, names, dtypes, shapes, offsets and all
 plain values), and the tensors, each at a multiple of 64 bytes. One buffer is one message. Reading it copies nothing.
+Tensors that are sent apart from the buffer have an entry in the header and no bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,27 +28,29 @@ _FOREIGN = ("video_metadata",)
 """Tuples of values that other libraries define; a list inside them stays a list."""
 
 
-def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
+def pack_to_bytes(batch: AnyPack, *, pixels: bool = True, apart: Collection[str] = ()) -> torch.Tensor:
     """Returns the batch as uint8 ``[n]``.
 
     Args:
         batch: on the host.
         pixels: False omits `PIXELS`; Bridge's ``vlm_step`` drops the same two on later stages.
+        apart: names of tensors, as in `tensors_of`, whose bytes are sent apart.
     """
     if not pixels and isinstance(batch, PackedBatch):
         batch = dataclasses.replace(batch, pixel_forms={})
-    tensors = _tensors(batch, pixels=pixels)
+    tensors = tensors_of(batch, pixels=pixels)
     plain = {
         spec.name: getattr(batch, spec.name)
         for spec in dataclasses.fields(batch)
         if spec.name not in _MAPPINGS and not isinstance(getattr(batch, spec.name), torch.Tensor)
     }
-    entries: list[tuple[str, str, list[int], int]] = []
+    entries: list[tuple[str, str, list[int], int | None]] = []
     offset = 0
     for name, tensor in tensors.items():
         offset = _aligned(offset)
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        offset += tensor.nbytes
+        place = None if name in apart else offset
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place))
+        offset += 0 if place is None else tensor.nbytes
     mappings = [name for name in _mappings(type(batch)) if getattr(batch, name) is not None]
     if "pixel_forms" in plain:
         plain["pixel_forms"] = {name: dataclasses.asdict(form) for name, form in plain["pixel_forms"].items()}
@@ -57,13 +61,18 @@ def pack_to_bytes(batch: AnyPack, *, pixels: bool = True) -> torch.Tensor:
     buffer[:8] = torch.frombuffer(bytearray(len(text).to_bytes(8, "little")), dtype=torch.uint8)
     buffer[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     for (_, _, _, at), tensor in zip(entries, tensors.values(), strict=True):
-        if tensor.nbytes:
+        if at is not None and tensor.nbytes:
             buffer[start + at : start + at + tensor.nbytes] = _as_bytes(tensor)
     return buffer
 
 
-def pack_from_bytes(buffer: torch.Tensor) -> Any:
-    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are views of ``buffer``."""
+def pack_from_bytes(buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()) -> Any:
+    """Returns the batch that `pack_to_bytes` wrote, of the same class; its tensors are views of ``buffer``.
+
+    Args:
+        apart: uint8 ``[n]``, bytes of the tensors that were sent apart, in the order of `tensors_of`.
+    """
+    sent_apart = iter(apart)
     length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
     start = _aligned(8 + length)
@@ -78,7 +87,8 @@ def pack_from_bytes(buffer: torch.Tensor) -> Any:
     for name, dtype_name, shape, at in header["tensors"]:
         dtype = getattr(torch, dtype_name)
         count = int(torch.Size(shape).numel()) * dtype.itemsize
-        tensor = buffer[start + at : start + at + count].view(dtype).view(shape)
+        data = next(sent_apart) if at is None else buffer[start + at : start + at + count]
+        tensor = data.view(dtype).view(shape)
         mapping, _, key = name.partition("/")
         if key:
             fields[mapping][key] = tensor
@@ -90,7 +100,7 @@ def pack_from_bytes(buffer: torch.Tensor) -> Any:
 def field_digests(batch: AnyPack) -> dict[str, str]:
     """Maps the name of each tensor to a digest of its values, dtype and shape, 16 hexadecimal digits."""
     digests = {}
-    for name, tensor in _tensors(batch, pixels=True).items():
+    for name, tensor in tensors_of(batch).items():
         digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=8)
         if tensor.nbytes:
             digest.update(_as_bytes(tensor).numpy())
@@ -98,7 +108,7 @@ def field_digests(batch: AnyPack) -> dict[str, str]:
     return digests
 
 
-def _tensors(batch: AnyPack, *, pixels: bool) -> dict[str, torch.Tensor]:
+def tensors_of(batch: AnyPack, *, pixels: bool = True) -> dict[str, torch.Tensor]:
     """Every tensor of a batch by name; one inside a mapping is named like ``visual_inputs/pixel_values``."""
     found: dict[str, torch.Tensor] = {}
     for spec in dataclasses.fields(batch):

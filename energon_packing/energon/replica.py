@@ -9,13 +9,14 @@ waits for its activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from energon_packing.energon.shared_block import host_identity
 from energon_packing.errors import ConfigError
 
 PATIENCE = timedelta(minutes=30)
@@ -32,6 +33,7 @@ class Replica:
         stage: pipeline stage of this rank.
         leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
         members: global ranks of this rank's stage, its leader first.
+        hosts: the members by the host that they run on, in the same order; the first of each host leads it.
         stage_group: gloo group of ``members``; None if this rank is the only one.
         leader_group: gloo group of ``leaders``, on those ranks only; None if there is one stage.
         global_rank: of this process.
@@ -42,6 +44,7 @@ class Replica:
     stage: int = 0
     leaders: tuple[int, ...] = (0,)
     members: tuple[int, ...] = (0,)
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)
     stage_group: Any = None
     leader_group: Any = None
     global_rank: int = 0
@@ -63,6 +66,11 @@ class Replica:
         return self.global_rank == self.members[0]
 
     @property
+    def host(self) -> tuple[int, ...]:
+        """Members of this rank's stage on its host, their leader first."""
+        return next(host for host in self.hosts if self.global_rank in host)
+
+    @property
     def size(self) -> int:
         """Number of ranks of the replica; all stages have the same size."""
         return len(self.leaders) * len(self.members)
@@ -70,6 +78,14 @@ class Replica:
     def new_channel(self) -> int:
         """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
         return next(self._channels)
+
+    def new_group(self, ranks: Sequence[int]) -> Any:
+        """Creates a gloo group that no other thread uses; a collective call of ``ranks`` only.
+
+        Returns:
+            None if there is one rank.
+        """
+        return _gloo(list(ranks), use_local_synchronization=True)
 
     @classmethod
     def of(cls, groups: Any) -> Replica:
@@ -88,8 +104,9 @@ class Replica:
         place = tuple(0 if group is None else group.rank() for group in ranks.values())
         size = 1 if ranks["dp"] is None else ranks["dp"].size()
         here = torch.distributed.get_rank()
-        places: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(places, place)
+        gathered: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(gathered, (place, host_identity()))
+        places, hosts = zip(*gathered, strict=True)
         stages: dict[tuple[int, int], list[int]] = {}
         for _, rank in sorted((other, rank) for rank, other in enumerate(places)):
             stages.setdefault((places[rank][0], places[rank][1]), []).append(rank)
@@ -108,19 +125,25 @@ class Replica:
             leaders = [stages[replica, stage][0] for stage in range(depth)]
             group = _gloo(leaders)
             leader_group = group if here in leaders else leader_group
+        by_host: dict[Any, list[int]] = {}
+        for member in stages[place[0], place[1]]:
+            by_host.setdefault(hosts[member], []).append(member)
         return cls(
             rank=place[0],
             world_size=size,
             stage=place[1],
             leaders=tuple(stages[place[0], stage][0] for stage in range(depth)),
             members=tuple(stages[place[0], place[1]]),
+            hosts=tuple(map(tuple, by_host.values())),
             stage_group=stage_group,
             leader_group=leader_group,
             global_rank=here,
         )
 
 
-def _gloo(ranks: list[int]) -> Any:
+def _gloo(ranks: list[int], **options: Any) -> Any:
     """Creates a gloo group, whatever the run's backend: packs are on the host, both when made and when a step reads
     them."""
-    return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo") if len(ranks) > 1 else None
+    if len(ranks) == 1:
+        return None
+    return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo", **options)

@@ -9,22 +9,26 @@ Both number their packs, so a rank that was not restored with the others is dete
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
-import queue
-import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes
+from energon_packing.energon.device_copy import DeviceCopy
+from energon_packing.energon.host_link import Message
+from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes, tensors_of
+from energon_packing.energon.read_ahead import ReadAhead
 from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_channel import CLOSED, END, ERROR, PACK, StageChannel, StageSpread
+from energon_packing.energon.shared_block import LARGE, SharedBlock
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.thd.batch import PackedBatch
-
-PACK, END, ERROR = range(3)
-_PREFIX = 3  # kind, number of the pack, bytes of the payload
 
 
 class PackSource(Protocol):
@@ -36,150 +40,138 @@ class PackSource(Protocol):
     def save_state(self) -> Any:
         """State after the last batch."""
 
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last batch, also when more were read since."""
+
     def restore_state(self, state: Any) -> None:
         """Continues after the batch at which ``state`` was saved."""
 
 
-class _Post:
-    """Sends messages to the leader of a later stage, in order, in its own thread.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """What one reading gave.
 
-    A later stage may ask for a pack many steps after the first stage used it. If a send waited for that, it would stop
-    the pipeline that it waits for.
-
-    Args:
-        destination: global rank of that leader.
-        group: of all leaders.
-        channel: tag of the messages, which keeps those of two readers on one replica apart.
+    Attributes:
+        batch: None if there is none.
+        error: why, `StopIteration` at the end of the data.
+        state: gives the source's state after this batch, also when more were read since; None where the source still
+            has that state, or does not exist.
     """
 
-    def __init__(self, destination: int, group: Any, channel: int) -> None:
-        self._messages: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None]] = queue.SimpleQueue()
-        self._destination, self._group, self._tag = destination, group, channel
-        threading.Thread(target=self._run, name=f"packs for rank {destination}", daemon=True).start()
-
-    def put(self, prefix: torch.Tensor, payload: torch.Tensor | None) -> None:
-        self._messages.put((prefix, payload))
-
-    def _run(self) -> None:
-        try:
-            while True:
-                prefix, payload = self._messages.get()
-                torch.distributed.send(prefix, self._destination, group=self._group, tag=self._tag)
-                if payload is not None:
-                    torch.distributed.send(payload, self._destination, group=self._group, tag=self._tag)
-        except RuntimeError:
-            return  # the other rank is gone; the run ends at its next collective, which reports it
+    batch: Any = None
+    error: Exception | None = None
+    state: Callable[[], Any] | None = None
 
 
-class _Channel:
-    """Messages from the reader of a replica to all its ranks."""
+class _Road(Protocol):
+    """How a rank comes by its next pack. It knows nothing of the reader, which can be collected while this waits.
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self._number = replica.new_channel()
-        self._posts: list[_Post] = []
-        if replica.is_reader and replica.leader_group is not None:
-            self._posts = [_Post(leader, replica.leader_group, self._number) for leader in replica.leaders[1:]]
+    Attributes:
+        number: of the next pack.
+    """
 
-    @property
-    def has_later_stages(self) -> bool:
-        return bool(self._posts)
+    number: int
 
-    def send(
-        self, kind: int, number: int, payload: torch.Tensor | None = None, later: torch.Tensor | None = None
-    ) -> None:
-        """Sends a message from the reader to all other ranks.
+    def make(self) -> _Made:
+        """The next pack or error; never raises."""
 
-        Args:
-            payload: uint8, for this stage.
-            later: uint8, for the later stages; None sends them ``payload``.
-        """
-        self.post(kind, number, payload if later is None else later)
-        self._spread(_prefix(kind, number, payload), payload)
+    def interrupt(self) -> None:
+        """Makes a waiting `make` return, where that is possible."""
 
-    def post(self, kind: int, number: int, payload: torch.Tensor | None) -> None:
-        """Sends a message from the reader to the later stages only; returns at once."""
-        for post in self._posts:
-            post.put(_prefix(kind, number, payload), payload)
-
-    def receive(self) -> tuple[int, int, torch.Tensor | None]:
-        """Receives kind, number and payload; called on every rank but the reader."""
-        replica = self.replica
-        prefix = torch.empty(_PREFIX, dtype=torch.int64)
-        if not replica.is_leader:
-            return self._spread(prefix, None)
-        try:
-            torch.distributed.recv(prefix, replica.reader, group=replica.leader_group, tag=self._number)
-            payload = torch.empty(int(prefix[2]), dtype=torch.uint8) if prefix[2] else None
-            if payload is not None:
-                torch.distributed.recv(payload, replica.reader, group=replica.leader_group, tag=self._number)
-        except RuntimeError as error:
-            raise _reader_gone(replica, error) from error
-        return self._spread(prefix, payload)
-
-    def _spread(self, prefix: torch.Tensor, payload: torch.Tensor | None) -> tuple[int, int, torch.Tensor | None]:
-        """Broadcasts a message from the leader of a stage to its other ranks."""
-        replica = self.replica
-        if replica.stage_group is not None:
-            try:
-                torch.distributed.broadcast(prefix, replica.members[0], group=replica.stage_group)
-                if prefix[2]:
-                    if payload is None:
-                        payload = torch.empty(int(prefix[2]), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-                    torch.distributed.broadcast(payload, replica.members[0], group=replica.stage_group)
-            except RuntimeError as error:
-                raise _reader_gone(replica, error) from error
-        return int(prefix[0]), int(prefix[1]), payload
-
-
-def _prefix(kind: int, number: int, payload: torch.Tensor | None) -> torch.Tensor:
-    return torch.tensor([kind, number, 0 if payload is None else payload.numel()], dtype=torch.int64)
-
-
-def _reader_gone(replica: Replica, error: Exception) -> PackingError:
-    return PackingError(
-        f"rank {replica.global_rank} got no pack from rank {replica.reader}, which reads for its replica; that rank "
-        f"has ended or was silent for too long, look at its output ({error})"
-    )
+    def finish(self, stopped: bool) -> None:
+        """Called when no more is made; ``stopped`` if more could have been."""
 
 
 class _Numbered:
-    """What both readers share: they count packs, and their state is the source's state plus the count."""
+    """What both readers share: packs made ahead, their count, and a state that belongs to the last pack *used*.
 
-    def __init__(self, source: PackSource | None, replica: Replica) -> None:
+    The first pack is made by the thread that asks for it, since that starts the loader's workers, and processes are
+    best forked from a main thread. The others are made in a thread of their own, which ends with this object.
+    """
+
+    def __init__(
+        self, source: PackSource | None, replica: Replica, road: _Road, depth: int, pixels_to_device: bool
+    ) -> None:
+        if depth < 0:
+            raise ConfigError(f"data.packs_ahead is {depth}; it must be at least 0.")
         self._source = source
         self._replica = replica
-        self._channel = _Channel(replica)
+        self._road, self._depth = road, depth
+        self._copy = DeviceCopy.if_any(pixels=pixels_to_device)
+        self._ahead: ReadAhead[_Made] | None = None
+        self._last: _Made | None = None
+        self._end = self._at_end(road.finish, False)
         self.packs = 0
 
     def __iter__(self) -> Iterator[PackedBatch]:
         return self  # type: ignore[return-value]
 
+    def _at_end(self, what: Callable[..., None], *arguments: Any) -> weakref.finalize[Any, Any]:
+        """Calls a function when this object is closed or collected; `read_ahead` has its own end of a process."""
+        end = weakref.finalize(self, what, *arguments)
+        end.atexit = False
+        return end
+
+    def _take(self) -> PackedBatch:
+        if self._last is not None and self._last.error is not None and self._depth:
+            raise self._last.error
+        if not self._end.alive:
+            raise PackingError("this reader was closed")
+        made = _copied(self._road, self._copy) if self._ahead is None else self._ahead.take()
+        if self._ahead is None and self._depth and made.error is None:
+            self._ahead = ReadAhead(
+                functools.partial(_copied, self._road, self._copy),
+                is_last=lambda made: made.error is not None,
+                interrupt=self._road.interrupt,
+                finish=self._road.finish,
+                depth=self._depth,
+                name=f"packs ahead on rank {self._replica.global_rank}",
+            )
+            self._end.detach()
+            self._end = self._at_end(self._ahead.stop)
+        if made.error is not None:
+            self._last = _Made(error=made.error, state=None if self._last is None else self._last.state)
+            raise made.error
+        self._last = replace(made, batch=None)
+        self.packs += 1
+        batch: PackedBatch = made.batch if self._copy is None else self._copy.take(made.batch)
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread that makes packs ahead, and the links to other ranks; the packs so far stay valid."""
+        self._end()
+
     def save_state(self) -> dict[str, Any]:
-        """Returns the state after the last pack: the source's, if this rank reads, and the number of packs."""
-        return {"packs": self.packs, "source": None if self._source is None else self._source.save_state()}
+        """Returns the state after the last pack used: the source's, if this rank reads, and the number of packs."""
+        source = None
+        if self._source is not None:
+            later = None if self._last is None else self._last.state
+            source = self._source.save_state() if later is None else later()
+        return {"packs": self.packs, "source": source}
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which ``state`` was saved; all ranks of the replica call it with the same state.
 
         Raises:
             ConfigError: not a state of this class, or this rank reads and the state is from a rank that does not.
+            PackingError: packs were made ahead already.
         """
         if not (isinstance(state, dict) and set(state) == {"packs", "source"}):
             raise ConfigError("The loader state of this checkpoint was not saved by PackedEnergonDatasetConfig.")
+        if self._ahead is not None:
+            raise PackingError("a reader that has packs ahead cannot go back; restore its state before its first pack")
         if self._source is not None:
             if state["source"] is None:
                 raise ConfigError("The loader state was saved by a rank that does not read; it restores no reader.")
             self._source.restore_state(state["source"])
         self.packs = int(state["packs"])
+        self._road.number = self.packs
 
-    def _check_number(self, number: int) -> None:
-        if number != self.packs:
-            raise PackingError(
-                f"rank {self._replica.global_rank} is at pack {self.packs}, but rank {self._replica.reader}, which "
-                f"reads for its replica, is at pack {number}; restore both from one checkpoint, and let every pipeline "
-                "stage read every micro-batch"
-            )
+
+def _copied(road: _Road, copy: DeviceCopy | None) -> _Made:
+    """The next pack of a road, on its way to the GPU if there is one."""
+    made = road.make()
+    return made if copy is None or made.error is not None else replace(made, batch=copy.start(made.batch))
 
 
 class OneReader(_Numbered):
@@ -188,12 +180,17 @@ class OneReader(_Numbered):
     Args:
         source: what that rank reads; None on all other ranks.
         replica: of this rank.
+        depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
+            is asked for.
+        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
     """
 
-    def __init__(self, source: PackSource | None, replica: Replica) -> None:
+    def __init__(
+        self, source: PackSource | None, replica: Replica, *, depth: int = 0, pixels_to_device: bool = False
+    ) -> None:
         if (source is not None) != replica.is_reader:
             raise PackingError(f"rank {replica.global_rank} of the replica read by {replica.reader} has a wrong source")
-        super().__init__(source, replica)
+        super().__init__(source, replica, _PassedOn(source, replica, depth), depth, pixels_to_device)
 
     def __next__(self) -> PackedBatch:
         """The next pack; later pipeline stages get it without pixels.
@@ -202,39 +199,107 @@ class OneReader(_Numbered):
             StopIteration: the reader's data have ended; on all ranks.
             UserError: the reader raised it because of a user's mistake; on all ranks of the first stage, and on ranks
                 of later stages that ask for this pack.
-            PackingError: the reader raised any other error, the ranks are at different packs, or the reader is gone.
+            PackingError: the reader raised any other error, the ranks are at different packs, or the reader or a rank
+                that gets packs from this one is gone.
         """
-        batch = self._receive() if self._source is None else self._read(self._source)
-        self.packs += 1
-        return batch
+        return self._take()
 
-    def _read(self, source: PackSource) -> PackedBatch:
-        channel = self._channel
+
+class _PassedOn:
+    """The road of packs that one rank reads.
+
+    Args:
+        source, replica, depth: of a `OneReader`.
+    """
+
+    def __init__(self, source: PackSource | None, replica: Replica, depth: int) -> None:
+        self._source, self._replica, self._depth = source, replica, depth
+        self._between = StageChannel(replica)
+        self._within = StageSpread(replica, ahead=max(depth, 1))
+        self._ended = False
+        self.number = 0
+
+    def make(self) -> _Made:
+        """See `_Road`."""
         try:
-            batch = next(source)
-        except StopIteration:
-            channel.send(END, self.packs)
-            raise
+            made = self._receive() if self._source is None else self._read(self._source)
         except Exception as error:
-            told = {"name": type(error).__name__, "user": isinstance(error, UserError), "message": str(error)}
-            channel.send(ERROR, self.packs, _text(told))
-            raise
-        if self._replica.size > 1:
-            payload = pack_to_bytes(batch) if self._replica.stage_group is not None else None
-            later = pack_to_bytes(batch, pixels=False) if channel.has_later_stages else None
-            channel.send(PACK, self.packs, payload, later)
-        return batch
+            self._ended = True
+            if self._source is not None:
+                self._tell_of(error)
+            return _Made(error=error)
+        self.number += 1
+        return made
 
-    def _receive(self) -> PackedBatch:
-        kind, number, payload = self._channel.receive()
-        self._check_number(number)
-        if kind == END:
+    def _read(self, source: PackSource) -> _Made:
+        batch = next(source)
+        state = source.state_later() if self._depth else None
+        if self._between.has_later_stages:
+            self._between.post(PACK, self.number, pack_to_bytes(batch, pixels=False))
+        if self._within.reaches_others:
+            batch = self._spread(batch)
+        return _Made(batch=batch, state=state)
+
+    def _spread(self, batch: PackedBatch) -> Any:
+        """Gives a pack to the other ranks of the stage; returns it as they get it, with tensors of its own."""
+        large = {name: tensor for name, tensor in tensors_of(batch).items() if tensor.nbytes >= LARGE}
+        blocks = tuple(map(SharedBlock.of, large.values()))
+        text = pack_to_bytes(batch, apart=large)
+        self._within.send(Message(kind=PACK, number=self.number, text=text, blocks=blocks))
+        return pack_from_bytes(text, [block.view() for block in blocks])
+
+    def _tell_of(self, error: Exception) -> None:
+        if isinstance(error, StopIteration):
+            self._tell(END, None)
+            return
+        told = {"name": type(error).__name__, "user": isinstance(error, UserError), "message": str(error)}
+        self._tell(ERROR, _text(told))
+
+    def _tell(self, kind: int, text: torch.Tensor | None) -> None:
+        self._between.post(kind, self.number, text)
+        with contextlib.suppress(PackingError):  # a rank that is gone misses nothing
+            self._within.send(Message(kind=kind, number=self.number, text=text))
+
+    def _receive(self) -> _Made:
+        message = self._next_message()
+        if message.kind == CLOSED:
+            raise PackingError(f"rank {self._replica.reader}, which reads for this replica, reads no more")
+        if message.kind == ERROR and message.text is not None:
+            raise _same_error(_values(message.text), self._replica)
+        if message.number != self.number:
+            raise PackingError(
+                f"rank {self._replica.global_rank} is at pack {self.number}, but rank {self._replica.reader}, which "
+                f"reads for its replica, is at pack {message.number}; restore both from one checkpoint, and let every "
+                "pipeline stage read every micro-batch"
+            )
+        if message.kind == END:
             raise StopIteration
-        if payload is None:
+        if message.text is None:
             raise PackingError("a message of a reader had no content")
-        if kind == ERROR:
-            raise _same_error(_values(payload), self._replica)
-        return pack_from_bytes(payload)
+        return _Made(batch=pack_from_bytes(message.text, [block.view() for block in message.blocks]))
+
+    def _next_message(self) -> Message:
+        if not self._replica.is_leader:
+            return self._within.receive()
+        message = self._between.receive()
+        self._within.send(message)
+        return message
+
+    def interrupt(self) -> None:
+        """See `_Road`."""
+        self._within.interrupt()
+
+    def finish(self, stopped: bool) -> None:
+        """See `_Road`; where messages come by collectives, the reader's last one is waited for."""
+        if stopped and not self._ended:
+            with contextlib.suppress(PackingError):
+                if self._source is not None:
+                    self._tell(CLOSED, None)
+                elif self._replica.is_leader or self._within.waits_in_collective:
+                    while self._next_message().kind == PACK:
+                        pass
+        self._between.close()
+        self._within.close()
 
 
 class EveryReader(_Numbered):
@@ -244,14 +309,22 @@ class EveryReader(_Numbered):
         source: what this rank reads; the same on all ranks of the replica.
         replica: of this rank.
         compare_every: compare every this many packs; the first pack is always compared.
+        depth: packs read and compared before they are asked for; the same on all ranks.
+        pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
     """
 
-    def __init__(self, source: PackSource, replica: Replica, *, compare_every: int = 1) -> None:
+    def __init__(
+        self,
+        source: PackSource,
+        replica: Replica,
+        *,
+        compare_every: int = 1,
+        depth: int = 0,
+        pixels_to_device: bool = False,
+    ) -> None:
         if compare_every < 1:
             raise ConfigError(f"compare_every is {compare_every}; it is a number of packs, at least 1.")
-        super().__init__(source, replica)
-        self._own = source
-        self._every = compare_every
+        super().__init__(source, replica, _Compared(source, replica, compare_every, depth), depth, pixels_to_device)
 
     def __next__(self) -> PackedBatch:
         """The next pack, compared with the other ranks' if a comparison is due.
@@ -262,45 +335,71 @@ class EveryReader(_Numbered):
                 first sample or tensor that differs, and the ranks.
             Exception: this rank's own reading raised it, and no comparison was due.
         """
+        return self._take()
+
+
+class _Compared:
+    """The road of packs that each rank reads for itself.
+
+    Args:
+        source, replica, every, depth: of an `EveryReader`.
+    """
+
+    def __init__(self, source: PackSource, replica: Replica, every: int, depth: int) -> None:
+        self._source, self._replica, self._every, self._depth = source, replica, every, depth
+        self._between = StageChannel(replica)
+        self._group = None if replica.stage_group is None else replica.new_group(replica.members)
+        self.number = 0
+
+    def make(self) -> _Made:
+        """See `_Road`."""
         batch: PackedBatch | None = None
         failure: Exception | None = None
         try:
-            batch = next(self._own)
-        except StopIteration as end:
-            failure = end
+            batch = next(self._source)
         except Exception as error:
             failure = error
-        if self._replica.size > 1 and self.packs % self._every == 0:
-            self._compare(_description(batch, failure, self.packs))
+        try:
+            if self._replica.size > 1 and self.number % self._every == 0:
+                self._compare(_description(batch, failure, self.number))
+        except Exception as error:
+            failure = error
         if failure is not None:
-            raise failure
-        assert batch is not None
-        self.packs += 1
-        return batch
+            return _Made(error=failure)
+        self.number += 1
+        return _Made(batch=batch, state=self._source.state_later() if self._depth else None)
 
     def _compare(self, mine: dict[str, Any]) -> None:
-        replica, channel = self._replica, self._channel
+        replica, channel = self._replica, self._between
         text = _text(mine)
         first = mine
         if replica.is_reader:
-            channel.post(PACK, self.packs, text)
+            channel.post(PACK, self.number, text)
         elif replica.stage > 0:
-            _, _, payload = channel.receive()
-            first = mine if payload is None else _values(payload)
+            told = channel.receive().text if replica.is_leader else None
+            first = mine if told is None else _values(told)
         alike = torch.tensor([int(mine == first), *_fingerprint(text)], dtype=torch.int64)
-        if replica.stage_group is None:
+        if self._group is None:
             rows = [alike]
         else:
             rows = [torch.empty_like(alike) for _ in replica.members]
-            torch.distributed.all_gather(rows, alike, group=replica.stage_group)
+            torch.distributed.all_gather(rows, alike, group=self._group)
         if all(int(row[0]) and torch.equal(row[1:], rows[0][1:]) for row in rows):
             return
-        everyone: list[Any] = [mine]
-        if replica.stage_group is not None:
+        everyone: list[Any] = [(mine, first)]
+        if self._group is not None:
             everyone = [None] * len(replica.members)
-            torch.distributed.all_gather_object(everyone, mine, group=replica.stage_group)
-        by_rank = {replica.reader: first} | dict(zip(replica.members, everyone, strict=True))
-        raise PackingError(_difference(by_rank, self.packs))
+            torch.distributed.all_gather_object(everyone, (mine, first), group=self._group)
+        by_rank = {replica.reader: everyone[0][1]}
+        by_rank |= {rank: each for rank, (each, _) in zip(replica.members, everyone, strict=True)}
+        raise PackingError(_difference(by_rank, self.number))
+
+    def interrupt(self) -> None:
+        """See `_Road`; a comparison ends when the other ranks have reached the same pack."""
+
+    def finish(self, stopped: bool) -> None:
+        """See `_Road`."""
+        self._between.close()
 
 
 def _description(batch: PackedBatch | None, failure: Exception | None, number: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +42,11 @@ class PackDataloader:
                 world_size=replica.world_size,
                 data_parallel_group=data_parallel_group,
             )
+            if config.data.depth and replica.size > 1:
+                loader.share_unpinned()
             source = _Endless(loader)
-        self._reader = OneReader(source, replica)
+        # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
+        self._reader = OneReader(source, replica, depth=config.data.depth)
 
     def __iter__(self) -> PackDataloader:
         return self
@@ -94,6 +97,9 @@ class _Endless:
 
     def save_state(self) -> Any:
         return self._loader.save_state()
+
+    def state_later(self) -> Callable[[], Any]:
+        return self._loader.state_later()
 
     def restore_state(self, state: Any) -> None:
         self._loader.restore_state(state)

@@ -58,4 +58,5 @@ def build_text_to_video_loader(
         group=data_parallel_group,
         capacity=task_encoder.capacity,
         keep_memory=config.data.keep_memory,
+        ahead=config.data.depth,
     )

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -259,6 +260,8 @@ def main(folder: str) -> None:
         if child == 0:
             try:
                 run_rank(Path(folder), rank)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         ranks.append(child)

@@ -9,7 +9,7 @@ waits for its activations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -79,14 +79,6 @@ class Replica:
         """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
         return next(self._channels)
 
-    def new_group(self, ranks: Sequence[int]) -> Any:
-        """Creates a gloo group that no other thread uses; a collective call of ``ranks`` only.
-
-        Returns:
-            None if there is one rank.
-        """
-        return _gloo(list(ranks), use_local_synchronization=True)
-
     @classmethod
     def of(cls, groups: Any) -> Replica:
         """Returns the replica of this rank; a collective call of all ranks.
@@ -141,9 +133,7 @@ class Replica:
         )
 
 
-def _gloo(ranks: list[int], **options: Any) -> Any:
+def _gloo(ranks: list[int]) -> Any:
     """Creates a gloo group, whatever the run's backend: packs are on the host, both when made and when a step reads
     them."""
-    if len(ranks) == 1:
-        return None
-    return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo", **options)
+    return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo") if len(ranks) > 1 else None

@@ -9,12 +9,14 @@ own, so that two readers on one replica can be used from two threads.
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 from typing import Any
 
 import torch
 
 from energon_packing.energon.host_link import HostLeader, HostMember, Message, RankGone
+from energon_packing.energon.own_group import OwnGroup
 from energon_packing.energon.replica import PATIENCE, Replica
 from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import PackingError
@@ -118,23 +120,24 @@ class StageSpread:
         self.shared_bytes = self.collective_bytes = 0
         self._link: HostLeader | None = None
         self._up: HostMember | None = None
-        self._hosts_group: Any = None
+        self._hosts_group: OwnGroup | None = None
         if replica.stage_group is None:
             return
         host, here, seconds = replica.host, replica.global_rank, PATIENCE.total_seconds()
         leads = here == host[0]
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
-        addresses: list[Any] = [None] * len(replica.members)
+        gathered: list[Any] = [None] * len(replica.members)
         mine = None if self._link is None else self._link.address
-        torch.distributed.all_gather_object(addresses, mine, group=replica.stage_group)
+        torch.distributed.all_gather_object(gathered, (mine, secrets.token_hex()), group=replica.stage_group)
+        addresses, names = zip(*gathered, strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:
             address = dict(zip(replica.members, addresses, strict=True))[host[0]]
             self._up = HostMember(here, host[0], address, patience=seconds)
         if leads and len(replica.hosts) > 1:
-            self._hosts_group = replica.new_group([each[0] for each in replica.hosts])
+            self._hosts_group = OwnGroup([each[0] for each in replica.hosts], here, names[0], PATIENCE)
 
     @property
     def reaches_others(self) -> bool:
@@ -183,9 +186,10 @@ class StageSpread:
     def _broadcast(self, message: Message | None) -> Message:
         """Broadcasts a message from the stage's leader, which gives it, to the first rank of every other host."""
         source, group = self._replica.members[0], self._hosts_group
+        assert group is not None
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
-            torch.distributed.broadcast(tensor, source, group=group)
+            group.broadcast(tensor, source)
             self.collective_bytes += tensor.nbytes if message is not None else 0
             return tensor
 

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import secrets
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -22,9 +23,10 @@ import torch
 
 from energon_packing.energon.device_copy import DeviceCopy
 from energon_packing.energon.host_link import Message
+from energon_packing.energon.own_group import OwnGroup
 from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes, tensors_of
 from energon_packing.energon.read_ahead import ReadAhead
-from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica import PATIENCE, Replica
 from energon_packing.energon.replica_channel import CLOSED, END, ERROR, PACK, StageChannel, StageSpread
 from energon_packing.energon.shared_block import LARGE, SharedBlock
 from energon_packing.errors import ConfigError, PackingError, UserError
@@ -348,7 +350,11 @@ class _Compared:
     def __init__(self, source: PackSource, replica: Replica, every: int, depth: int) -> None:
         self._source, self._replica, self._every, self._depth = source, replica, every, depth
         self._between = StageChannel(replica)
-        self._group = None if replica.stage_group is None else replica.new_group(replica.members)
+        self._group: OwnGroup | None = None
+        if replica.stage_group is not None:
+            names = [secrets.token_hex()]  # the first member's
+            torch.distributed.broadcast_object_list(names, replica.members[0], group=replica.stage_group)
+            self._group = OwnGroup(replica.members, replica.global_rank, names[0], PATIENCE)
         self.number = 0
 
     def make(self) -> _Made:
@@ -379,17 +385,11 @@ class _Compared:
             told = channel.receive().text if replica.is_leader else None
             first = mine if told is None else _values(told)
         alike = torch.tensor([int(mine == first), *_fingerprint(text)], dtype=torch.int64)
-        if self._group is None:
-            rows = [alike]
-        else:
-            rows = [torch.empty_like(alike) for _ in replica.members]
-            torch.distributed.all_gather(rows, alike, group=self._group)
+        rows = [alike] if self._group is None else self._group.all_gather(alike)
         if all(int(row[0]) and torch.equal(row[1:], rows[0][1:]) for row in rows):
             return
-        everyone: list[Any] = [(mine, first)]
-        if self._group is not None:
-            everyone = [None] * len(replica.members)
-            torch.distributed.all_gather_object(everyone, (mine, first), group=self._group)
+        both = (mine, first)
+        everyone = [both] if self._group is None else self._group.all_gather_values(both)
         by_rank = {replica.reader: everyone[0][1]}
         by_rank |= {rank: each for rank, (each, _) in zip(replica.members, everyone, strict=True)}
         raise PackingError(_difference(by_rank, self.number))

@@ -1,11 +1,12 @@
-"""Small replicas over gloo, without Megatron: ``replica_ranks.py FOLDER`` runs every case below in forks of itself.
+"""Small replicas over gloo, without Megatron: ``replica_ranks.py FOLDER DEPTH`` runs all cases in forks of itself.
 
-A case is a function of its replica and a source of packs; what it returns on each rank is written to
-``FOLDER/CASE-RANK.json``.
+Readers make DEPTH packs ahead. A case is a function of its replica and a source of packs; what it returns on each rank
+is written to ``FOLDER/CASE-RANK.json``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -24,12 +25,15 @@ from torch import distributed
 from energon_packing import thd
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
+from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
 
+DEPTH = [0]
 
-def pack(number: int, *, key: str = "", pixel: float = 0.0) -> PackedBatch:
-    """The pack of a number; two samples, the second one with an image."""
+
+def pack(number: int, *, key: str = "", pixel: float = 0.0, patches: int = 4) -> PackedBatch:
+    """The pack of a number; two samples, the second one with an image. 1 MB of pixels are 87,382 patches."""
     rows = []
     for part, length in enumerate((5, 7)):
         ids = torch.arange(length) + 100 * number + 10 * part
@@ -44,8 +48,8 @@ def pack(number: int, *, key: str = "", pixel: float = 0.0) -> PackedBatch:
         }
         if part:
             row["visual_inputs"] = {
-                "pixel_values": torch.full((4, 3), float(number) + pixel),
-                "image_grid_thw": torch.tensor([[1, 2, 2]]),
+                "pixel_values": torch.full((patches, 3), float(number) + pixel),
+                "image_grid_thw": torch.tensor([[1, 2, patches // 2]]),
             }
         rows.append(row)
     return thd.assemble(rows, multiple=4)
@@ -66,6 +70,10 @@ class Source:
     def save_state(self) -> Any:
         return {"next": self.next}
 
+    def state_later(self) -> Callable[[], Any]:
+        state = self.save_state()
+        return lambda: state
+
     def restore_state(self, state: Any) -> None:
         self.next = state["next"]
 
@@ -85,7 +93,7 @@ def told(reader: Any, count: int) -> list[Any]:
 
 
 def one(replica: Replica, source: Source | None = None) -> OneReader:
-    return OneReader((source or Source()) if replica.is_reader else None, replica)
+    return OneReader((source or Source()) if replica.is_reader else None, replica, depth=DEPTH[0])
 
 
 # --- Cases: layout as (tensor, context, data, pipeline), and what each rank does -------------------------------------
@@ -151,9 +159,73 @@ def two_readers(replica: Replica) -> Any:
 
 def whole(replica: Replica) -> Any:
     """The pack that arrives is the pack that was read, in every field."""
-    import dataclasses
+    return same_fields(replica, next(one(replica)), pack(0))
 
-    batch, expected = next(one(replica)), pack(0)
+
+def large(number: int) -> PackedBatch:
+    """The pack of a number with pixels that are shared, 2.4 MB."""
+    return pack(number, patches=200_000)
+
+
+def large_whole(replica: Replica) -> Any:
+    """The same for pixels that get memory of their own."""
+    reader = one(replica, Source(change=large))
+    return [same_fields(replica, next(reader), large(number)) for number in range(4)]
+
+
+class InWorker(torch.utils.data.IterableDataset):
+    """Large packs as a loader's worker sends them."""
+
+    def __iter__(self) -> Any:
+        return map(large, range(6))
+
+
+def from_a_worker(replica: Replica) -> Any:
+    """The same for pixels in the memory that a worker allocated; and whether that memory itself was shared."""
+
+    class Workers(Source):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batches = iter(torch.utils.data.DataLoader(InWorker(), batch_size=None, num_workers=1))
+
+        def __next__(self) -> PackedBatch:
+            return next(self.batches)
+
+    sizes: list[int] = []
+    original = SharedBlock.new.__func__  # type: ignore[attr-defined]
+    SharedBlock.new = lambda size: sizes.append(size) or original(SharedBlock, size)  # type: ignore[method-assign]
+    try:
+        reader = one(replica, Workers() if replica.is_reader else None)
+        return [*(same_fields(replica, next(reader), large(number)) for number in range(6)), [not sizes]]
+    finally:
+        SharedBlock.new = classmethod(original)  # type: ignore[method-assign, assignment]
+
+
+def written_to(replica: Replica) -> Any:
+    """A rank that changes its pack changes nobody else's."""
+    reader = one(replica, Source(change=large))
+    batch = next(reader)
+    distributed.barrier()
+    if replica.global_rank == 0:
+        batch.visual_inputs["pixel_values"].fill_(7.0)
+        batch.tokens.fill_(7)
+    distributed.barrier()
+    return [float(batch.visual_inputs["pixel_values"].sum()), int(batch.tokens[0, 0])]
+
+
+def on_two_hosts(replica: Replica) -> Any:
+    """Ranks 0 and 1 on one host, 2 and 3 on another; then what went which way on this rank, in packs of pixels."""
+    replica = dataclasses.replace(replica, hosts=((0, 1), (2, 3)))
+    reader = one(replica, Source(change=large, end=4))
+    found = [same_fields(replica, next(reader), large(number)) for number in range(4)]
+    within = reader._road._within
+    ends = told(reader, 1)
+    pixels = 200_000 * 3 * 4
+    return [*found, ends, [within.shared_bytes / pixels, within.collective_bytes // pixels]]
+
+
+def same_fields(replica: Replica, batch: PackedBatch, expected: PackedBatch) -> list[bool]:
+    """Whether each field of a pack is as expected on this rank."""
     same = []
     for spec in dataclasses.fields(batch):
         ours, theirs = getattr(batch, spec.name), getattr(expected, spec.name)
@@ -169,7 +241,7 @@ def whole(replica: Replica) -> Any:
 
 def every(replica: Replica, change: Callable[[int], PackedBatch] = pack, **options: Any) -> Any:
     own = replica.global_rank == 2
-    return told(EveryReader(Source(change=change if own else pack), replica, **options), 5)
+    return told(EveryReader(Source(change=change if own else pack), replica, depth=DEPTH[0], **options), 5)
 
 
 def another_sample(replica: Replica) -> Any:
@@ -185,7 +257,7 @@ def another_pixel_between_comparisons(replica: Replica) -> Any:
 
 
 def one_ends_early(replica: Replica) -> Any:
-    return told(EveryReader(Source(end=2 if replica.global_rank == 2 else 9), replica), 5)
+    return told(EveryReader(Source(end=2 if replica.global_rank == 2 else 9), replica, depth=DEPTH[0]), 5)
 
 
 def one_crashes(replica: Replica) -> Any:
@@ -213,6 +285,11 @@ CASES: dict[str, tuple[tuple[int, int, int, int], Callable[[Replica], Any]]] = {
     "two_readers_in_a_pipeline": (PIPELINE, two_readers),
     "whole": (STAGE, whole),
     "whole_in_a_pipeline": (PIPELINE, whole),
+    "large_whole": (STAGE, large_whole),
+    "large_whole_in_a_pipeline": (PIPELINE, large_whole),
+    "from_a_worker": (STAGE, from_a_worker),
+    "written_to": (STAGE, written_to),
+    "on_two_hosts": (STAGE, on_two_hosts),
     "another_sample": (STAGE, another_sample),
     "another_sample_in_a_pipeline": (PIPELINE, another_sample),
     "another_pixel": (STAGE, another_pixel),
@@ -253,7 +330,8 @@ def run_rank(folder: Path, rank: int) -> None:
     os._exit(0)
 
 
-def main(folder: str) -> None:
+def main(folder: str, depth: str) -> None:
+    DEPTH[0] = int(depth)
     ranks = []
     for rank in range(4):
         child = os.fork()
@@ -268,7 +346,7 @@ def main(folder: str) -> None:
     sys.exit(any(os.waitpid(child, 0)[1] for child in ranks))
 
 
-def run(folder: Path) -> dict[str, list[Any]]:
+def run(folder: Path, depth: int) -> dict[str, list[Any]]:
     """Case -> what each of the four ranks said.
 
     Raises:
@@ -276,7 +354,7 @@ def run(folder: Path) -> dict[str, list[Any]]:
     """
     from ranks_environment import ranks_environment
 
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder)]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(depth)]
     ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-4000:])
@@ -284,4 +362,4 @@ def run(folder: Path) -> dict[str, list[Any]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

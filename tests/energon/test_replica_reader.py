@@ -15,9 +15,10 @@ from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError, PackingError
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return replica_ranks.run(tmp_path_factory.mktemp("replica"))
+@pytest.fixture(scope="module", params=[0, 2], ids=["at_once", "two_ahead"])
+def said(tmp_path_factory, request):
+    """What every rank of every case said, without packs ahead and with two of them."""
+    return replica_ranks.run(tmp_path_factory.mktemp("replica"), request.param)
 
 
 def read(count, *, pixels=True, first=0):
@@ -27,6 +28,23 @@ def read(count, *, pixels=True, first=0):
 def test_every_rank_gets_the_pack_that_was_read_in_every_field(said):
     assert all(all(fields) for case in ("whole", "whole_in_a_pipeline") for fields in said[case])
     assert len(said["whole"][0]) == len(dataclasses.fields(thd.PackedBatch))
+
+
+@pytest.mark.parametrize("case", ["large_whole", "large_whole_in_a_pipeline", "from_a_worker"])
+def test_pixels_in_shared_memory_arrive_on_every_rank_as_they_were_read(case, said):
+    assert all(all(fields) for rank in said[case] for fields in rank)
+
+
+def test_a_rank_that_writes_to_its_pack_changes_no_other_ranks_pack(said):
+    assert said["written_to"][0] == [200_000 * 3 * 7.0, 7]
+    assert said["written_to"][1:] == [[0.0, 0]] * 3
+
+
+def test_another_host_gets_its_packs_by_collectives_once_and_shares_them_there(said):
+    for rank, (*packs, end, bytes_sent) in enumerate(said["on_two_hosts"]):
+        assert all(all(fields) for fields in packs)
+        assert end == ["end"]
+        assert bytes_sent == [[4, 4], [0, 0], [4, 0], [0, 0]][rank]
 
 
 def test_data_end_on_all_ranks_at_the_same_pack(said):

@@ -1,5 +1,5 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
-loader|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert
+loader|handover|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
@@ -22,7 +22,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
 
-NAMES = ("loader", "packing", "balance", "thd", "rows", "encoders", "exactness", "parity", "train", "budget", "convert")
+NAMES = (
+    "loader",
+    "handover",
+    "packing",
+    "balance",
+    "thd",
+    "rows",
+    "encoders",
+    "exactness",
+    "parity",
+    "train",
+    "budget",
+    "convert",
+)
 
 
 class Results(io.TextIOBase):

@@ -11,6 +11,8 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -103,6 +105,19 @@ class StageChannel:
             post.end()
 
 
+@dataclass(kw_only=True, slots=True)
+class Sent:
+    """Bytes that one rank sent to others of its stage.
+
+    Attributes:
+        shared: of blocks, which are not copied, to ranks of its host.
+        collective: in broadcasts to other hosts.
+    """
+
+    shared: int = 0
+    collective: int = 0
+
+
 class StageSpread:
     """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
 
@@ -111,13 +126,15 @@ class StageSpread:
         ahead: messages that a rank may have waiting before the sender waits for it.
 
     Attributes:
-        shared_bytes: bytes of blocks that this rank shared with others of its host.
-        collective_bytes: bytes that this rank broadcast to other hosts.
+        sent: what this rank sent so far.
     """
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica
-        self.shared_bytes = self.collective_bytes = 0
+        self.sent = Sent()
+        # The kernel frees a block when its last process lets go of it, which takes a while for 100 MB. That shall not
+        # be a step that drops its pack, so the one that shares a block keeps it until all steps have dropped it.
+        self._kept: deque[tuple[SharedBlock, ...]] = deque(maxlen=ahead + 2)
         self._link: HostLeader | None = None
         self._up: HostMember | None = None
         self._hosts_group: OwnGroup | None = None
@@ -181,7 +198,8 @@ class StageSpread:
             self._link.send(message)
         except RankGone as gone:
             raise PackingError(f"{gone}; it gets its packs from rank {self._replica.global_rank}") from gone
-        self.shared_bytes += sum(block.size for block in message.blocks)
+        self._kept.append(message.blocks)
+        self.sent.shared += sum(block.size for block in message.blocks)
 
     def _broadcast(self, message: Message | None) -> Message:
         """Broadcasts a message from the stage's leader, which gives it, to the first rank of every other host."""
@@ -190,7 +208,7 @@ class StageSpread:
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             group.broadcast(tensor, source)
-            self.collective_bytes += tensor.nbytes if message is not None else 0
+            self.sent.collective += tensor.nbytes if message is not None else 0
             return tensor
 
         try:
@@ -222,6 +240,7 @@ class StageSpread:
 
     def close(self) -> None:
         """Closes the links of this host."""
+        self._kept.clear()
         for link in (self._link, self._up):
             if link is not None:
                 link.close()

@@ -185,6 +185,9 @@ class OneReader(_Numbered):
         depth: packs made ready before they are asked for; the same on all ranks. 0 reads and passes on a pack when it
             is asked for.
         pixels_to_device: whether packs come with their pixels on the GPU, if there is one.
+
+    Attributes:
+        sent: what this rank sent inside its stage so far.
     """
 
     def __init__(
@@ -192,7 +195,9 @@ class OneReader(_Numbered):
     ) -> None:
         if (source is not None) != replica.is_reader:
             raise PackingError(f"rank {replica.global_rank} of the replica read by {replica.reader} has a wrong source")
-        super().__init__(source, replica, _PassedOn(source, replica, depth), depth, pixels_to_device)
+        road = _PassedOn(source, replica, depth)
+        super().__init__(source, replica, road, depth, pixels_to_device)
+        self.sent = road.sent
 
     def __next__(self) -> PackedBatch:
         """The next pack; later pipeline stages get it without pixels.
@@ -218,6 +223,7 @@ class _PassedOn:
         self._source, self._replica, self._depth = source, replica, depth
         self._between = StageChannel(replica)
         self._within = StageSpread(replica, ahead=max(depth, 1))
+        self.sent = self._within.sent
         self._ended = False
         self.number = 0
 

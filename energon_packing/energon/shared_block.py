@@ -49,7 +49,7 @@ class SharedBlock:
 
     @classmethod
     def received(cls, descriptor: int, start: int, size: int) -> SharedBlock:
-        """The block of a descriptor that came from another process; closes it in the end."""
+        """The block of a descriptor that is this process's own; closes it in the end."""
         return cls(descriptor=descriptor, start=start, size=size, _keeper=_Descriptor(descriptor))
 
     @classmethod
@@ -63,9 +63,9 @@ class SharedBlock:
         by_descriptor = multiprocessing.get_sharing_strategy() == "file_descriptor"
         if by_descriptor and tensor.is_contiguous() and storage.is_shared():
             descriptor, _ = storage._share_fd_cpu_()
-            if descriptor >= 0:  # it belongs to the storage
+            if descriptor >= 0:  # it belongs to the storage, which need not be kept
                 start = int(tensor.storage_offset()) * tensor.itemsize
-                return cls(descriptor=descriptor, start=start, size=tensor.nbytes, _keeper=storage)
+                return cls.received(os.dup(descriptor), start, tensor.nbytes)
         block = cls.new(tensor.nbytes)
         left = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
         while left:  # writing clears no page beforehand, unlike a mapping

@@ -69,7 +69,7 @@ def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
-    assert "loader|packing|balance" in done.stderr
+    assert "loader|handover|packing|balance" in done.stderr
 
 
 def test_rows_of_numbered_samples_give_back_their_lengths():

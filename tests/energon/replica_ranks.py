@@ -218,10 +218,9 @@ def on_two_hosts(replica: Replica) -> Any:
     replica = dataclasses.replace(replica, hosts=((0, 1), (2, 3)))
     reader = one(replica, Source(change=large, end=4))
     found = [same_fields(replica, next(reader), large(number)) for number in range(4)]
-    within = reader._road._within
     ends = told(reader, 1)
     pixels = 200_000 * 3 * 4
-    return [*found, ends, [within.shared_bytes / pixels, within.collective_bytes // pixels]]
+    return [*found, ends, [reader.sent.shared / pixels, reader.sent.collective // pixels]]
 
 
 def same_fields(replica: Replica, batch: PackedBatch, expected: PackedBatch) -> list[bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -177,19 +178,24 @@ class InWorker(torch.utils.data.IterableDataset):
     """Large packs as a loader's worker sends them."""
 
     def __iter__(self) -> Any:
-        return map(large, range(6))
+        return map(large, range(1000))
+
+
+class Workers(Source):
+    """What a worker sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: Any = None
+
+    def __next__(self) -> PackedBatch:
+        if self.batches is None:  # the worker is forked when the links to other ranks exist, as in a run
+            self.batches = iter(torch.utils.data.DataLoader(InWorker(), batch_size=None, num_workers=1))
+        return next(self.batches)
 
 
 def from_a_worker(replica: Replica) -> Any:
     """The same for pixels in the memory that a worker allocated; and whether that memory itself was shared."""
-
-    class Workers(Source):
-        def __init__(self) -> None:
-            super().__init__()
-            self.batches = iter(torch.utils.data.DataLoader(InWorker(), batch_size=None, num_workers=1))
-
-        def __next__(self) -> PackedBatch:
-            return next(self.batches)
 
     sizes: list[int] = []
     original = SharedBlock.new.__func__  # type: ignore[attr-defined]
@@ -329,8 +335,29 @@ def run_rank(folder: Path, rank: int) -> None:
     os._exit(0)
 
 
-def main(folder: str, depth: str) -> None:
+def kill_one(folder: Path, killed: int) -> None:
+    """Two ranks read packs of a worker until one of them is killed; the other writes what it saw."""
+    rank = 0 if (other := os.fork()) else 1
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), 2)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    replica = Replica.of(SimpleNamespace(tp=distributed.group.WORLD))
+    reader = one(replica, Workers() if replica.is_reader else None)
+    found = told(reader, 2)
+    if rank == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found += told(reader, 50)
+    (folder / "said.json").write_text(json.dumps(found))
+    (folder / "said.json").rename(folder / "survivor.json")
+    if rank == 0:
+        os.waitpid(other, 0)
+    os._exit(0)
+
+
+def main(folder: str, depth: str, killed: str | None = None) -> None:
     DEPTH[0] = int(depth)
+    if killed is not None:
+        kill_one(Path(folder), int(killed))
     ranks = []
     for rank in range(4):
         child = os.fork()

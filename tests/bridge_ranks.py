@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "steps": 20,
     "global_batch": 2,
     "micro_batch": 1,
-    "dataset": {},  # fields of PackedEnergonDatasetConfig
+    "dataset": {},  # fields of PackedEnergonDatasetConfig, those of its sections with their name in front
     "weights": None,  # directory of a checkpoint to start from
     "save": None,  # directory of checkpoints; continues from the last one there
     "save_interval": 6,
@@ -214,7 +214,8 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
             dataset.packing.window = 16
         dataset.micro_batch_size = run["micro_batch"]
         for name, value in run["dataset"].items():
-            setattr(dataset, name, value)
+            *section, field = name.split(".")
+            setattr(getattr(dataset, section[0]) if section else dataset, field, value)
         build = type(dataset).build_datasets
 
         def mark(self: Any, context: Any) -> Any:

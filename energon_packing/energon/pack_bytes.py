@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,18 @@ def tensors_of(batch: AnyPack, *, pixels: bool = True) -> dict[str, torch.Tensor
                 if pixels or name not in PIXELS:
                     found[f"{spec.name}/{name}"] = tensor
     return found
+
+
+def with_tensors(batch: AnyPack, changed: Mapping[str, torch.Tensor]) -> Any:
+    """The batch with other tensors under some names of `tensors_of`."""
+    fields: dict[str, Any] = {}
+    for name, tensor in changed.items():
+        mapping, _, key = name.partition("/")
+        if key:
+            fields.setdefault(mapping, dict(getattr(batch, mapping)))[key] = tensor
+        else:
+            fields[name] = tensor
+    return dataclasses.replace(batch, **fields)
 
 
 def _mappings(kind: type) -> list[str]:

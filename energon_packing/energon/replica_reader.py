@@ -24,7 +24,7 @@ import torch
 from energon_packing.energon.device_copy import DeviceCopy
 from energon_packing.energon.host_link import Message
 from energon_packing.energon.own_group import OwnGroup
-from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes, tensors_of
+from energon_packing.energon.pack_bytes import field_digests, pack_from_bytes, pack_to_bytes, tensors_of, with_tensors
 from energon_packing.energon.read_ahead import ReadAhead
 from energon_packing.energon.replica import PATIENCE, Replica
 from energon_packing.energon.replica_channel import CLOSED, END, ERROR, PACK, StageChannel, StageSpread
@@ -249,12 +249,13 @@ class _PassedOn:
         return _Made(batch=batch, state=state)
 
     def _spread(self, batch: PackedBatch) -> Any:
-        """Gives a pack to the other ranks of the stage; returns it as they get it, with tensors of its own."""
+        """Gives a pack to the other ranks of the stage; returns it with large tensors that no other rank writes to."""
         large = {name: tensor for name, tensor in tensors_of(batch).items() if tensor.nbytes >= LARGE}
-        blocks = tuple(map(SharedBlock.of, large.values()))
-        text = pack_to_bytes(batch, apart=large)
-        self._within.send(Message(kind=PACK, number=self.number, text=text, blocks=blocks))
-        return pack_from_bytes(text, [block.view() for block in blocks])
+        blocks = {name: SharedBlock.of(tensor) for name, tensor in large.items()}
+        text = pack_to_bytes(batch, apart=blocks)
+        self._within.send(Message(kind=PACK, number=self.number, text=text, blocks=tuple(blocks.values())))
+        views = {name: block.view().view(large[name].dtype).view(large[name].shape) for name, block in blocks.items()}
+        return with_tensors(batch, views)
 
     def _tell_of(self, error: Exception) -> None:
         if isinstance(error, StopIteration):

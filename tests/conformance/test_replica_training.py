@@ -28,10 +28,12 @@ if not stand_ins.needed():
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TEXT = {"family": "text", "layers": 4}
+# Loaders with a worker make packs ahead of use, and this many more than a step takes; the others read when asked.
+AHEAD = {"dataset": {"num_workers": 1, "data.packs_ahead": 5}}
 LAYOUTS = {
     "tp2-cp2": {"world": 4, "tensor": 2, "context": 2},
-    "dp2-cp2": {"world": 4, "context": 2, "global_batch": 4},
-    "pp2-dp2": {"world": 4, "pipeline": 2, "global_batch": 4},
+    "dp2-cp2": {"world": 4, "context": 2, "global_batch": 4, **AHEAD},
+    "pp2-dp2": {"world": 4, "pipeline": 2, "global_batch": 4, **AHEAD},
     "pp4": {"world": 4, "pipeline": 4, "global_batch": 4, **TEXT},
     "pp2-vp2": {"world": 2, "pipeline": 2, "virtual": 2, "global_batch": 4, **TEXT},
     "in-batch-dp2-cp2": {
@@ -79,7 +81,8 @@ def planned(folder):
     stop = {"save": str(folder / "every"), "save_interval": SAVED_AT}
     add("every-killed", base, kill_after=SAVED_AT + 1, **stop, **EVERY)
     add("every-resumed", base, kill_after=4, **stop | {"save_interval": 100}, **EVERY)
-    add("every-pipeline", LAYOUTS["pp2-dp2"], steps=6, dataset={"readers": "every", "compare_every": 2})
+    every = AHEAD["dataset"] | {"readers": "every", "compare_every": 2}
+    add("every-pipeline", LAYOUTS["pp2-dp2"], steps=6, dataset=every)
     add("every-broken", base, steps=6, broken_decoder=2, **EVERY)
     add("one-broken-other", base, steps=6, broken_decoder=2)
     add("one-broken-reader", base, steps=6, broken_decoder=0)

@@ -136,14 +136,14 @@ class HostLeader:
 
     def interrupt(self) -> None:
         """Ends every call on this link, in whichever thread."""
-        for member in self._members.values():
+        for member in list(self._members.values()):
             _shut(member)
 
     def close(self) -> None:
         """Closes the link, which the members see as the end of this rank."""
         if self._listener is not None:
             self._listener.close()
-        for member in self._members.values():
+        for member in list(self._members.values()):
             member.close()
 
 

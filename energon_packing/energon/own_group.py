@@ -30,7 +30,7 @@ class OwnGroup:
     def __init__(self, ranks: Sequence[int], here: int, name: str, patience: timedelta) -> None:
         self._ranks = tuple(ranks)
         store = distributed.PrefixStore(f"energon-packing/{name}", _get_default_store())
-        self._group = distributed.ProcessGroupGloo(store, self._ranks.index(here), len(ranks), patience)
+        self._group: Any = distributed.ProcessGroupGloo(store, self._ranks.index(here), len(ranks), patience)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fills the tensor with that of the global rank ``source``."""

@@ -25,6 +25,8 @@ from energon_packing.errors import PackingError
 
 PACK, END, ERROR, CLOSED = range(4)
 """Kinds of messages: a pack, the end of the data, an error of the reader, and that the reader reads no more."""
+_ENDED = (RuntimeError, ValueError)
+"""What a call on a group of ``torch.distributed`` raises when another rank is gone, and when the group is destroyed."""
 _PREFIX = 3  # kind, number of the pack, bytes of the payload
 
 
@@ -59,8 +61,8 @@ class _Post:
                 torch.distributed.send(prefix, self._destination, group=self._group, tag=self._tag)
                 if payload is not None:
                     torch.distributed.send(payload, self._destination, group=self._group, tag=self._tag)
-        except RuntimeError:
-            return  # the other rank is gone; the run ends at its next collective, which reports it
+        except _ENDED:
+            return  # if the other rank is gone, the run ends at its next collective, which reports it
 
 
 class StageChannel:
@@ -95,7 +97,7 @@ class StageChannel:
             payload = torch.empty(int(prefix[2]), dtype=torch.uint8) if prefix[2] else None
             if payload is not None:
                 torch.distributed.recv(payload, replica.reader, group=replica.leader_group, tag=self._number)
-        except RuntimeError as error:
+        except _ENDED as error:
             raise rank_gone(replica, replica.reader, error) from error
         return Message(kind=int(prefix[0]), number=int(prefix[1]), text=payload)
 
@@ -162,8 +164,8 @@ class StageSpread:
         return self._link is not None or self._hosts_group is not None
 
     @property
-    def waits_in_collective(self) -> bool:
-        """Whether receiving is a collective call, which cannot be interrupted."""
+    def spans_hosts(self) -> bool:
+        """Whether this rank exchanges messages with other hosts, by calls that cannot be interrupted."""
         return self._hosts_group is not None
 
     def send(self, message: Message) -> None:
@@ -187,9 +189,17 @@ class StageSpread:
                 return self._up.receive()
             except RankGone as gone:
                 raise rank_gone(self._replica, gone.rank, gone) from gone
-        message = self._broadcast(None)
+        message = self.receive_from_other_host()
         self._share(message)
         return message
+
+    def receive_from_other_host(self) -> Message:
+        """The next message, not passed on; called on the first rank of a host other than the stage's leader's.
+
+        Raises:
+            PackingError: the stage's leader is gone.
+        """
+        return self._broadcast(None)
 
     def _share(self, message: Message) -> None:
         if self._link is None:

@@ -299,13 +299,16 @@ class _PassedOn:
         self._within.interrupt()
 
     def finish(self, stopped: bool) -> None:
-        """See `_Road`; where messages come by collectives, the reader's last one is waited for."""
+        """See `_Road`; calls that cannot be interrupted end with the reader's last message, so it is waited for."""
         if stopped and not self._ended:
             with contextlib.suppress(PackingError):
                 if self._source is not None:
                     self._tell(CLOSED, None)
-                elif self._replica.is_leader or self._within.waits_in_collective:
-                    while self._next_message().kind == PACK:
+                elif self._replica.is_leader or self._within.spans_hosts:
+                    receive = self._between.receive
+                    if not self._replica.is_leader:
+                        receive = self._within.receive_from_other_host
+                    while receive().kind == PACK:
                         pass
         self._between.close()
         self._within.close()

@@ -354,8 +354,38 @@ def kill_one(folder: Path, killed: int) -> None:
     os._exit(0)
 
 
+def leave(folder: Path) -> None:
+    """Four ranks in two stages, then on two hosts, read some packs and end as programs do, with packs made ahead."""
+    children: list[int] = []
+    rank = 3
+    for number in range(3):
+        child = os.fork()
+        if child == 0:
+            rank, children = number, []
+            break
+        children.append(child)
+    torch.set_num_threads(1)
+    store = distributed.FileStore(str(folder / "store"), 4)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=60))
+    replica = Replica.of(process_groups(PIPELINE))
+    stages = one(replica, Source(change=large) if replica.is_reader else None)
+    replica = dataclasses.replace(Replica.of(process_groups(STAGE)), hosts=((0, 1), (2, 3)))
+    hosts = one(replica, Source(change=large) if replica.is_reader else None)
+    found = [told(stages, 3), told(hosts, 3)]
+    assert [len(each) for each in found] == [3, 3]
+    assert all(isinstance(each[-1][0], int) for each in found)
+    if rank == 2:
+        stages.close()  # nobody has to close, and anybody may
+    distributed.barrier()
+    distributed.destroy_process_group()
+    failed = [child for child in children if os.waitpid(child, 0)[1]]
+    sys.exit(f"{failed} failed" if failed else 0)
+
+
 def main(folder: str, depth: str, killed: str | None = None) -> None:
     DEPTH[0] = int(depth)
+    if killed == "nobody":
+        leave(Path(folder))
     if killed is not None:
         kill_one(Path(folder), int(killed))
     ranks = []

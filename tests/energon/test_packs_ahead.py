@@ -206,6 +206,14 @@ def test_an_interpreter_ends_while_packs_are_made_ahead():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
 
 
+def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):
+    command = [sys.executable, "-W", "ignore", str(Path(replica_ranks.__file__)), str(tmp_path), "2", "nobody"]
+    started = time.monotonic()
+    ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    print(f"ended after {time.monotonic() - started:.1f} s")
+
+
 def test_the_depth_is_checked_and_needs_workers_and_ranks_that_end_alone():
     with pytest.raises(ConfigError, match="packs_ahead"):
         DataConfig(packs_ahead=-1)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from energon_packing.energon.pack_bytes import PIXELS
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.pixels import PIXELS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -103,3 +103,18 @@ def test_the_first_ten_losses_on_online_packs_equal_those_of_the_same_samples_on
     differences = [abs(left - right) for left, right in zip(packed.losses, alone.losses, strict=True)]
     print(f"\n{family}: ten losses on online packs differ by at most {max(differences):.1e}")
     assert max(differences) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_of_pixels_as_bytes_are_those_of_floats_bit_for_bit(family, dataset, provider):
+    results = []
+    for pixels in ("bytes", "float32"):
+        made = dataset(family)
+        made.encoder.pixels = pixels
+        with training_run.process_groups():
+            config = training_run.make_config(provider(family), made, steps=4)
+            results.append(training_run.run(config, forward_step="vlm"))
+    carried, floats = results
+    assert len(carried.losses) == 4
+    assert carried.losses == floats.losses
+    assert [step.grad_norm for step in carried.steps] == [step.grad_norm for step in floats.steps]

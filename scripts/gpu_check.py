@@ -3,6 +3,7 @@
 * indices: our context-parallel indices compared with Transformer Engine's compiled ``thd_get_partitioned_indices``;
 * attention: Transformer Engine's variable-length attention on our boundaries compared with each sample alone, with a
   control;
+* pixels: the device makes the processor's numbers of bytes, within one unit in the last place, for every family;
 * parity: packed compared with alone on tiny Hugging Face models (flash attention if installed), with a control;
 * step: a training step on packs compared with padded rows and rows packed in the batch: tokens per second, peak memory.
   It runs in float32 so that losses can be equal, which leaves Transformer Engine only its unfused attention. Read it as
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CHECKS = ("indices", "attention", "parity", "step")
+CHECKS = ("indices", "attention", "pixels", "parity", "step")
 
 
 def indices() -> Iterator[dict[str, Any]]:
@@ -43,6 +44,13 @@ def attention() -> Iterator[dict[str, Any]]:
 
     for multiple in (1, 16):
         yield attention_check(transformer_engine_kernel, multiple=multiple)
+
+
+def pixels() -> Iterator[dict[str, Any]]:
+    """See `bench.gpu.pixels_check`."""
+    from bench.gpu import pixels_check
+
+    yield pixels_check()
 
 
 def parity() -> Iterator[dict[str, Any]]:
@@ -64,6 +72,7 @@ def results(names: list[str]) -> Iterator[dict[str, Any]]:
     checks: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "indices": indices,
         "attention": attention,
+        "pixels": pixels,
         "parity": parity,
         "step": step,
     }

@@ -56,6 +56,43 @@ def partition_check(compiled: Any, device: str = "cuda") -> dict[str, Any]:
     }
 
 
+def pixels_check(device: str = "cuda") -> dict[str, Any]:
+    """Compares pixels that the device makes of bytes with the processor's, which a CPU makes, for each family.
+
+    Args:
+        device: makes the numbers.
+
+    Returns:
+        ``families`` compared, ``bit_equal`` of them, and ``largest``: the largest difference of any value, in units in
+        the last place of the processor's. ``equal`` allows one.
+    """
+    from bench.offline_processors import PROCESSORS
+    from energon_packing.config import EncoderConfig
+    from energon_packing.conversation import Media
+    from energon_packing.families.registry import build_family
+    from energon_packing.thd.pixels import finish
+
+    largest, bit_equal = 0.0, 0
+    for name, make in PROCESSORS.items():
+        family = build_family(make(), EncoderConfig(family=name))
+        plans = family.plans([Media(kind="image", name="a", width=300, height=200)])
+        image = torch.randint(256, (3, 200, 300), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        expected = family.pixels(plans, [image])["pixel_values"]
+        carried = {key: value.to(device) for key, value in family.pixels(plans, [image], raw=True).items()}
+        made = finish(carried, family.pixel_forms)["pixel_values"].cpu()
+        one = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+        apart = float(((made - expected).abs() / one).max())
+        bit_equal += apart == 0
+        largest = max(largest, apart)
+    return {
+        "check": "pixels",
+        "families": len(PROCESSORS),
+        "bit_equal": bit_equal,
+        "largest": largest,
+        "equal": largest <= 1,
+    }
+
+
 def attention_check(
     kernel: Kernel, *, multiple: int, device: str = "cuda", dtype: Any = torch.bfloat16
 ) -> dict[str, Any]:

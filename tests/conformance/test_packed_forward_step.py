@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -399,3 +400,14 @@ def test_experts_under_transformer_engines_graphs_are_refused_before_they_count_
         )
     with refusal:
         forward_step(state, iter([batch]), stage)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the system does not list threads")
+def test_a_run_with_experts_leaves_no_process_group_behind(losses_and_norms, make_samples):
+    """Each has three threads that wake a hundred times a second; twenty groups a run made later tests crawl."""
+    batches = [thd.assemble(rows).to_bridge() for rows in packs_of(make_samples, "text")]
+    counts = []
+    for _ in range(2):
+        losses_and_norms("text", batches, "ours", experts=4)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert counts[1] < counts[0] + 10, counts

@@ -216,8 +216,10 @@ def test_an_interruption_ends_every_worker(many: Path, tmp_path: Path) -> None:
     assert set(children(os.getpid())) <= before
 
 
-def test_ctrl_c_is_one_sentence_and_leaves_no_process(many: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "energon_packing.cli.main", "convert", str(many), "--workers", "2"]
+def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+    source = tmp_path / "long.jsonl"  # which takes half a minute, so that the interruption always comes first
+    source.write_text((json.dumps(sharegpt("k", "Hello")) + "\n") * 300_000)
+    command = [sys.executable, "-m", "energon_packing.cli.main", "convert", str(source), "--workers", "2"]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True, start_new_session=True
     )

@@ -59,6 +59,8 @@ def encoder_fingerprint(
         "position_ids": f"{config.position_ids}, {config.tokens_per_second} tokens a second",
         "limits": repr(config.limits),
         "loss_weighting": f"{config.loss_weighting}, scale {config.loss_scale}",
+        # Bytes and float32 give the model the same numbers, so a run may change from one to the other.
+        "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.loader import build_loader
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
@@ -59,3 +60,11 @@ def test_bfloat16_is_the_rounded_float(data):
                 assert torch.equal(ours.visual_inputs[name], tensor.bfloat16())
                 found += 1
     assert found
+
+
+def test_a_state_survives_a_change_between_exact_pixels_and_not_one_to_rounded_ones():
+    def fingerprint(pixels):
+        encoder = EncoderConfig(processor=str(processor_path("qwen2_5_vl")), pixels=pixels)
+        return ConversationEncoder(encoder).fingerprint()
+
+    assert fingerprint("bytes") == fingerprint("float32") != fingerprint("bfloat16")

@@ -11,7 +11,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.families.pixel_forms import RAW, image_forms
 from energon_packing.thd.pixels import PixelForm
 
 
@@ -117,8 +117,7 @@ class Llava(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the form of squares and tiles."""
-        form = form_of(self.images, "images")
-        return {} if form is None else {"pixel_values": form}
+        return image_forms(self.images)
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False

@@ -46,6 +46,12 @@ def form_of(processor: Any, layout: Layout, *, repeat: int = 1, sizes: str | Non
     return PixelForm(layout=layout, mean=folded[0], deviation=folded[1], repeat=repeat, sizes=sizes)
 
 
+def image_forms(processor: Any, *, sizes: str | None = None) -> dict[str, PixelForm]:
+    """Returns the form of ``pixel_values`` ``[images, 3, H, W]`` by that name; nothing if the processor has none."""
+    form = form_of(processor, "images", sizes=sizes)
+    return {} if form is None else {"pixel_values": form}
+
+
 def proven(
     kinds: Iterable[MediaKind],
     plans: Callable[[Sequence[Media]], Sequence[MediaPlan]],

@@ -13,7 +13,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily, require
-from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.families.pixel_forms import RAW, image_forms
 from energon_packing.thd.pixels import PixelForm
 
 
@@ -93,8 +93,7 @@ class Pixtral(VisionFamily):
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the form of images; their padding is 0 after normalisation and is found by ``image_sizes``."""
-        form = form_of(self.images, "images", sizes="image_sizes")
-        return {} if form is None else {"pixel_values": form}
+        return image_forms(self.images, sizes="image_sizes")
 
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False

@@ -73,8 +73,8 @@ class QwenPatches:
         return {self._pixels: made[self._pixels], self._grids: made[self._grids].to(torch.int64)}
 
     def _equals_the_processor(self) -> bool:
-        if self.form is None:
-            return False
+        if self.form is None or getattr(self._processor, "draw_on_frames", False):
+            return False  # a processor that draws the time on frames asks for more than frames
         shape = (3, PROBE_HEIGHT, PROBE_WIDTH)
         if self._kind == "video":
             shape = (PROBE_FRAMES, *shape)  # type: ignore[assignment]

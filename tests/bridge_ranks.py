@@ -335,6 +335,7 @@ def launch(runs: list[dict[str, Any]], folder: Path, data: Path, timeout: float)
     Raises:
         RuntimeError: the program itself failed.
     """
+    from forking_python import quick_python
     from ranks_environment import ranks_environment
 
     for run in runs:
@@ -342,7 +343,7 @@ def launch(runs: list[dict[str, Any]], folder: Path, data: Path, timeout: float)
     file = folder / "runs.json"
     file.write_text(json.dumps({"data": str(data), "runs": [DEFAULTS | run for run in runs]}))
     environment = ranks_environment(TOKENIZERS_PARALLELISM="false")
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(file), str(folder)]
+    command = [quick_python(), "-W", "ignore", str(Path(__file__).resolve()), str(file), str(folder)]
     output = folder / "output.txt"
     with output.open("w") as out:
         # A session of its own: writers of checkpoints outlive the ranks that are killed.

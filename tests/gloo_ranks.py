@@ -315,6 +315,7 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
     Raises:
         RuntimeError: with the traceback of the rank that failed first.
     """
+    from forking_python import quick_python
     from ranks_environment import ranks_environment
 
     results = {}
@@ -327,7 +328,7 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
             for world, folder in folders.items():
                 fork_ranks(world, worlds[world], folder)
         else:
-            command = [sys.executable, str(Path(__file__).resolve()), name, *map(str, worlds)]
+            command = [quick_python(), str(Path(__file__).resolve()), name, *map(str, worlds)]
             ended = subprocess.run(
                 command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False
             )

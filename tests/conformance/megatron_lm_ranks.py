@@ -307,11 +307,12 @@ def fork_ranks(case: Case, folder: Path) -> None:
 
 def run_cases(cases: list[Case], folder: Path) -> None:
     """Runs the cases in order; `result_of` reads what their ranks saw."""
+    from forking_python import quick_python
     from ranks_environment import ranks_environment
 
     (folder / "cases.json").write_text(json.dumps([case.__dict__ for case in cases]))
     environment = ranks_environment(CUDA_DEVICE_MAX_CONNECTIONS="1")
-    command = [sys.executable, str(Path(__file__).resolve()), str(folder)]
+    command = [quick_python(), str(Path(__file__).resolve()), str(folder)]
     errors = folder / "errors.txt"
     with errors.open("w") as out:
         # A session of its own: writers of checkpoints outlive the ranks that are killed.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from bridge_sources import path_of_main
+from forking_python import quick_python
 
 from energon_packing.validate.rules.registry import RULES
 
@@ -30,15 +31,15 @@ NEEDS_NO_ERROR = {rule.id for rule in RULES if not rule.bridge_says and rule.sev
 def test_random_runs_are_refused_by_the_rules_that_restate_bridge_exactly_where_bridge_refuses_them(
     version: str,
 ) -> None:
-    first = ""
+    first, python = "", quick_python()
     if version == "main":
         found = path_of_main()
         if isinstance(found, str):
             pytest.skip(found)
-        first = os.pathsep.join(str(folder) for folder in found) + os.pathsep
+        first, python = os.pathsep.join(str(folder) for folder in found) + os.pathsep, sys.executable
     path = first + os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(HERE / "judge_runs.py"), str(RUNS), "--json"],
+        [python, str(HERE / "judge_runs.py"), str(RUNS), "--json"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

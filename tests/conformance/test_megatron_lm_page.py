@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 if importlib.util.find_spec("megatron.training") is None or importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("megatron.training or the CPU stand-ins' Megatron-Bridge is not installed", allow_module_level=True)
 
+from forking_python import quick_python
 from megatron_lm_ranks import COMMON, EXISTING_SCRIPT
 
 from energon_packing.demo import processor_path
@@ -53,7 +54,8 @@ def bash(command, folder):
     """The finished command, in an environment as after ``source .venv/bin/activate``."""
     own = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
+        "PYTHON": quick_python(),
+        "PYTHON_EXEC": quick_python(),
         "PYTHONPATH": ":".join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")))),
     }
     words = ["bash", "-c", f"set -euo pipefail\n{command}"]

@@ -408,9 +408,10 @@ def run(folder: Path, depth: int) -> dict[str, list[Any]]:
     Raises:
         RuntimeError: a rank failed.
     """
+    from forking_python import quick_python
     from ranks_environment import ranks_environment
 
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(depth)]
+    command = [quick_python(), "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(depth)]
     ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-4000:])

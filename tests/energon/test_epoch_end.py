@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forking_python import quick_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,7 +227,7 @@ def test_two_processes_train_through_an_uneven_epoch_without_a_hang(run_config, 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", TRAINER, str(rank), str(tmp_path / "store"), json.dumps(configs)],
+            [quick_python(), "-c", TRAINER, str(rank), str(tmp_path / "store"), json.dumps(configs)],
             stdout=subprocess.PIPE,
             text=True,
             env=environment,

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import replica_ranks
 import torch
+from forking_python import quick_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks_environment import ranks_environment
@@ -207,7 +208,7 @@ def test_an_interpreter_ends_while_packs_are_made_ahead():
 
 
 def test_ranks_of_stages_and_hosts_end_while_packs_are_on_their_way(tmp_path):
-    command = [sys.executable, "-W", "ignore", str(Path(replica_ranks.__file__)), str(tmp_path), "2", "nobody"]
+    command = [quick_python(), "-W", "ignore", str(Path(replica_ranks.__file__)), str(tmp_path), "2", "nobody"]
     started = time.monotonic()
     ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=200, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -269,7 +270,7 @@ def shared_files():
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_rank_that_is_killed_is_named_by_the_other_and_leaves_nothing_behind(killed, tmp_path):
     before = shared_files()
-    command = [sys.executable, "-W", "ignore", str(Path(replica_ranks.__file__)), str(tmp_path), "2", str(killed)]
+    command = [quick_python(), "-W", "ignore", str(Path(replica_ranks.__file__)), str(tmp_path), "2", str(killed)]
     run = subprocess.Popen(command, env=ranks_environment(), start_new_session=True)
     survivor = tmp_path / "survivor.json"
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
-import gc
 import json
 import os
 import shutil
@@ -26,19 +25,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bridge_mutations import BRIDGE_MUTATIONS
 from budget_mutations import BUDGET_MUTATIONS
 from convert_mutations import CONVERT_MUTATIONS
 from family_mutations import FAMILY_MUTATIONS
+from forking_python import PACKAGE, ROOT, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from template_mutations import TEMPLATE_MUTATIONS
 from validate_mutations import VALIDATE_MUTATIONS
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = "energon_packing"
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS),
@@ -90,35 +89,6 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
         path.write_text(changed, encoding="utf-8")
         for bytecode in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             bytecode.unlink()
-
-
-def import_once() -> bool:
-    """Imports what is slow to import, and forgets our package again. True where Bridge is there."""
-    import hypothesis  # noqa: F401
-    import pytest  # noqa: F401
-    import torch
-    import transformers  # noqa: F401
-
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT))
-    has_bridge = True
-    try:
-        # The one import that knows how Bridge is imported on a machine without Transformer Engine.
-        from energon_packing.bridge_cpu import stand_ins
-
-        stand_ins.install()
-        stand_ins.uninstall()
-    except Exception as error:
-        if not isinstance(error, ImportError) and type(error).__name__ != "UserError":
-            raise
-        has_bridge = False
-    for name in [name for name in sys.modules if name == PACKAGE or name.startswith(f"{PACKAGE}.")]:
-        del sys.modules[name]
-    sys.path.remove(str(ROOT))
-    # Else a fork's first collection of garbage writes to every page that it shares with this process.
-    gc.collect()
-    gc.freeze()
-    return has_bridge
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> None:
@@ -267,7 +237,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    has_bridge = import_once()
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+
+    has_bridge = import_slow_modules()
     keep = Path(tempfile.mkdtemp(prefix="energon-packing-mutations-"))
     try:
         rows = run_all(chosen, jobs=options.jobs, has_bridge=has_bridge, keep=keep)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from bridge_mutations import BRIDGE_TRAPS
 from budget_mutations import BUDGET_TRAPS
 from convert_mutations import CONVERT_TRAPS
 from family_mutations import FAMILY_TRAPS
+from forking_python import quick_python
 from media_mutations import MEDIA_TRAPS
 from mutation_run import ALL_MUTATIONS as ALL
 from mutation_run import ROOT, copy_package
@@ -57,7 +57,7 @@ def verdicts():
     script = str(Path(__file__).with_name("mutation_run.py"))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, script, "--json"], env=environment, capture_output=True, text=True, timeout=2400, check=False
+        [quick_python(), script, "--json"], env=environment, capture_output=True, text=True, timeout=2400, check=False
     )
     assert done.returncode in (0, 1), done.stderr
     return {(row["trap"], row["mutation"]): (row["verdict"], row["detail"]) for row in json.loads(done.stdout)}

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forking_python import quick_python
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "demo.py"
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False
+        [quick_python(), str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False
     )
 
 

@@ -7,10 +7,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forking_python import quick_python
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "scripts" / "launch"
@@ -20,7 +20,8 @@ LAUNCHERS = ("torchrun", "slurm", "kubernetes", "ray")
 
 def launch(name, *words, timeout=60, **environment):
     """The finished launcher; the variables of a cluster are those that are given."""
-    kept = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": sys.executable}
+    python = quick_python()  # of the launcher, and of torchrun for its processes
+    kept = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "PYTHON": python, "PYTHON_EXEC": python}
     command = ["bash", str(LAUNCH / f"{name}.sh"), *map(str, words)]
     return subprocess.run(
         command, env=kept | environment, capture_output=True, text=True, timeout=timeout, check=False, cwd="/"
@@ -207,7 +208,7 @@ def test_two_processes_train_the_tiny_recipe_from_conversations_on(tmp_path):
     ],
 )
 def test_the_training_program_stops_with_a_sentence(words, code, sentence):
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "--cpu", "--data", "d", *words]
+    command = [quick_python(), str(ROOT / "scripts" / "train.py"), "--cpu", "--data", "d", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, cwd=ROOT)
     assert done.returncode == code, done.stderr[-2000:]
     assert sentence in done.stderr

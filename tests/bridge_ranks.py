@@ -259,11 +259,14 @@ def be_rank(run: dict[str, Any], folder: Path, data: str, rank: int, port: int) 
     report: dict[str, Any] = {"losses": [], "norms": [], "error": None}
     try:
         import torch
+        import torch.utils.data._utils
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         from energon_packing.bridge_cpu import training_run
 
         torch.set_num_threads(1)
+        # Closing a loader's worker takes seconds at torch's default.
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
         if run["save"]:  # the writers' queue is made once a process, and a fork is quicker than a new interpreter
             filesystem_async.get_write_results_queue("fork")
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(run["world"])}

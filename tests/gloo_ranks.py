@@ -309,6 +309,11 @@ def fork_ranks(world: int, cases: list[dict[str, Any]], folder: Path) -> None:
 # --- Outside ---------------------------------------------------------------------------------------------------------
 
 
+def forks_from_here() -> bool:
+    """Whether this process has imported everything and run no backward pass, as one that tests a mutation."""
+    return bool(os.environ.get("ENERGON_PACKING_FORK_RANKS"))
+
+
 def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[str, Any]]]:
     """Results of the cases of each world size.
 
@@ -324,7 +329,7 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
         for world, folder in folders.items():
             folder.mkdir()
             (folder / "cases.json").write_text(json.dumps(worlds[world]))
-        if os.environ.get("ENERGON_PACKING_FORK_RANKS"):  # a process that has imported all and run no backward pass
+        if forks_from_here():
             for world, folder in folders.items():
                 fork_ranks(world, worlds[world], folder)
         else:

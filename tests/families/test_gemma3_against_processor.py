@@ -32,7 +32,7 @@ def sides():
     return st.one_of(st.sampled_from([1, 255, 256, 257, 511, 512, 513, 614, 615, 768]), st.integers(1, 1100))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(width, height):
     family = published(False).family
@@ -40,7 +40,7 @@ def test_an_image_of_any_size_costs_the_tokens_that_the_processor_says(width, he
     assert [family.plan(image(width, height)).tokens] == said == [256]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(width=st.one_of(sides(), st.integers(1, 20000)), height=st.one_of(sides(), st.integers(1, 20000)))
 def test_an_image_of_any_size_becomes_the_crops_that_the_image_processor_makes(width, height):
     """The whole image processor on an image without storage, so that no size is too large."""

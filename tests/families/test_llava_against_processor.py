@@ -49,7 +49,7 @@ def small(name: str):
 
 
 @pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_a_single_image_of_any_size_costs_the_tokens_that_the_processor_says(name, width, height):
     family = published(name).family
@@ -62,7 +62,7 @@ def test_a_single_image_of_any_size_costs_the_tokens_that_the_processor_says(nam
         assert family.plan(image(width, height)).tokens == said
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_every_image_of_llava_costs_the_tokens_that_the_processor_says(width, height):
     family = published("llava").family

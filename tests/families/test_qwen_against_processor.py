@@ -28,7 +28,7 @@ def image(width: int, height: int) -> Media:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_of_any_size_costs_the_patches_that_the_processor_says(encoders, name, width, height):
     processor = encoders[name].processor

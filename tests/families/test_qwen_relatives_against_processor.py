@@ -29,7 +29,7 @@ def relative(name: str, **config):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=2000)
+@settings(max_examples=600)
 @given(width=st.integers(1, 20000), height=st.integers(1, 20000))
 def test_an_image_of_any_size_costs_the_patches_that_the_processor_says(name, width, height):
     ours = relative(name)

@@ -77,6 +77,6 @@ def test_a_bug_put_back_turns_its_test_red(verdicts, mutation):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_without_any_bug_the_named_tests_are_green(verdicts):
+def test_without_any_bug_the_named_tests_of_every_file_are_green(verdicts):
     verdict, detail = verdicts[0, "none"]
     assert verdict == "green", detail

@@ -26,6 +26,7 @@ class Inspected:
     Attributes:
         flaws: what stops the loader.
         shards, samples: of the part that the run reads.
+        names: of its shards, in order.
         media: whether media metadata of its media store name anything; None where there is no table of them.
         subflavors: of its samples, with those of the references.
     """
@@ -33,6 +34,7 @@ class Inspected:
     flaws: list[Flaw] = field(default_factory=list)
     shards: int = 0
     samples: int = 0
+    names: tuple[str, ...] = ()
     media: bool | None = None
     subflavors: dict[str, Any] = field(default_factory=dict)
 
@@ -100,6 +102,7 @@ def _look_at_part(found: Inspected, leaf: Leaf, counts: Mapping[str, int], split
         return
     excluded = set(_expanded(splits.get("exclude") or ()))
     shards = [name for name in _expanded(parts[leaf.split] or ()) if name not in excluded]
+    found.names = tuple(shards)
     found.shards, found.samples = len(shards), sum(int(counts.get(name, 0)) for name in shards)
     prepare = f"run 'energon prepare {leaf.path}' again"
     unknown = [name for name in shards if name not in counts]

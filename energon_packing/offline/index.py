@@ -1,0 +1,187 @@
+"""The index of data sets: lengths and positions of every source sample, one Parquet file per shard.
+
+::
+
+    INDEX/index.json                 data sets, their shards, and the fingerprint of the encoder
+    INDEX/<data set>/<shard>.parquet one row per sample, in the order of the shard
+
+Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans that differ in these share an index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from energon_packing.errors import UserError
+from energon_packing.offline.parquet import read_metadata, replacing
+
+FORMAT = 1
+INDEX_FILE = "index.json"
+MEDIA = pa.list_(
+    pa.struct(
+        [
+            pa.field("name", pa.string()),  # as the record names it
+            pa.field("shard", pa.int32()),  # number in `IndexedDataset.media_shards`
+            pa.field("offset", pa.int64()),  # of its first byte in the tar
+            pa.field("size", pa.int64()),  # bytes
+        ]
+    )
+)
+SCHEMA = pa.schema(
+    [
+        pa.field("key", pa.string()),
+        pa.field("offset", pa.int64()),  # of the record's first byte in the tar
+        pa.field("size", pa.int32()),  # bytes of the record
+        pa.field("length", pa.int32()),  # tokens; of the chosen answer of a preference pair
+        pa.field("second", pa.int32()),  # tokens of the rejected answer, a segment of its own; 0 if it is no pair
+        pa.field("targets", pa.int32()),  # tokens that are learned, of all segments
+        pa.field("images", pa.int32()),  # as `Measured.images`: tiles and frames where the family cuts media into them
+        pa.field("patches", pa.int64()),  # rows of vision input
+        pa.field("media", MEDIA),  # files that rendering reads
+        pa.field("reason", pa.string()),  # why the sample is dropped at any seq_length; null if it is not
+        pa.field("detail", pa.string()),
+    ]
+)
+"""Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedShard:
+    """A measured shard.
+
+    Attributes:
+        name: of the tar, relative to the data set.
+        samples, dropped: rows of its file, and how many of them have a reason.
+        tokens: of all samples that are not dropped.
+        identity: what the tar was when it was measured, see `shard_identity`.
+    """
+
+    name: str
+    samples: int
+    dropped: int
+    tokens: int
+    identity: Mapping[str, Any]
+
+    @property
+    def file(self) -> str:
+        """Name of its file in the data set's directory of the index."""
+        return f"{self.name.removesuffix('.tar').replace('/', '_')}.parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedDataset:
+    """A measured part of a data set.
+
+    Attributes:
+        name: of its directory in the index, unique there.
+        path: as it was given to ``measure``, absolute.
+        split: part of it.
+        root: directory of its shards.
+        media_root: directory of the shards that hold its media; the same for a monolithic data set.
+        media_shards: names of these, whose positions `MEDIA` counts.
+        shards: in order.
+    """
+
+    name: str
+    path: str
+    split: str
+    root: str
+    media_root: str
+    media_shards: tuple[str, ...]
+    shards: tuple[IndexedShard, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """A measured index on disk.
+
+    Attributes:
+        directory: holds it.
+        datasets: in the order in which they were first measured.
+        encoder: the ``encoder`` section of the configuration, as a mapping.
+        fingerprint: what lengths and targets depend on, by name.
+    """
+
+    directory: Path
+    datasets: tuple[IndexedDataset, ...] = ()
+    encoder: Mapping[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, directory: str | Path) -> Index:
+        """Reads ``index.json``.
+
+        Raises:
+            UserError: there is no index, or not one that this version reads.
+        """
+        file = Path(directory) / INDEX_FILE
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{directory} is not an index (it has no {INDEX_FILE}); make one with 'energon-packing measure'"
+            ) from error
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}); measure again") from error
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise UserError(f"{file} is not an index of format {FORMAT}; measure again with this version")
+        try:
+            return cls(
+                directory=Path(directory),
+                datasets=tuple(_dataset(each) for each in found["datasets"]),
+                encoder=found["encoder"],
+                fingerprint=found["fingerprint"],
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{file} is damaged ({error!r}); measure again") from error
+
+    def save(self) -> None:
+        """Writes ``index.json``, whole or not at all."""
+        content = {
+            "format": FORMAT,
+            "datasets": [asdict(each) for each in self.datasets],
+            "encoder": dict(self.encoder),
+            "fingerprint": dict(self.fingerprint),
+        }
+        with replacing(self.directory / INDEX_FILE) as aside:
+            aside.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+    def rows(self, dataset: IndexedDataset, shard: IndexedShard, columns: Sequence[str] | None = None) -> pa.Table:
+        """The rows of a shard.
+
+        Args:
+            columns: of `SCHEMA`; None reads all.
+
+        Raises:
+            UserError: the file is missing, damaged, or of another measurement.
+        """
+        path = self.directory / dataset.name / shard.file
+        found = read_metadata(path)
+        if found is None or found.get("identity") != dict(shard.identity):
+            raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
+        try:
+            return pq.read_table(path, columns=None if columns is None else list(columns))
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
+
+
+def _dataset(values: Mapping[str, Any]) -> IndexedDataset:
+    shards = tuple(IndexedShard(**each) for each in values["shards"])
+    return IndexedDataset(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
+
+
+def shard_identity(path: Path, index_uuid: str) -> dict[str, Any]:
+    """What a shard is known by: its size, the time of its last change, and the identifier of its data set's index.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    status = path.stat()
+    return {"bytes": status.st_size, "changed_ns": status.st_mtime_ns, "index_uuid": index_uuid}

@@ -1,0 +1,64 @@
+"""Parquet files that are there whole or not at all, with small metadata of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from energon_packing.errors import UserError
+
+METADATA = b"energon_packing"
+"""Key of our metadata in the schema of a file; the value is JSON."""
+
+try:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise UserError(
+        f"the offline road needs pyarrow ({error}); install it with: pip install 'energon-packing[offline]'"
+    ) from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield aside
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_table(
+    path: Path, schema: pa.Schema, tables: Iterable[pa.Table], metadata: Mapping[str, Any], *, rows: int | None = None
+) -> None:
+    """Writes tables of one schema to `path`, one or more row groups each.
+
+    Args:
+        metadata: for `read_metadata`; anything that JSON can express.
+        rows: rows of a row group at most; None leaves it to pyarrow, which then makes one per table.
+
+    Raises:
+        OSError: the disk is full or read-only; nothing is left behind.
+    """
+    described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
+    with replacing(path) as aside, pq.ParquetWriter(aside, described, compression="zstd") as writer:
+        for table in tables:
+            writer.write_table(table.cast(described), row_group_size=rows)
+
+
+def read_metadata(path: Path) -> dict[str, Any] | None:
+    """Our metadata of a file; None if the file is missing, damaged or not ours."""
+    try:
+        found = pq.read_schema(path).metadata or {}
+        value = json.loads(found[METADATA])
+    except (OSError, KeyError, ValueError, pa.ArrowException):
+        return None
+    return value if isinstance(value, dict) else None

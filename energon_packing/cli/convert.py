@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from energon_packing.cli.progress import ShownProgress
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
 from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, ConversionReport
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
-_SECONDS_BETWEEN_LINES = 10.0
 _MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b
@@ -157,7 +155,7 @@ def convert(
         overwrite=overwrite,
     )
     try:
-        with _ShownProgress(Console(stderr=True), quiet=as_json) as shown:
+        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json) as shown:
             report = run_conversion(config, shown)
     except KeyboardInterrupt:
         click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
@@ -173,54 +171,6 @@ def convert(
             err=True,
         )
         context.exit(1)
-
-
-class _ShownProgress:
-    """A bar on a terminal, a line now and then in a log, nothing with --json."""
-
-    def __init__(self, console: Console, *, quiet: bool) -> None:
-        self._console = console
-        self._quiet = quiet
-        self._bar: Progress | None = None
-        self._task: Any = None
-        self._stage = ""
-        self._ended = False
-        self._last = 0.0
-
-    def __enter__(self) -> _ShownProgress:
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._stop_bar()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if self._quiet:
-            return
-        now = time.monotonic()
-        begins, ends = stage != self._stage, done >= total
-        pause = 0.1 if self._console.is_terminal else _SECONDS_BETWEEN_LINES
-        if not begins and (self._ended or not (ends or now - self._last >= pause)):
-            return
-        self._last, self._ended = now, ends
-        if not self._console.is_terminal:
-            if not begins or ends:
-                click.echo(f"{_STAGES[stage]}: {100 * done // max(total, 1)} %", err=True)
-            self._stage = stage
-            return
-        if begins:
-            self._stop_bar()
-            self._stage = stage
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task(_STAGES[stage], total=max(total, 1))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=max(total, 1))
-
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
 
 
 def _print_report(report: ConversionReport) -> None:

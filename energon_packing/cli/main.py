@@ -61,6 +61,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.fill:fill",
         summary="Show how full packs of your own samples would be.",
     ),
+    "measure": Subcommand(
+        target="energon_packing.cli.measure:measure",
+        summary="Measure all samples of data sets once, without pixels.",
+    ),
     "parity": Subcommand(
         target="energon_packing.cli.parity:parity",
         summary="Compare packs with their samples alone, on a model.",

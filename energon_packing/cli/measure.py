@@ -1,0 +1,89 @@
+"""`energon-packing measure`: measures every sample of data sets once, for plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from energon_packing.cli.progress import ShownProgress
+from energon_packing.config import load_config
+from energon_packing.convert.config import default_workers
+
+_EXAMPLES = """\b
+Examples:
+  energon-packing measure data/chats --config run.yaml --out index
+  energon-packing measure data/chats data/charts --config run.yaml --out index --workers 16
+  energon-packing measure data/chats --config run.yaml --out index --rank $SLURM_ARRAY_TASK_ID --world-size 32
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("datasets", metavar="DATASET...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--config", "config", required=True, type=click.Path(path_type=Path), help="YAML; `encoder` is used.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the index.")
+@click.option("--split", default="train", show_default=True, help="Part of each data set.")
+@click.option(
+    "--workers", type=click.IntRange(min=0), default=default_workers, show_default="one per core", help="Processes."
+)
+@click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
+@click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
+def measure(
+    datasets: tuple[Path, ...],
+    config: Path,
+    out: Path,
+    split: str,
+    workers: int,
+    rank: int,
+    world_size: int,
+    as_json: bool,
+) -> None:
+    """Measure all samples of data sets once, without pixels.
+
+    DATASET are data sets that `energon-packing convert` wrote, or metadatasets of them. The index holds tokens, images,
+    patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section only. A
+    second run measures what is new; an interrupted one goes on.
+    """
+    from energon_packing.offline.measure import MeasureConfig
+    from energon_packing.offline.measure import measure as run_measure
+
+    asked = MeasureConfig(paths=datasets, out=out, split=split, workers=workers, rank=rank, world_size=world_size)
+    run = load_config(config)
+    with ShownProgress(Console(stderr=True), {"measure": "measuring"}, quiet=as_json) as shown:
+        report = run_measure(asked, run, shown)
+    datasets_of = () if report.index is None else report.index.datasets
+    rows = [
+        {
+            "dataset": each.name,
+            "path": each.path,
+            "split": each.split,
+            "shards": len(each.shards),
+            "samples": sum(shard.samples for shard in each.shards),
+            "dropped": sum(shard.dropped for shard in each.shards),
+            "tokens": sum(shard.tokens for shard in each.shards),
+        }
+        for each in datasets_of
+    ]
+    if as_json:
+        counts = {"measured": report.measured, "reused": report.reused, "missing": report.missing}
+        click.echo(json.dumps({"out": str(out), "shards": counts, "datasets": rows}, ensure_ascii=False))
+        return
+    console = Console()
+    if rows:
+        table = Table(title="Index", title_justify="left")
+        for name in rows[0]:
+            table.add_column(name, justify="left" if name in ("dataset", "path", "split") else "right", overflow="fold")
+        for row in rows:
+            table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+        console.print(table)
+    console.print(f"shards measured: {report.measured:,}, up to date: {report.reused:,}", highlight=False)
+    if report.missing:
+        console.print(
+            f"shards that other ranks have not measured yet: {report.missing:,}; the last rank completes {out}",
+            highlight=False,
+            soft_wrap=True,
+        )

@@ -1,0 +1,196 @@
+"""Measures the samples of a shard: one row of the index each, without a pixel."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from energon_packing.config import EncoderConfig, PackingConfig, to_mapping
+from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.energon.samples import ConversationSample, MeasuredSample
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import PackingError
+from energon_packing.offline.index import FORMAT, SCHEMA, IndexedShard, shard_identity
+from energon_packing.offline.parquet import read_metadata, write_table
+from energon_packing.offline.shard_index import ShardIndex
+from energon_packing.offline.source import IndexedMedia, SourcePart
+from energon_packing.offline.tar_files import TarFiles
+
+NO_ROW = 2**30
+"""Tokens of the row that samples are measured for: none is too long for it."""
+ONLY_RENDERING = ("pixels", "max_decoded_bytes", "decode_seconds")
+"""Fields of `EncoderConfig` that change pixels or their decoding, but no length."""
+BY_CONTENT = ("processor", "chat_template", "trust_remote_code")
+"""Fields of `EncoderConfig` that name what the encoder's own fingerprint digests."""
+_ROWS = 8192
+
+
+def measuring_fingerprint(encoder: PackingTaskEncoder, config: EncoderConfig) -> dict[str, str]:
+    """What lengths, targets and refusals depend on, by name.
+
+    Every field of the ``encoder`` section is in it but those listed above, so none can be forgotten.
+    """
+    fields = {
+        f"encoder.{name}": json.dumps(value, sort_keys=True)
+        for name, value in to_mapping(config).items()
+        if name not in (*ONLY_RENDERING, *BY_CONTENT)
+    }
+    own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name != "pixels"}
+    return {**own, **fields}
+
+
+def digest_of(fingerprint: Mapping[str, str]) -> str:
+    """A short digest of a fingerprint."""
+    return hashlib.sha256(json.dumps(dict(fingerprint), sort_keys=True).encode()).hexdigest()[:32]
+
+
+class ShardMeasurer:
+    """Measures shards with one encoder.
+
+    Args:
+        config: processor and limits of a sample.
+
+    Raises:
+        ConfigError: the processor cannot be used.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        self._encoder = PackingTaskEncoder(config, PackingConfig(seq_length=NO_ROW))
+        self.fingerprint = measuring_fingerprint(self._encoder, config)
+        self._digest = digest_of(self.fingerprint)
+        self._files = TarFiles()
+        self._indices: dict[str, ShardIndex] = {}
+
+    def index_of(self, root: str) -> ShardIndex:
+        """The index of a data set's directory, opened once."""
+        if root not in self._indices:
+            self._indices[root] = ShardIndex(Path(root))
+        return self._indices[root]
+
+    def forget_open_files(self) -> None:
+        """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
+        self._files, self._indices = TarFiles(), {}
+
+    def measured(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard | None:
+        """What is known of a shard whose file in `directory` is there and still true; None if it must be measured."""
+        there = IndexedShard(name=shard, samples=0, dropped=0, tokens=0, identity={})
+        found = read_metadata(directory / there.file)
+        if found is None or found.get("format") != FORMAT or found.get("fingerprint") != self._digest:
+            return None
+        if found.get("identity") != self._identity(part, shard) or found.get("subflavors") != _plain(part.subflavors):
+            return None
+        counts = {name: int(found[name]) for name in ("samples", "dropped", "tokens")}
+        return IndexedShard(name=shard, identity=found["identity"], **counts)
+
+    def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
+        """Measures all samples of a shard and writes their rows to `directory`.
+
+        Raises:
+            UserError: the shard cannot be read, or a sample shows that the configuration cannot work.
+            OSError: the rows cannot be written; nothing is left behind.
+        """
+        identity = self._identity(part, shard)
+        columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        tables: list[pa.Table] = []
+        samples = dropped = tokens = 0
+        for row in self._rows(part, shard):
+            samples += 1
+            dropped += row["reason"] is not None
+            tokens += 0 if row["reason"] is not None else row["length"] + row["second"]
+            for name, value in row.items():
+                columns[name].append(value)
+            if samples % _ROWS == 0:
+                tables.append(_table(columns))
+        if columns["key"] or not tables:
+            tables.append(_table(columns))
+        if samples != self.index_of(part.root).samples[shard]:
+            raise PackingError(f"{shard} of {part.root} has {samples} samples in its index and another count beside it")
+        if self._identity(part, shard) != identity:
+            raise PackingError(f"{shard} of {part.root} changed while it was measured")
+        known = IndexedShard(name=shard, samples=samples, dropped=dropped, tokens=tokens, identity=identity)
+        directory.mkdir(parents=True, exist_ok=True)
+        metadata = {
+            "format": FORMAT,
+            "fingerprint": self._digest,
+            "identity": identity,
+            "subflavors": _plain(part.subflavors),
+            "samples": samples,
+            "dropped": dropped,
+            "tokens": tokens,
+        }
+        write_table(directory / known.file, SCHEMA, tables, metadata)
+        return known
+
+    def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
+        return shard_identity(Path(part.root) / shard, self.index_of(part.root).uuid)
+
+    def _rows(self, part: SourcePart, shard: str) -> Iterator[dict[str, Any]]:
+        tar = Path(part.root) / shard
+        media = self.index_of(part.media_root)
+        for key, offset, size in self.index_of(part.root).records(shard):
+            store = IndexedMedia(media, key)
+            # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
+            record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
+            sample = part.sample(key, record, store)
+            yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
+
+    def _measured(self, sample: ConversationSample, store: IndexedMedia) -> dict[str, Any]:
+        found: MeasuredSample = self._encoder.preencode_sample(sample)
+        problem, measured = found.problem, found.measured
+        if problem is not None and problem.fatal is not None:
+            raise problem.fatal
+        if problem is not None or measured is None:
+            reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
+            return {**_sizes(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
+        files = []
+        for name in dict.fromkeys(_files(measured)):
+            position = store.position(name)
+            if position is None:
+                return {**_sizes(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
+            files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
+        return {**_sizes(measured), "media": files}
+
+
+def _sizes(measured: AnyMeasured | None) -> dict[str, Any]:
+    if measured is None:
+        numbers = dict.fromkeys(("length", "second", "targets", "images", "patches"), 0)
+        return {**numbers, "media": [], "reason": None, "detail": None}
+    first, second = (*measured.segment_lengths, 0)[:2]
+    return {
+        "length": first,
+        "second": second,
+        "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
+        "images": measured.images,
+        "patches": measured.patches,
+        "media": [],
+        "reason": None,
+        "detail": None,
+    }
+
+
+def _files(measured: AnyMeasured) -> Iterator[str]:
+    """Names of the files that rendering reads."""
+    segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
+    for media in getattr(segment, "media", ()):
+        yield from media.frame_names or (media.name,)
+    if isinstance(measured, MeasuredPair):
+        for media in measured.rejected.media:
+            yield from media.frame_names or (media.name,)
+
+
+def _table(columns: dict[str, list[Any]]) -> pa.Table:
+    """A table of the rows so far, which are forgotten."""
+    table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in SCHEMA}, schema=SCHEMA)
+    for values in columns.values():
+        values.clear()
+    return table
+
+
+def _plain(value: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(dict(value), sort_keys=True, default=str))

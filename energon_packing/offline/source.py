@@ -1,0 +1,152 @@
+"""The data sets that offline commands read: parts with their shards, and the samples in them, by position."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.energon import CrudeSample
+from megatron.energon.cache import FileStore
+
+from energon_packing.convert.layout import MEDIA_AUX, SUBFLAVORS
+from energon_packing.energon.cookers import cook_record
+from energon_packing.energon.samples import ConversationSample
+from energon_packing.errors import UserError
+from energon_packing.offline.shard_index import Position, ShardIndex
+from energon_packing.offline.tar_files import TarFiles
+from energon_packing.validate.looks.data import look_at_data
+from energon_packing.validate.looks.leaves import REMOTE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcePart:
+    """A directory of shards whose records are conversations, and the directory of their media.
+
+    Attributes:
+        path: that the user named; absolute.
+        split: part of it.
+        root: directory of the shards.
+        media_root: directory of the shards with the media; `root` itself for a monolithic data set.
+        shards: names of the part's tars, in order.
+        subflavors: of its samples.
+    """
+
+    path: str
+    split: str
+    root: str
+    media_root: str
+    shards: tuple[str, ...]
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
+
+    def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> ConversationSample:
+        """Cooks a record as the loader does; a bad one carries its problem."""
+        crude = CrudeSample(
+            {
+                "__key__": key,
+                "__restore_key__": (),
+                "__subflavors__": dict(self.subflavors),
+                "__sources__": (),
+                "json": record,
+            }
+        )
+        return cook_record(crude, primary=store)
+
+
+def source_parts(path: str | Path, split: str) -> list[SourcePart]:
+    """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets.
+
+    Raises:
+        UserError: something is missing or damaged, or the samples are not conversations of ours.
+    """
+    found = look_at_data(str(path), split, {"data.path": "DATASET", "data.split": "--split"}, {})
+    wrong = [look for look in found.looks if look.outcome == "error"]
+    if wrong:
+        raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
+    if not found.whole:
+        raise UserError(f"{path} is not on this machine; offline commands read shards by position from a local path")
+    parts = []
+    for leaf, inspected in found.readable:
+        if any(inspected.subflavors.get(name) != value for name, value in SUBFLAVORS.items()) or leaf.joined:
+            raise UserError(
+                f"{leaf.path} does not hold conversations that 'energon-packing convert' wrote; offline commands read "
+                "no other records"
+            )
+        media = leaf.aux.get(MEDIA_AUX, leaf.path)
+        if REMOTE in media:
+            raise UserError(f"{leaf.path} keeps its media as files in {media}; convert it again, into shards")
+        parts.append(
+            SourcePart(
+                path=os.path.abspath(path),
+                split=leaf.split,
+                root=os.path.abspath(leaf.path),
+                media_root=os.path.abspath(media),
+                shards=inspected.names,
+                subflavors=inspected.subflavors,
+            )
+        )
+    return parts
+
+
+class IndexedMedia(FileStore[bytes]):
+    """Looks up media of one sample in the index of their shards; for measuring, so nothing is read from a tar.
+
+    Args:
+        index: of the data set with the media.
+        key: of the sample, which a name that begins with a dot continues.
+    """
+
+    def __init__(self, index: ShardIndex, key: str) -> None:
+        self._index = index
+        self._key = key
+
+    def _full(self, name: str) -> str:
+        return self._key + name if name.startswith(".") else name
+
+    def position(self, name: str) -> Position | None:
+        """Where the file lies; None if it is missing."""
+        return self._index.position(self._full(name))
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        raise KeyError(f"{key} is not read while samples are measured")
+
+    def get_path(self) -> str:
+        """The directory of the media."""
+        return str(self._index.root)
+
+    def get_media_metadata(self, key: str) -> Any:
+        """See `ShardIndex.media_metadata`."""
+        return self._index.media_metadata(self._full(key))
+
+
+class PositionedMedia(FileStore[bytes]):
+    """Reads media of one sample at positions that are known.
+
+    Args:
+        files: open tars.
+        positions: name -> tar, offset, bytes.
+    """
+
+    def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
+        self._files = files
+        self._positions = positions
+        self._metadata = metadata
+
+    def __getitem__(self, key: str) -> tuple[bytes, Any]:
+        path, offset, size = self._positions[key]
+        return self._files.read(path, offset, size), None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._positions)
+
+    def get_path(self) -> str:
+        """No single directory holds them."""
+        return ""
+
+    def get_media_metadata(self, key: str) -> Any:
+        """Energon's metadata, for records that lack sizes."""
+        if self._metadata is None:
+            raise RuntimeError("no media metadata")
+        return self._metadata(key)

@@ -1,0 +1,60 @@
+"""Reads pieces of tars by their positions, with a bounded number of files open."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+from energon_packing.errors import UserError
+
+MOST_OPEN = 128
+"""Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
+
+
+class TarFiles:
+    """Open tars, the least recently used closed first. Not for several threads or across a fork."""
+
+    def __init__(self, most: int = MOST_OPEN) -> None:
+        self._most = most
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._process = os.getpid()
+
+    def read(self, path: Path, offset: int, size: int) -> bytes:
+        """Returns `size` bytes of `path` from byte `offset` on.
+
+        Raises:
+            UserError: the file is missing, unreadable, or ends before that.
+        """
+        try:
+            found = os.pread(self._descriptor(path), size, offset)
+            while 0 < len(found) < size:  # a signal, or a file system that reads less at a time
+                more = os.pread(self._descriptor(path), size - len(found), offset + len(found))
+                if not more:
+                    break
+                found += more
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror or error}; put the shard back") from error
+        if len(found) != size:
+            raise UserError(f"{path} ends before byte {offset + size}; the shard changed since it was measured")
+        return found
+
+    def _descriptor(self, path: Path) -> int:
+        if self._process != os.getpid():  # descriptors are shared with the parent, which may close them
+            self._open.clear()
+            self._process = os.getpid()
+        found = self._open.get(path)
+        if found is not None:
+            self._open.move_to_end(path)
+            return found
+        while len(self._open) >= self._most:
+            os.close(self._open.popitem(last=False)[1])
+        found = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return found
+
+    def close(self) -> None:
+        """Closes all of them."""
+        if self._process == os.getpid():
+            for descriptor in self._open.values():
+                os.close(descriptor)
+        self._open.clear()

@@ -1,0 +1,59 @@
+"""Converted data sets in both layouts, with samples that are too long, too short or not measurable among them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """Conversations as files: text, images and videos, preference pairs, and ones that measuring refuses."""
+    folder = tmp_path_factory.mktemp("offline-sources")
+    source = make_data(folder / "demo", conversations=60, seed=5, defects=False)
+    ask, say = {"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "It is what it is. " * 20}
+    records = [
+        {"id": f"pair-{number}", "conversations": [ask], "chosen": say, "rejected": {"from": "gpt", "value": "No."}}
+        for number in range(5)
+    ]
+    records += [
+        {"id": "reserved", "conversations": [{"from": "human", "value": "a <|image_pad|> b"}, say]},
+        {"id": "long", "conversations": [ask, {"from": "gpt", "value": "word " * 3000}]},
+    ]
+    more = folder / "more.jsonl"
+    more.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return source, more
+
+
+@pytest.fixture(scope="session", params=["polylithic", "monolithic"])
+def layout(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def dataset(layout, sources, tmp_path_factory):
+    """Directory of the data set; six shards of twelve samples or fewer."""
+    out = tmp_path_factory.mktemp("offline") / "a.b data"
+    convert(
+        ConvertConfig(sources=sources, out=out, layout=layout, split={"train": 1.0}, samples_per_shard=12, workers=0)
+    )
+    return out
+
+
+@pytest.fixture(scope="session")
+def run_of():
+    """A run on a data set; keyword arguments replace packing fields, ``encoder`` and ``data`` those of the others."""
+
+    def make(path, *, encoder=None, data=None, family="qwen2_5_vl", **packing):
+        return RunConfig(
+            data=DataConfig(**({"path": str(path), "workers": 0, "repeat": False} | (data or {}))),
+            encoder=EncoderConfig(processor=str(processor_path(family)), **(encoder or {})),
+            packing=PackingConfig(**({"seq_length": 2048, "window": 32, "drop_budget": 1.0} | packing)),
+        )
+
+    return make

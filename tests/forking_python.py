@@ -129,7 +129,7 @@ def start_program(connection: socket.socket) -> int:
         os.closerange(3, 256)
         for name, place, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
             buffering = 1 if name == "stderr" else -1
-            setattr(sys, name, os.fdopen(os.dup(place), mode, buffering, encoding="utf-8", errors="replace"))
+            setattr(sys, name, os.fdopen(place, mode, buffering, encoding="utf-8", errors="replace", closefd=False))
             setattr(sys, f"__{name}__", getattr(sys, name))
         for number in (*FORWARDED, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -221,7 +221,12 @@ def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
     source.write_text((json.dumps(sharegpt("k", "Hello")) + "\n") * 300_000)
     command = [sys.executable, "-m", "energon_packing.cli.main", "convert", str(source), "--workers", "2"]
     process = subprocess.Popen(
-        [*command, "--out", str(tmp_path / "out")], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "--out", str(tmp_path / "out")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell ignores Ctrl-C for what it runs in the background, and programs inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     while len(workers := children(process.pid)) < 2 and process.poll() is None:
         time.sleep(0.01)

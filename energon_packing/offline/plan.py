@@ -1,0 +1,274 @@
+"""The plan: a Parquet file that holds, in global order, which samples every pack of a run has.
+
+One row per sample, or per piece of a split sample. The rows of a pack are adjacent, and in the order of its row; no row
+group splits a pack. A plan holds all that reading its samples needs, so its index may be deleted.
+
+The metadata (`energon_packing.offline.parquet.read_metadata`) have the fields of `Plan`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from energon_packing.errors import UserError
+from energon_packing.offline.index import MEDIA, IndexedDataset, IndexedShard
+from energon_packing.offline.parquet import read_metadata, write_table
+
+FORMAT = 1
+ROW_GROUP = 1 << 16
+"""Rows of a row group, up to the end of the pack that crosses this number."""
+CACHED = 2
+"""Row groups that an open plan keeps: a range of packs seldom touches more."""
+SCHEMA = pa.schema(
+    [
+        pa.field("pack", pa.int64()),  # global position
+        pa.field("dataset", pa.int16()),  # number in `Plan.datasets`
+        pa.field("shard", pa.int32()),  # number in `IndexedDataset.shards`
+        pa.field("row", pa.int32()),  # of the shard's file in the index: the sample's number in its shard
+        pa.field("key", pa.string()),  # of the source sample; a piece is called KEY#PIECE
+        pa.field("offset", pa.int64()),  # of the record's first byte in the tar
+        pa.field("size", pa.int32()),  # bytes of the record
+        pa.field("length", pa.int32()),  # tokens, as packed; of the chosen answer of a preference pair
+        pa.field("second", pa.int32()),  # tokens of the rejected answer; 0 if it is no pair
+        pa.field("piece", pa.int16()),  # number of the piece of a split sample; -1 if it is whole
+        pa.field("media", MEDIA),  # of the source sample
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedMedia:
+    """A file that a sample shows; see `energon_packing.offline.index.MEDIA`."""
+
+    name: str
+    shard: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSample:
+    """A row of a plan; see `SCHEMA`."""
+
+    dataset: int
+    shard: int
+    row: int
+    key: str
+    offset: int
+    size: int
+    length: int
+    second: int
+    piece: int
+    media: tuple[PlannedMedia, ...]
+
+    @property
+    def name(self) -> str:
+        """The key by which the online loader knows the sample: ``KEY``, or ``KEY#PIECE``."""
+        return self.key if self.piece < 0 else f"{self.key}#{self.piece}"
+
+    @property
+    def segment_lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return (self.length, self.second) if self.second else (self.length,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedPack:
+    """One pack.
+
+    Attributes:
+        number: global position.
+        samples: in the order of its row.
+    """
+
+    number: int
+    samples: tuple[PlannedSample, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFacts:
+    """What the metadata of a plan say.
+
+    Attributes:
+        id: digest of what the plan holds: rows, order, configuration and sources.
+        config: the whole `RunConfig` as a mapping.
+        fingerprint: of the encoder, from the index.
+        decided: what the packs depend on besides the samples: row length, alignment, limits, policy, blend, seed.
+        datasets: the sources, with the identity of every shard.
+        packs: number of packs.
+        samples: number of rows.
+        max_data_parallel: steps are balanced for every data-parallel size that divides this.
+        epoch_ends: for each epoch, the number of packs up to its end.
+        row_groups: number of the first pack of each row group.
+        drops: number of dropped source samples by reason.
+        summary: figures for readers; see `energon_packing.offline.plan_summary`.
+    """
+
+    id: str
+    config: Mapping[str, Any]
+    fingerprint: Mapping[str, str]
+    decided: Mapping[str, Any]
+    datasets: tuple[IndexedDataset, ...]
+    packs: int
+    samples: int
+    max_data_parallel: int
+    epoch_ends: tuple[int, ...]
+    row_groups: tuple[int, ...]
+    drops: Mapping[str, int] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` reads them back."""
+        return {"format": FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PlanFacts:
+        """Facts from `to_json`.
+
+        Raises:
+            KeyError, TypeError: a field is missing or has another form.
+        """
+        given = {entry.name: values[entry.name] for entry in fields(cls)}
+        given["datasets"] = tuple(_dataset(each) for each in values["datasets"])
+        for name in ("epoch_ends", "row_groups"):
+            given[name] = tuple(int(number) for number in values[name])
+        return cls(**given)
+
+
+def _dataset(values: Mapping[str, Any]) -> IndexedDataset:
+    shards = tuple(IndexedShard(**each) for each in values["shards"])
+    return IndexedDataset(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
+
+
+def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None:
+    """Writes a plan, whole or not at all.
+
+    Args:
+        facts: its metadata.
+        tables: of `SCHEMA`, one per row group, whose first packs are ``facts.row_groups``.
+
+    Raises:
+        OSError: the disk is full or read-only.
+    """
+    write_table(path, SCHEMA, tables, facts.to_json())
+
+
+class Plan:
+    """An open plan.
+
+    Args:
+        path: of the file.
+        facts: its metadata.
+
+    May be used by several processes after a fork: the file is opened by the process that reads first.
+    """
+
+    def __init__(self, path: Path, facts: PlanFacts) -> None:
+        self.path = path
+        self.facts = facts
+        self._file: pq.ParquetFile | None = None
+        self._groups: OrderedDict[int, tuple[pa.Table, np.ndarray]] = OrderedDict()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Plan:
+        """Reads the metadata only.
+
+        Raises:
+            UserError: the file is missing, damaged, no plan, or of another version.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")
+        found = read_metadata(file)
+        if found is None or found.get("format") != FORMAT or "epoch_ends" not in found:
+            raise UserError(f"{file} is damaged, or not a plan of format {FORMAT}; make it again with this version.")
+        try:
+            return cls(file, PlanFacts.from_json(found))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{file} has damaged metadata ({error!r}); make the plan again.") from error
+
+    def __len__(self) -> int:
+        return self.facts.packs
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "facts": self.facts}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__init__(state["path"], state["facts"])  # type: ignore[misc]  # a copy opens the file for itself
+
+    def rows(self, start: int, stop: int) -> pa.Table:
+        """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
+
+        Raises:
+            UserError: the range leaves the plan, or the file is damaged.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
+        if start == stop:
+            return SCHEMA.empty_table()
+        firsts = np.asarray(self.facts.row_groups)
+        low, high = np.searchsorted(firsts, [start, stop - 1], side="right") - 1
+        parts = []
+        for number in range(int(low), int(high) + 1):
+            table, packs = self._group(number)
+            begin, end = np.searchsorted(packs, [start, stop])
+            parts.append(table.slice(int(begin), int(end - begin)))
+        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+
+    def packs(self, start: int, stop: int) -> list[PlannedPack]:
+        """The packs ``[start, stop)``.
+
+        Raises:
+            UserError: as `rows`.
+        """
+        found: list[PlannedPack] = []
+        samples: list[PlannedSample] = []
+        number = start
+        for row in self.rows(start, stop).to_pylist():
+            pack = row.pop("pack")
+            if pack != number:
+                found.append(PlannedPack(number=number, samples=tuple(samples)))
+                number, samples = pack, []
+            row["media"] = tuple(PlannedMedia(**each) for each in row["media"] or ())
+            samples.append(PlannedSample(**row))
+        if samples:
+            found.append(PlannedPack(number=number, samples=tuple(samples)))
+        return found
+
+    def tables(self, columns: list[str]) -> Iterable[pa.Table]:
+        """All rows, one row group at a time.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        for number in range(len(self.facts.row_groups)):
+            yield self._read(number, columns)
+
+    def _group(self, number: int) -> tuple[pa.Table, np.ndarray]:
+        """A row group, and the pack of each of its rows."""
+        known = self._groups.get(number)
+        if known is None:
+            table = self._read(number, None)
+            known = self._groups[number] = table, table.column("pack").to_numpy()
+            if len(self._groups) > CACHED:
+                self._groups.popitem(last=False)
+        else:
+            self._groups.move_to_end(number)
+        return known
+
+    def _read(self, number: int, columns: list[str] | None) -> pa.Table:
+        try:
+            if self._file is None:
+                self._file = pq.ParquetFile(self.path)
+            # Without threads: a loader's worker is a fork, and has a core of its own.
+            return self._file.read_row_group(number, columns=columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error

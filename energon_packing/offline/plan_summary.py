@@ -1,0 +1,74 @@
+"""Figures about a plan, for readers: histogram, fill, balance of steps, steps an epoch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from energon_packing.config import RunConfig
+from energon_packing.offline import array_limits
+from energon_packing.offline.fitting_samples import Samples
+from energon_packing.offline.ordered_packs import OrderedPacks
+from energon_packing.packing.balance import step_efficiency
+from energon_packing.packing.pack_limits import PackLimits
+
+BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
+"""Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
+
+
+def summary_of(samples: Samples, packs: OrderedPacks, limits: PackLimits, config: RunConfig) -> dict[str, Any]:
+    """The figures, as plain values.
+
+    ``fill`` is the share of real tokens in all rows of ``seq_length``; ``aligned_fill`` counts alignment padding too;
+    ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
+    share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
+    steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
+    """
+    sizes = samples.sizes
+    tokens = int(sizes.tokens[packs.order].sum())
+    aligned = int(array_limits.length_units(limits, sizes)[packs.order].sum()) * limits.multiple
+    room = packs.count * config.packing.seq_length
+    lengths = np.bincount(np.frexp(sizes.tokens)[1] - 1)  # of the power of two below each length
+    batches = sorted({config.training.global_batch_size, *BATCH_SIZES})
+    return {
+        "source_samples": int(np.unique(samples.source).size),
+        "rows": int(packs.order.size),
+        "tokens": tokens,
+        "images": int(sizes.images[packs.order].sum(dtype=np.int64)),
+        "patches": int(sizes.patches[packs.order].sum()),
+        "packs": packs.count,
+        "samples_per_pack": round(packs.order.size / packs.count, 3),
+        "fill": round(tokens / room, 6),
+        "aligned_fill": round(aligned / room, 6),
+        "of_bound": round(packs.bound / packs.count, 6),
+        "histogram": [
+            {"from": 1 << power, "below": 2 << power, "samples": int(count)}
+            for power, count in enumerate(lengths.tolist())
+            if count
+        ],
+        "balance": {
+            str(ranks): round(efficiency, 4)
+            for ranks in _sizes(config.plan.max_data_parallel)
+            if (efficiency := efficiency_of(packs.costs, ranks)) is not None
+        },
+        "steps": {str(batch): _steps(packs.epoch_ends, batch) for batch in batches},
+    }
+
+
+def efficiency_of(costs: np.ndarray, ranks: int) -> float | None:
+    """`step_efficiency` of all whole steps; None if there is none."""
+    whole = costs.size // ranks * ranks
+    return step_efficiency(costs[:whole].reshape(-1, ranks).T) if whole else None
+
+
+def _sizes(most: int) -> list[int]:
+    """Data-parallel sizes to report: powers of two that divide the maximum, and the maximum."""
+    powers = [1 << power for power in range(1, most.bit_length()) if most % (1 << power) == 0]
+    return sorted({*powers, most} - {1}) or [1]
+
+
+def _steps(epoch_ends: tuple[int, ...], batch: int) -> list[int]:
+    """Steps that end in each epoch."""
+    ends = [end // batch for end in epoch_ends]
+    return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]

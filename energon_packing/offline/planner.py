@@ -1,0 +1,183 @@
+"""Makes a plan: from indexes and a configuration to the Parquet file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
+from energon_packing.errors import UserError
+from energon_packing.offline import plan as plan_file
+from energon_packing.offline.epoch_packs import policy_of
+from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
+from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
+from energon_packing.offline.plan import PlanFacts, write_plan
+from energon_packing.offline.plan_drops import write_drops
+from energon_packing.offline.plan_summary import summary_of
+from energon_packing.offline.remeasured import Remeasure
+from energon_packing.offline.sources import Sources
+from energon_packing.packing.pack_limits import PackLimits
+
+
+def make_plan(
+    directories: Sequence[str | Path],
+    config: RunConfig,
+    out: Path,
+    *,
+    limits: PackLimits | None = None,
+    remeasure: Remeasure | None = None,
+    force: bool = False,
+) -> PlanFacts:
+    """Makes a plan of all samples of these indexes.
+
+    Args:
+        directories: indexes, all measured with the encoder of `config`.
+        config: of the run.
+        out: the plan; its drops are written beside it.
+        limits: of a pack; None takes them from `config`, which has to be without a dummy image then.
+        remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
+        force: whether to replace an existing plan.
+
+    Raises:
+        UserError: the plan exists, an index cannot be used, nothing is left to pack, more samples are dropped than
+            ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
+        ConfigError: the configuration does not suit the indexes.
+        OSError: the plan cannot be written.
+    """
+    if out.exists() and not force:
+        raise UserError(f"{out} exists already; name another file, or replace it with --force.")
+    if not out.parent.is_dir():
+        raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
+    limits = limits or plain_limits(config)
+    sources = Sources.open(directories, config.encoder)
+    samples, drops = fitting_samples(sources, limits, config, remeasure)
+    _check_drops(sources, samples, drops, config)
+    packs = ordered_packs(sources, samples, limits, config)
+    facts = _facts(sources, samples, drops, packs, limits, config)
+    write_drops(out, facts.id, drops, sources)
+    write_plan(out, facts, _tables(sources, samples, packs, facts))
+    return facts
+
+
+def plain_limits(config: RunConfig) -> PackLimits:
+    """Limits of a pack that the configuration alone determines, as `PackingTaskEncoder` has them.
+
+    Raises:
+        ConfigError: ``seq_length`` is not a multiple of the alignment.
+        UserError: a dummy image is asked for, whose length only the encoder knows.
+    """
+    packing = config.packing
+    if packing.dummy_image:
+        raise UserError("packing.dummy_image reserves room that only the encoder knows; give the limits of its packs.")
+    return PackLimits(
+        tokens=packing.seq_length,
+        multiple=config.parallel.multiple,
+        images=packing.max_images_per_pack,
+        patches=packing.max_patches_per_pack,
+        segments=packing.max_segments_per_pack,
+        cost=packing.max_cost_per_pack,
+        lone_room=True,
+    )
+
+
+def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: RunConfig) -> None:
+    if len(samples) == 0:
+        said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
+        raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
+    lost = len({drop.source for drop in drops})
+    if lost > config.packing.drop_budget * len(sources):
+        raise UserError(
+            f"{lost} of {len(sources)} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
+            f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
+            "or raise the budget."
+        )
+
+
+def _reasons(drops: list[Drop]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in Counter(drop.reason for drop in drops).most_common(3))
+
+
+def _facts(
+    sources: Sources, samples: Samples, drops: list[Drop], packs: OrderedPacks, limits: PackLimits, config: RunConfig
+) -> PlanFacts:
+    packing = config.packing
+    decided = {
+        "seq_length": packing.seq_length,
+        "multiple": limits.multiple,
+        "reserved": packing.seq_length - limits.tokens,
+        "dummy_image": packing.dummy_image,
+        **{name: getattr(packing, name) for name in PACK_LIMITS},
+        "policy": policy_of(packing),
+        "oversize": packing.oversize,
+        "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
+        "plan": to_mapping(config.plan),
+    }
+    groups = _row_groups(packs.offsets)
+    values: dict[str, Any] = {
+        "config": to_mapping(config),
+        "fingerprint": sources.fingerprint,
+        "decided": decided,
+        "packs": packs.count,
+        "samples": int(packs.order.size),
+        "max_data_parallel": config.plan.max_data_parallel,
+        "epoch_ends": packs.epoch_ends,
+        "row_groups": tuple(groups),
+        "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
+    }
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
+    digest.update(json.dumps([asdict(each) for each in sources.datasets], sort_keys=True).encode())
+    chosen = packs.order
+    columns = (samples.source, samples.piece, samples.sizes.length, samples.sizes.second)
+    for array in (packs.offsets.astype(np.int64), *(column[chosen] for column in columns)):
+        digest.update(np.ascontiguousarray(array).data)
+    return PlanFacts(
+        id=digest.hexdigest()[:32],
+        datasets=sources.datasets,
+        summary=summary_of(samples, packs, limits, config),
+        **values,
+    )
+
+
+def _row_groups(offsets: np.ndarray) -> list[int]:
+    """The first pack of each row group."""
+    packs = offsets.size - 1
+    firsts = [0]
+    while True:
+        following = int(np.searchsorted(offsets, offsets[firsts[-1]] + plan_file.ROW_GROUP))
+        if following >= packs:
+            return firsts
+        firsts.append(following)
+
+
+def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
+    """The rows of the plan, one row group at a time."""
+    names = ("key", "offset", "size", "media")
+    parts = [table for _, table in sources.tables(names)]
+    content = pa.concat_tables(parts).combine_chunks()
+    del parts
+    bounds = [*facts.row_groups, facts.packs]
+    for first, stop in zip(bounds, bounds[1:], strict=False):
+        low, high = int(packs.offsets[first]), int(packs.offsets[stop])
+        rows = packs.order[low:high]
+        source = samples.source[rows]
+        dataset, shard, row = sources.place(source)
+        found = content.take(pa.array(source))
+        columns = {
+            "pack": np.repeat(np.arange(first, stop), np.diff(packs.offsets[first : stop + 1])),
+            "dataset": dataset,
+            "shard": shard,
+            "row": row,
+            "length": samples.sizes.length[rows],
+            "second": samples.sizes.second[rows],
+            "piece": samples.piece[rows],
+            **{name: found.column(name) for name in names},
+        }
+        yield pa.table({name: columns[name] for name in plan_file.SCHEMA.names}, schema=plan_file.SCHEMA)

@@ -1,0 +1,58 @@
+"""The section ``plan`` of a configuration: how ``energon-packing plan`` mixes, orders and repeats data sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from energon_packing.errors import ConfigError
+
+WeightsBy = Literal["samples", "tokens"]
+LARGEST_EPOCHS = 1000
+"""Bound on ``epochs``, against a plan of unintended size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedDatasetConfig:
+    """One data set of a plan."""
+
+    weight: float | None = None
+    """Share of the data set in an epoch relative to the others' weights, in the unit of ``weights_by``. Set it for all
+    data sets or for none. None for all: every data set occurs ``epochs`` times."""
+    epochs: float = 1.0
+    """How often each sample occurs in one epoch of the plan; with weights, how often at most. 0.5 takes every sample in
+    every second epoch; 0 leaves the data set out."""
+    group: str = ""
+    """Data sets of one group share packs; those of different groups never do."""
+
+    def __post_init__(self) -> None:
+        if self.weight is not None and not 0 < self.weight < math.inf:
+            raise ConfigError(f"plan.datasets: weight is {self.weight}; it must be a number above 0.")
+        if not 0 <= self.epochs <= LARGEST_EPOCHS:
+            raise ConfigError(f"plan.datasets: epochs is {self.epochs}; it must be from 0 to {LARGEST_EPOCHS}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """How a plan is made from an index; see docs/offline.md."""
+
+    epochs: int = 1
+    """Passes over the blend of all data sets that the plan holds; each has other packs."""
+    weights_by: WeightsBy = "samples"
+    """What the weights of data sets share out: ``samples`` or ``tokens``."""
+    datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
+    """Settings of single data sets, by their name in the index or their path; the others occur once an epoch."""
+    max_data_parallel: int = 512
+    """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
+    seed: int = 0
+    """Determines packs, blend and order."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.epochs <= LARGEST_EPOCHS:
+            raise ConfigError(f"plan.epochs is {self.epochs}; it must be from 1 to {LARGEST_EPOCHS}.")
+        if self.max_data_parallel < 1:
+            raise ConfigError(f"plan.max_data_parallel is {self.max_data_parallel}; it must be at least 1.")
+        if self.seed < 0:
+            raise ConfigError(f"plan.seed is {self.seed}; it must be at least 0.")

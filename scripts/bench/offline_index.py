@@ -1,0 +1,117 @@
+"""An index of samples that do not exist, for benchmarks of what reads indexes: a log-normal mix of texts and media.
+
+Of the samples, 60 % are text, 32 % have one to four images and 8 % have a video of 8 to 48 frames. Text has a log-normal
+length of median 220 tokens (sigma 1.1), an image one of median 420 (sigma 0.6), and a frame of a video one of median 90
+(sigma 0.4). A patch is a quarter of a visual token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from energon_packing.config import EncoderConfig, to_mapping
+from energon_packing.offline.index import MEDIA, SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.parquet import write_table
+
+SHARD = 10_000
+"""Samples of a shard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Drawn samples: ``[N]`` tokens, images (frames of a video counted one by one), patches, and files of media."""
+
+    length: np.ndarray
+    images: np.ndarray
+    patches: np.ndarray
+    files: np.ndarray
+
+
+def drawn_mix(samples: int, seed: int = 0) -> Mix:
+    """Draws a mix; see the module's docstring."""
+    random = np.random.default_rng(seed)
+    kind = random.random(samples)
+    text = random.lognormal(np.log(220), 1.1, samples)
+    count = random.integers(1, 5, samples)
+    frames = random.integers(8, 49, samples)
+    image = kind > 0.6
+    video = kind > 0.92
+    images = np.where(video, frames, np.where(image, count, 0))
+    each = np.where(video, random.lognormal(np.log(90), 0.4, samples), random.lognormal(np.log(420), 0.6, samples))
+    visual = (images * each).astype(np.int64)
+    return Mix(
+        length=np.maximum(text.astype(np.int64), 8) + visual,
+        images=images,
+        patches=4 * visual,
+        files=np.where(video, 1, images),
+    )
+
+
+def write_index(directory: Path, samples: int, seed: int = 0) -> Mix:
+    """Writes an index of `samples` drawn samples in shards of `SHARD`, and returns what was drawn."""
+    mix = drawn_mix(samples, seed)
+    (directory / "mix").mkdir(parents=True)
+    shards = []
+    for number, start in enumerate(range(0, samples, SHARD)):
+        stop = min(start + SHARD, samples)
+        table = _table(mix, start, stop, number)
+        identity = {"bytes": 1 << 30, "changed_ns": number, "index_uuid": "made"}
+        shard = IndexedShard(
+            name=f"shard_{number}.tar",
+            samples=stop - start,
+            dropped=0,
+            tokens=int(mix.length[start:stop].sum()),
+            identity=identity,
+        )
+        write_table(directory / "mix" / shard.file, SCHEMA, [table], {"identity": identity})
+        shards.append(shard)
+    root = str(directory / "data")
+    dataset = IndexedDataset(
+        name="mix",
+        path=root,
+        split="train",
+        root=root,
+        media_root=root,
+        media_shards=tuple(shard.name for shard in shards),
+        shards=tuple(shards),
+    )
+    Index(directory=directory, datasets=(dataset,), encoder=to_mapping(EncoderConfig()), fingerprint={}).save()
+    return mix
+
+
+def _table(mix: Mix, start: int, stop: int, number: int) -> pa.Table:
+    count = stop - start
+    files = mix.files[start:stop]
+    offsets = np.concatenate([[0], np.cumsum(files)])
+    total = int(offsets[-1])
+    media = pa.StructArray.from_arrays(
+        [
+            pa.array([f"{start + at:08}.{place}.jpg" for at, place in _numbered(files)]),
+            pa.array(np.full(total, number, np.int32)),
+            pa.array(np.arange(total, dtype=np.int64) * 200_000),
+            pa.array(np.full(total, 150_000, np.int64)),
+        ],
+        fields=list(MEDIA.value_type),
+    )
+    columns = {
+        "key": pa.array([f"{at:08}" for at in range(start, stop)]),
+        "offset": pa.array(np.arange(count, dtype=np.int64) * 4096),
+        "size": pa.array(np.full(count, 2000, np.int32)),
+        "length": pa.array(mix.length[start:stop].astype(np.int32)),
+        "second": pa.array(np.zeros(count, np.int32)),
+        "targets": pa.array((mix.length[start:stop] // 3).astype(np.int32)),
+        "images": pa.array(mix.images[start:stop].astype(np.int32)),
+        "patches": pa.array(mix.patches[start:stop]),
+        "media": pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), media, type=MEDIA),
+        "reason": pa.nulls(count, pa.string()),
+        "detail": pa.nulls(count, pa.string()),
+    }
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def _numbered(files: np.ndarray) -> list[tuple[int, int]]:
+    return [(at, place) for at, count in enumerate(files.tolist()) for place in range(count)]

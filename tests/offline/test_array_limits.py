@@ -1,0 +1,60 @@
+"""Limits on arrays are those of `PackLimits`, sample by sample."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energon_packing.offline import array_limits
+from energon_packing.offline.array_limits import SizedRow, Sizes
+from energon_packing.packing.pack_limits import PackLimits
+
+numbers = st.integers(1, 200)
+samples = st.lists(
+    st.tuples(numbers, st.one_of(st.just(0), numbers), st.integers(0, 9), st.integers(0, 400)), min_size=1, max_size=20
+)
+optional = st.one_of(st.none(), st.integers(1, 300))
+
+
+@st.composite
+def pack_limits(draw: st.DrawFn) -> PackLimits:
+    multiple = draw(st.sampled_from([1, 2, 3, 8, 16]))
+    return PackLimits(
+        tokens=multiple * draw(st.integers(1, 40)),
+        multiple=multiple,
+        images=draw(optional),
+        patches=draw(optional),
+        segments=draw(optional),
+        cost=draw(st.one_of(st.none(), st.floats(1, 300))),
+        lone_room=draw(st.booleans()),
+    )
+
+
+@given(rows=samples, limits=pack_limits())
+def test_every_number_is_that_of_pack_limits(rows: list[tuple[int, int, int, int]], limits: PackLimits) -> None:
+    sizes = Sizes(
+        length=np.array([row[0] for row in rows], np.int32),
+        second=np.array([row[1] for row in rows], np.int32),
+        images=np.array([row[2] for row in rows], np.int32),
+        patches=np.array([row[3] for row in rows], np.int64),
+    )
+    each = [SizedRow.of(sizes, index) for index in range(len(rows))]
+    assert array_limits.length_units(limits, sizes).tolist() == [limits.length_units(row) for row in each]
+    assert array_limits.masked_units(limits, sizes).tolist() == [limits.masked_units(row) for row in each]
+    assert array_limits.too_long(limits, sizes).tolist() == [limits.too_long(row) for row in each]
+    assert array_limits.holds(limits, sizes).tolist() == [limits.holds(row) for row in each]
+    found = {name: cost.tolist() for name, cost in array_limits.costs(limits, sizes).items()}
+    assert found == limits.costs(each)
+
+
+def test_lengths_of_millions_of_tokens_do_not_overflow() -> None:
+    sizes = Sizes(
+        length=np.array([2**30 - 1], np.int32),
+        second=np.array([2**30 - 1], np.int32),
+        images=np.array([1], np.int32),
+        patches=np.array([2**40], np.int64),
+    )
+    limits = PackLimits(tokens=2**33, multiple=8, cost=1e12)
+    assert array_limits.costs(limits, sizes)["cost"].tolist() == limits.costs([SizedRow.of(sizes, 0)])["cost"]
+    assert int(array_limits.length_units(limits, sizes)[0]) == limits.length_units(SizedRow.of(sizes, 0))

@@ -15,13 +15,12 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
-from energon_packing.energon.packing_monitor import PackingMonitor
+from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.packing.statistics import PackStatistics
 
 FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
@@ -30,22 +29,15 @@ NEXT_PACK_SECONDS = 300
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
-class PackLoader:
+class PackLoader(LoaderBase):
     """Iterates packs of one data-parallel rank.
 
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker prepares in advance.
-        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
-        padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
-        agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
-        group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
-        capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        epoch_end, padding, agree, group, capacity: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
-
-    Attributes:
-        epoch_report: report of the current or last epoch if ``epoch_end`` is in effect, else None.
     """
 
     def __init__(
@@ -61,6 +53,14 @@ class PackLoader:
         keep_memory: bool = True,
         ahead: int = 0,
     ) -> None:
+        super().__init__(
+            world_size=dataset.worker_config.world_size,
+            epoch_end=epoch_end,
+            padding=padding,
+            agree=agree,
+            group=group,
+            capacity=capacity,
+        )
         # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
@@ -77,57 +77,6 @@ class PackLoader:
         if keep_memory:
             in_workers(self._loader)
         self._started = False
-        self._told_of_hidden = False  # whether the warning about template_omits was given
-        self._together = epoch_end != "uneven" and dataset.worker_config.world_size > 1
-        if self._together and padding is None:
-            raise ConfigError(
-                f"PackLoader(epoch_end={epoch_end!r}) needs padding, a function that makes an empty pack."
-            )
-        self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
-        self._monitor = None if capacity is None else PackingMonitor(capacity)
-        self.epoch_report: EpochReport | None = None
-
-    def __iter__(self) -> Iterator[Pack]:
-        """Yields packs, forever or for one epoch.
-
-        Raises:
-            UserError: a mistake that only a worker could detect, with the worker's message.
-            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
-        """
-        packs = self._own_packs()
-        if self._together and self._padding is not None:
-            self.epoch_report = EpochReport()
-            agree = agreement(self._group) if self._agree is None else self._agree
-            packs = even_packs(packs, self._epoch_end, agree, self._padding, self.epoch_report)
-        for pack in packs:
-            if self._monitor is not None:
-                self._monitor.add(pack)
-            if pack.dropped and not self._told_of_hidden:
-                self._tell_of_hidden(pack)
-            yield pack
-
-    def _tell_of_hidden(self, pack: Pack) -> None:
-        """Warns once that the chat template omits something, since the cause is the configuration, not the samples."""
-        hidden = [entry for entry in pack.dropped if entry.reason == "template_omits"]
-        if hidden:
-            self._told_of_hidden = True
-            warnings.warn(
-                f"{len(hidden)} of {len(hidden) + len(pack.keys)} samples so far were refused as template_omits, such "
-                f"as {hidden[0].key}: {hidden[0].detail}. The ledger names all of them.",
-                stacklevel=3,
-            )
-
-    def statistics(self) -> PackStatistics:
-        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
-
-        Raises:
-            PackingError: the loader was built without ``capacity``.
-        """
-        if self._monitor is None:
-            raise PackingError(
-                "this PackLoader keeps no statistics; pass capacity=task_encoder.capacity, as build_loader does"
-            )
-        return self._monitor.statistics()
 
     def _own_packs(self) -> Iterator[Pack]:
         iterator = iter(self._loader)

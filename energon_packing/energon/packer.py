@@ -1,4 +1,4 @@
-"""`Packer`: what a packing window needs from its task encoder."""
+"""`Packer`: what a packing window, or the packs of a plan, need from their task encoder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from megatron.energon import WorkerConfig
 
+from energon_packing.energon.internals import FatalSampleError
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 
 
@@ -55,3 +57,21 @@ class Packer(Protocol):
 
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """Assembles the pack of the rendered samples, in the order given."""
+
+
+def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:
+    """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost.
+
+    Raises:
+        UserError, PackingError, FatalSampleError, MemoryError: the run must stop.
+        DropBudgetExceeded: raised by the ledger.
+    """
+    try:
+        return packer.postencode_sample(sample)
+    except SampleRejected as error:
+        ledger.drop(sample.__key__, error.reason, error.detail)
+    except (UserError, PackingError, FatalSampleError, MemoryError):
+        raise
+    except Exception as error:  # whatever failed, only this sample is lost
+        ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
+    return None

@@ -17,16 +17,15 @@ from megatron.energon import WorkerConfig
 from energon_packing.energon.fingerprint import check_fingerprint
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
-    FatalSampleError,
     FlexState,
     SampleIndex,
     SavableDataset,
     set_sample_restore_key,
 )
-from energon_packing.energon.packer import Packer
+from energon_packing.energon.packer import Packer, render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
 from energon_packing.energon.window_buffer import WindowBuffer
-from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import Ledger
 
 
@@ -196,16 +195,10 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         delays: list[int] = []
         for sample, key, arrival in zip(*plan, strict=True):
             with self._render_index.ctx() as index:
-                try:
-                    rendered.append(self.packer.postencode_sample(sample))
-                except SampleRejected as error:
-                    self.ledger.drop(sample.__key__, error.reason, error.detail)
-                    continue
-                except (UserError, PackingError, FatalSampleError, MemoryError):
-                    raise
-                except Exception as error:  # whatever failed, only this sample is lost
-                    self.ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
-                    continue
+                made = render_or_drop(self.packer, sample, self.ledger)
+            if made is None:
+                continue
+            rendered.append(made)
             restore_keys.append((type(self).__name__, index, *key))
             delays.append(self._arrived - 1 - arrival)
         if not rendered:

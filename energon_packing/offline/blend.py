@@ -54,7 +54,9 @@ class Blend:
         settings = settings_of(datasets, config)
         ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
         amounts = [
-            float(samples.sizes.tokens[start:end].sum()) if config.weights_by == "tokens" else _samples(samples, start, end)
+            float(samples.sizes.tokens[start:end].sum())
+            if config.weights_by == "tokens"
+            else _samples(samples, start, end)
             for start, end in zip([0, *ends[:-1]], ends, strict=True)
         ]
         groups: dict[str, list[int]] = {}
@@ -125,11 +127,15 @@ def settings_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[
         numbers = names.get(name, [])
         if not numbers:
             near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(dataset.name for dataset in datasets)}."
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known: {', '.join(dataset.name for dataset in datasets)}."
+            )
             raise ConfigError(f"plan.datasets: no index has the data set {name!r}; {hint}")
         if len(numbers) > 1:
             paths = ", ".join(f"{datasets[at].path} ({datasets[at].split})" for at in numbers)
-            raise ConfigError(f"plan.datasets: {name!r} names several data sets ({paths}); give a name that only one has.")
+            raise ConfigError(
+                f"plan.datasets: {name!r} names several data sets ({paths}); give a name that only one has."
+            )
         if numbers[0] in named:
             raise ConfigError(f"plan.datasets: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
         named[numbers[0]] = name

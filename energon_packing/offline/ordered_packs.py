@@ -74,9 +74,7 @@ def ordered_packs(sources: Sources, samples: Samples, limits: PackLimits, config
         ends.append(start + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     shown = show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple)
-    return OrderedPacks(
-        order=shown, offsets=offsets, epoch_ends=tuple(ends), costs=np.concatenate(costs), bound=bounds
-    )
+    return OrderedPacks(order=shown, offsets=offsets, epoch_ends=tuple(ends), costs=np.concatenate(costs), bound=bounds)
 
 
 def _packed_epoch(

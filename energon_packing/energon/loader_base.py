@@ -1,0 +1,118 @@
+"""What all loaders of packs share: statistics, the common end of an epoch, one warning."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from energon_packing.config import EpochEnd
+from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
+from energon_packing.energon.packing_monitor import PackingMonitor
+from energon_packing.energon.samples import Pack
+from energon_packing.errors import ConfigError, PackingError
+from energon_packing.packing.statistics import PackStatistics
+
+
+class LoaderBase(ABC):
+    """Iterates packs of one data-parallel rank, and has a state.
+
+    Args:
+        world_size: data-parallel size.
+        epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
+        padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
+        agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
+        group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
+        capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+
+    Attributes:
+        epoch_report: report of the current or last epoch if ``epoch_end`` is in effect, else None.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        epoch_end: EpochEnd = "uneven",
+        padding: Callable[[], Pack] | None = None,
+        agree: Agree | None = None,
+        group: Any = None,
+        capacity: int | None = None,
+    ) -> None:
+        self._told_of_hidden = False  # whether the warning about template_omits was given
+        self._together = epoch_end != "uneven" and world_size > 1
+        if self._together and padding is None:
+            raise ConfigError(
+                f"PackLoader(epoch_end={epoch_end!r}) needs padding, a function that makes an empty pack."
+            )
+        self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
+        self._monitor = None if capacity is None else PackingMonitor(capacity)
+        self.epoch_report: EpochReport | None = None
+
+    def __iter__(self) -> Iterator[Pack]:
+        """Yields packs, forever or for one epoch.
+
+        Raises:
+            UserError: a mistake that only a worker could detect, with the worker's message.
+            ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
+        """
+        packs = self._own_packs()
+        if self._together and self._padding is not None:
+            self.epoch_report = EpochReport()
+            agree = agreement(self._group) if self._agree is None else self._agree
+            packs = even_packs(packs, self._epoch_end, agree, self._padding, self.epoch_report)
+        for pack in packs:
+            if self._monitor is not None:
+                self._monitor.add(pack)
+            if pack.dropped and not self._told_of_hidden:
+                self._tell_of_hidden(pack)
+            yield pack
+
+    def _tell_of_hidden(self, pack: Pack) -> None:
+        """Warns once that the chat template omits something, since the cause is the configuration, not the samples."""
+        hidden = [entry for entry in pack.dropped if entry.reason == "template_omits"]
+        if hidden:
+            self._told_of_hidden = True
+            warnings.warn(
+                f"{len(hidden)} of {len(hidden) + len(pack.keys)} samples so far were refused as template_omits, such "
+                f"as {hidden[0].key}: {hidden[0].detail}. The ledger names all of them.",
+                stacklevel=3,
+            )
+
+    def statistics(self) -> PackStatistics:
+        """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
+
+        Raises:
+            PackingError: the loader was built without ``capacity``.
+        """
+        if self._monitor is None:
+            raise PackingError(
+                "this PackLoader keeps no statistics; pass capacity=task_encoder.capacity, as build_loader does"
+            )
+        return self._monitor.statistics()
+
+    @abstractmethod
+    def _own_packs(self) -> Iterator[Pack]:
+        """Packs of this rank, before ranks agree on an end."""
+
+    @abstractmethod
+    def save_state(self) -> Any:
+        """Returns the state after the last yielded pack.
+
+        Raises:
+            PackingError: before the first pack.
+        """
+
+    @abstractmethod
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+
+    @abstractmethod
+    def restore_state(self, state: Any) -> None:
+        """Continues after the pack at which ``state`` was saved; call before iterating."""
+
+    @abstractmethod
+    def share_unpinned(self) -> None:
+        """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
+        them in page-locked memory; call before iterating."""

@@ -87,6 +87,7 @@ class IndexedDataset:
         media_root: directory of the shards that hold its media; the same for a monolithic data set.
         media_shards: names of these, whose positions `MEDIA` counts.
         shards: in order.
+        subflavors: of its samples, such as limits of its own.
     """
 
     name: str
@@ -96,6 +97,7 @@ class IndexedDataset:
     media_root: str
     media_shards: tuple[str, ...]
     shards: tuple[IndexedShard, ...]
+    subflavors: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -136,6 +136,7 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
                 media_root=part.media_root,
                 media_shards=measurer.index_of(part.media_root).shards,
                 shards=tuple(done[number, shard] for shard in part.shards),
+                subflavors=part.subflavors,
             )
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]

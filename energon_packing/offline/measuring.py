@@ -41,7 +41,10 @@ def measuring_fingerprint(encoder: PackingTaskEncoder, config: EncoderConfig) ->
         for name, value in to_mapping(config).items()
         if name not in (*ONLY_RENDERING, *BY_CONTENT)
     }
-    own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name != "pixels"}
+    # Limits count as configured: a run lowers them to those of its rows.
+    own = {
+        name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in ("pixels", "limits")
+    }
     return {**own, **fields}
 
 

@@ -58,9 +58,9 @@ class ShardIndex:
     def __init__(self, root: Path) -> None:
         meta = root / META_DIRECTORY
         self.root = root
+        self.uuid = self.uuid_of(root)
         try:
             counts = json.loads((meta / INFO_FILE).read_text(encoding="utf-8"))["shard_counts"]
-            self.uuid = (meta / "index.uuid").read_text(encoding="utf-8").strip()
             self._database = sqlite3.connect(f"file:{meta / 'index.sqlite'}?mode=ro&immutable=1", uri=True)
             self._database.execute("SELECT 1 FROM sample_parts LIMIT 1")
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
@@ -69,6 +69,19 @@ class ShardIndex:
         """Names of the tars, in the order of their numbers."""
         self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
         """Name of each tar -> number of samples."""
+
+    @staticmethod
+    def uuid_of(root: Path) -> str:
+        """The identifier of a data set's index.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        file = root / META_DIRECTORY / "index.uuid"
+        try:
+            return file.read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read ({error}); run 'energon prepare {root}'") from error
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""

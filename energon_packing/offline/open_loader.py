@@ -1,0 +1,34 @@
+"""`open_loader`: the loader of whatever ``data.path`` names, a data set or a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from energon_packing.config import RunConfig
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.loader_base import LoaderBase
+
+PLAN_SUFFIX = ".parquet"
+
+
+def is_plan(path: str | Path) -> bool:
+    """Whether the path names a plan."""
+    return str(path).endswith(PLAN_SUFFIX)
+
+
+def open_loader(config: RunConfig, **arguments: Any) -> LoaderBase:
+    """The loader of a data set or of a plan, by ``data.path``.
+
+    Args:
+        arguments: of `energon_packing.energon.loader.build_loader`.
+
+    Raises:
+        UserError: nothing is there, or it cannot be read.
+        ConfigError: a setting that cannot work, or does not suit the plan.
+    """
+    if is_plan(config.data.path):
+        from energon_packing.offline.planned_loader import planned_loader
+
+        return planned_loader(config, **arguments)
+    return build_loader(config, **arguments)

@@ -1,0 +1,228 @@
+"""The loader of a plan: this rank's packs in global order, from any position, for any number of ranks and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from energon_packing.config import RunConfig
+from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.samples import Pack
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.worker_memory import in_workers
+from energon_packing.errors import ConfigError, PackingError
+from energon_packing.offline.measuring import measuring_fingerprint
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planned_packs import PlannedPacks
+
+STATE_FORMAT = "energon_packing plan 1"
+
+
+class PlannedLoader(LoaderBase):
+    """Iterates the packs of one data-parallel rank from a plan.
+
+    The packs of a step are adjacent: with D ranks, rank r takes the positions r, r + D, r + 2 D and so on. So the state
+    is one number, the position of the next step's first pack, and ranks and workers are free when a run continues.
+
+    Args:
+        packs: of the plan.
+        rank, world_size: of the data-parallel group.
+        workers: processes that make packs; 0 makes them in this one.
+        prefetch: packs that each worker prepares in advance.
+        repeat: begin again after the last pack; else the iteration ends there.
+        keep_memory: see ``data.keep_memory``.
+        fingerprint: what a saved state must match.
+        base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
+    """
+
+    def __init__(
+        self,
+        packs: PlannedPacks,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        workers: int = 0,
+        prefetch: int = 2,
+        repeat: bool = True,
+        keep_memory: bool = True,
+        fingerprint: Mapping[str, Any] | None = None,
+        **base: Any,
+    ) -> None:
+        super().__init__(world_size=world_size, **base)
+        self._packs = packs
+        self._rank, self._world_size = rank, world_size
+        self._workers, self._prefetch = workers, prefetch
+        self._repeat, self._keep_memory = repeat, keep_memory
+        self._fingerprint = dict(fingerprint or {})
+        self._position = 0  # of the first pack of the next step, over all ranks
+        self._started = False
+        self._pinned = torch.cuda.is_available()
+
+    @property
+    def position(self) -> int:
+        """Packs of all ranks up to the last that was yielded here."""
+        return self._position
+
+    def _own_packs(self) -> Iterator[Pack]:
+        if not self._repeat and self._position >= len(self._packs):
+            self._position = 0  # the last iteration ended with the plan
+        stop = None if self._repeat else len(self._packs)
+        positions = _Positions(self._position + self._rank, self._world_size, stop)
+        loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
+            self._packs,
+            batch_size=None,
+            sampler=positions,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
+            collate_fn=_unchanged,
+            pin_memory=self._pinned,
+        )
+        if self._keep_memory and self._workers:
+            in_workers(loader)
+        for pack in loader:
+            self._position += self._world_size
+            self._started = True
+            yield pack
+        self._position = len(self._packs)
+
+    def save_state(self) -> dict[str, Any]:
+        """Returns the state after the last yielded pack; it is the same on every rank."""
+        if not self._started:
+            raise PackingError("the loader has no state before its first pack; read a pack first")
+        return {"format": STATE_FORMAT, "position": self._position, "fingerprint": dict(self._fingerprint)}
+
+    def state_later(self) -> Callable[[], Any]:
+        """Returns a function that gives the state after the last yielded pack, also when more were read since."""
+        state = self.save_state()
+        return lambda: state
+
+    def restore_state(self, state: Any) -> None:
+        """Continues at the position of a saved state, which may come from any rank of a run of any size.
+
+        Raises:
+            ConfigError: it is not the state of a plan, or of another plan.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            raise ConfigError(
+                "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
+                "start the data over."
+            )
+        saved = state.get("fingerprint", {})
+        for name in sorted({*saved, *self._fingerprint}):
+            if saved.get(name) != self._fingerprint.get(name):
+                raise ConfigError(
+                    f"The saved loader state belongs to a plan with {name}={saved.get(name)!r}, but this run's has "
+                    f"{self._fingerprint.get(name)!r}; name that plan in data.path, or start the data over."
+                )
+        self._position, self._started = int(state["position"]), True
+
+    def share_unpinned(self) -> None:
+        """See `LoaderBase.share_unpinned`."""
+        self._pinned = False
+
+
+class _Positions(torch.utils.data.Sampler[int]):
+    """The positions of one rank, from a first one on."""
+
+    def __init__(self, first: int, step: int, stop: int | None) -> None:
+        self._first, self._step, self._stop = first, step, stop
+
+    def __iter__(self) -> Iterator[int]:
+        position = self._first
+        while self._stop is None or position < self._stop:
+            yield position
+            position += self._step
+
+
+def _unchanged(pack: Any) -> Any:
+    return pack
+
+
+def planned_loader(
+    config: RunConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    split: str | None = None,
+    workers: int | None = None,
+    prefetch: int = 2,
+    task_encoder: PackingTaskEncoder | None = None,
+    data_parallel_group: Any = None,
+    agree: Agree | None = None,
+) -> PlannedLoader:
+    """Builds the loader of the plan at ``data.path``.
+
+    Args:
+        config: of the run; encoder and row must be those of the plan.
+        split: must be the plan's own if it is given.
+        rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
+            `energon_packing.energon.loader.build_loader`.
+
+    Raises:
+        UserError: there is no plan.
+        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+    """
+    plan = Plan.open(config.data.path)
+    encoder = build_task_encoder(config) if task_encoder is None else task_encoder
+    if type(encoder) is not PackingTaskEncoder:
+        raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
+    check_plan(plan, config, encoder, split)
+    return PlannedLoader(
+        PlannedPacks(plan, encoder, rank=rank),
+        rank=rank,
+        world_size=world_size,
+        workers=config.data.workers if workers is None else workers,
+        prefetch=prefetch,
+        repeat=config.data.repeat,
+        keep_memory=config.data.keep_memory,
+        fingerprint={"plan": plan.facts.id, "pixels": encoder.fingerprint().get("pixels")},
+        epoch_end=config.data.epoch_end,
+        padding=encoder.padding_pack,
+        agree=agree,
+        group=data_parallel_group,
+        capacity=encoder.capacity,
+    )
+
+
+def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split: str | None) -> None:
+    """Compares a run with the plan that it is to read.
+
+    Raises:
+        ConfigError: a setting on which the packs depend differs; both values are named.
+    """
+    splits = {dataset.split for dataset in plan.facts.datasets}
+    if split is not None and splits != {split}:
+        raise ConfigError(
+            f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
+            "split, or a data set."
+        )
+    own = measuring_fingerprint(encoder, config.encoder)
+    for name in sorted({*own, *plan.facts.fingerprint}):
+        if own.get(name) != plan.facts.fingerprint.get(name):
+            raise ConfigError(
+                f"{plan.path} was made with {name}={plan.facts.fingerprint.get(name)}, but this run has "
+                f"{own.get(name)}; restore the setting, or measure and plan again."
+            )
+    planned = plan.facts.config
+    length, multiple = planned["packing"]["seq_length"], int(plan.facts.decided["multiple"])
+    if length != config.packing.seq_length:
+        raise ConfigError(
+            f"{plan.path} has rows of packing.seq_length {length}, but this run has {config.packing.seq_length}; plan "
+            "again."
+        )
+    if multiple % encoder.multiple:
+        raise ConfigError(
+            f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
+            f"{encoder.multiple}; plan again with these sizes."
+        )
+    for name in ("dummy_image", "oversize", "split_at", "split_positions"):
+        if planned["packing"][name] != getattr(config.packing, name):
+            raise ConfigError(
+                f"{plan.path} was made with packing.{name}={planned['packing'][name]!r}, but this run has "
+                f"{getattr(config.packing, name)!r}; restore the setting, or plan again."
+            )

@@ -1,0 +1,164 @@
+"""The packs of a plan, made from the source data sets: any pack by its position, on any rank, in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.utils.data
+
+from energon_packing.energon.packer import render_or_drop
+from energon_packing.energon.samples import MeasuredSample, Pack
+from energon_packing.energon.split_pieces import piece_of
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import UserError
+from energon_packing.ledger import Ledger
+from energon_packing.offline.index import IndexedDataset
+from energon_packing.offline.plan import Plan, PlannedSample
+from energon_packing.offline.shard_index import ShardIndex
+from energon_packing.offline.source import PositionedMedia, SourcePart
+from energon_packing.offline.tar_files import TarFiles
+
+REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
+
+
+class PlannedSource:
+    """A data set of a plan, whose shards are compared with what was measured when they are first read.
+
+    Args:
+        dataset: as the plan knows it.
+        files: open tars.
+    """
+
+    def __init__(self, dataset: IndexedDataset, files: TarFiles) -> None:
+        self._dataset = dataset
+        self._files = files
+        self._root, self._media_root = Path(dataset.root), Path(dataset.media_root)
+        self._part = SourcePart(
+            path=dataset.path,
+            split=dataset.split,
+            root=dataset.root,
+            media_root=dataset.media_root,
+            shards=tuple(shard.name for shard in dataset.shards),
+            subflavors=dataset.subflavors,
+        )
+        self._compared: set[int] = set()
+        self._media_index: ShardIndex | None = None
+
+    def sample(self, planned: PlannedSample) -> Any:
+        """The cooked sample, whose media are read when it is rendered.
+
+        Raises:
+            UserError: its shard is missing or is another than the one that was measured.
+        """
+        shard = self._dataset.shards[planned.shard]
+        path = self._root / shard.name
+        if planned.shard not in self._compared:
+            self._compare(path, shard.identity)
+            self._compared.add(planned.shard)
+        record = self._files.read(path, planned.offset, planned.size)
+        media = {
+            each.name: (self._media_root / self._dataset.media_shards[each.shard], each.offset, each.size)
+            for each in planned.media
+        }
+        key = planned.key
+        store = PositionedMedia(self._files, media, lambda name: self._metadata(key, name))
+        return self._part.sample(key, record, store)
+
+    def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
+        """The time of the last change is left out: a copy of a data set is as good."""
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
+        uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
+        if size != identity["bytes"] or uuid != identity["index_uuid"]:
+            what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
+            raise UserError(f"{path} changed since it was measured ({what}); {REMEDY}")
+
+    def _metadata(self, key: str, name: str) -> Any:
+        if self._media_index is None:
+            self._media_index = ShardIndex(self._media_root)
+        return self._media_index.media_metadata(key + name if name.startswith(".") else name)
+
+
+class PlannedPacks(torch.utils.data.Dataset[Pack]):
+    """Packs by their position: a map-style data set of ``len(plan)`` packs, which repeat after that.
+
+    A position gives the same pack wherever it is asked for. Samples that cannot be rendered are dropped and entered in
+    the ledger, as online; if none of a pack can be, a pack without samples takes its place.
+
+    Args:
+        plan: of the packs.
+        encoder: measures, renders and assembles, as online.
+        rank: names the ledger's files.
+    """
+
+    def __init__(self, plan: Plan, encoder: PackingTaskEncoder, *, rank: int = 0) -> None:
+        self._plan = plan
+        self._encoder = encoder
+        self._rank = rank
+        self._sources: list[PlannedSource] = []
+        self._ledger: Ledger | None = None
+        self._worker: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def __getitem__(self, position: int) -> Pack:
+        ledger = self._opened()
+        number = position % len(self._plan)
+        (planned,) = self._plan.packs(number, number + 1)
+        samples = [self.measured(each) for each in planned.samples]
+        ledger.read += len(samples)
+        rendered = [made for sample in samples if (made := render_or_drop(self._encoder, sample, ledger)) is not None]
+        if rendered:
+            rendered = [rendered[at] for at in self._encoder.arrange(rendered)]
+            pack = self._encoder.pack_selected_samples(rendered)
+            ledger.emit(position, [sample.__key__ for sample in rendered], changed=pack.changed)
+        else:
+            pack = self._encoder.padding_pack()
+        pack.index = position
+        pack.dropped = ledger.take_dropped()
+        pack.worker = self._worker or 0
+        pack.delays = (0,) * len(rendered)
+        return pack
+
+    def measured(self, planned: PlannedSample) -> MeasuredSample:
+        """Measures a sample of the plan again, and compares it with the plan.
+
+        Raises:
+            UserError: its record or its length is another than the plan's.
+        """
+        self._opened()
+        sample = self._encoder.preencode_sample(self._sources[planned.dataset].sample(planned))
+        if planned.piece >= 0 and sample.split is not None and planned.piece < len(sample.split.pieces):
+            sample = piece_of(sample, planned.piece)
+        if sample.problem is not None and sample.problem.fatal is not None:
+            raise sample.problem.fatal
+        found = None if sample.measured is None else sample.measured.segment_lengths
+        if found != planned.segment_lengths:
+            reason = sample.problem.detail if sample.problem else f"it has {found} tokens"
+            raise UserError(
+                f"sample {planned.name} is planned with {planned.segment_lengths} tokens in {self._plan.path}, but "
+                f"{reason}; {REMEDY}"
+            )
+        return sample
+
+    def _opened(self) -> Ledger:
+        """Opens sources and ledger in the process that reads."""
+        info = torch.utils.data.get_worker_info()
+        worker = 0 if info is None else info.id
+        if self._ledger is None or worker != self._worker:
+            files = TarFiles()
+            self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
+            packing = self._encoder.packing
+            self._ledger = Ledger(
+                packing.ledger,
+                budget=packing.drop_budget,
+                name=f"rank{self._rank}-worker{worker}",
+                most_pending=packing.max_drops_without_pack,
+            )
+            self._worker = worker
+        return self._ledger

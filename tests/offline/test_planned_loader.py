@@ -1,0 +1,218 @@
+"""Packs of a plan: the samples of the online loader, in one order for any number of ranks and workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from energon_packing.config import ParallelConfig, PlanConfig
+from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.remeasure import SampleRemeasurer
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+
+def planned(run, dataset, folder, **settings):
+    """A run on a plan of the data set, which is made if it is not there."""
+    plan, index = folder / "plan.parquet", folder / "index"
+    run = dataclasses.replace(run, plan=PlanConfig(**({"max_data_parallel": 4} | settings)))
+    if not plan.exists():
+        measure(MeasureConfig(paths=(Path(dataset),), out=index, workers=0), run)
+        encoder = build_task_encoder(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(dataset))))
+        make_plan([index], run, plan, limits=encoder.limits, remeasure=SampleRemeasurer(encoder, [index]))
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(plan)))
+
+
+@pytest.fixture(scope="module")
+def plan_of(dataset, run_of, tmp_path_factory):
+    return planned(run_of(dataset), dataset, tmp_path_factory.mktemp("plan"))
+
+
+def digests(packs):
+    """What identifies each pack: all fields of its row, and its samples in order."""
+    return [(pack.index, pack.keys, field_digests(pack.batch)) for pack in packs]
+
+
+def samples_of(packs):
+    """Key -> tokens, targets, positions and pixels of its segments; a key that occurs twice fails."""
+    found = {}
+    for pack in packs:
+        batch = pack.batch.finished()
+        starts = (batch.cu_seqlens_padded if batch.cu_seqlens_padded is not None else batch.cu_seqlens).tolist()
+        spans = iter([(start, start + length) for start, length in zip(starts, batch.sample_lengths, strict=False)])
+        for key in pack.keys:
+            assert key not in found
+            rows = []
+            for _ in range(2 if key.startswith("pair") else 1):
+                start, end = next(spans)
+                fields = (batch.tokens, batch.labels, batch.loss_mask, batch.position_ids)
+                rows.append([field[..., start:end].tolist() for field in fields])
+            found[key] = rows
+    return found
+
+
+def test_every_sample_is_in_one_pack_and_is_the_sample_of_the_online_loader(plan_of, dataset, run_of):
+    offline, online = list(open_loader(plan_of)), list(build_loader(run_of(dataset)))
+    assert len(offline) == len(Plan.open(plan_of.data.path))
+    assert [pack.index for pack in offline] == list(range(len(offline)))
+    assert max(pack.batch.total_tokens for pack in offline) <= 2048
+    expected = samples_of(online)
+    found = samples_of(offline)
+    assert found.keys() == expected.keys()
+    assert len(found) > 50
+    assert found == expected
+
+
+def test_pixels_of_a_planned_pack_are_those_of_its_samples_online(plan_of, dataset, run_of):
+    def pixels(packs):
+        total = torch.zeros((), dtype=torch.float64)
+        for pack in packs:
+            visual = pack.batch.finished().visual_inputs or {}
+            for name in ("pixel_values", "pixel_values_videos"):
+                if name in visual:
+                    total += visual[name].double().pow(2).sum()
+        return float(total)
+
+    offline, online = pixels(open_loader(plan_of)), pixels(build_loader(run_of(dataset)))
+    assert offline == pytest.approx(online, rel=1e-12)
+    assert offline > 1000
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0), (2, 1), (4, 3)])
+def test_any_number_of_ranks_and_workers_reads_the_same_global_packs(plan_of, ranks, workers):
+    whole = digests(open_loader(plan_of))
+    parts = [digests(open_loader(plan_of, rank=rank, world_size=ranks, workers=workers)) for rank in range(ranks)]
+    merged = [pack for step in itertools.zip_longest(*parts) for pack in step if pack is not None]
+    assert merged == whole
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 3), (8, 1)])
+@pytest.mark.parametrize("saving", [0, 3])
+def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack(plan_of, ranks, workers, saving):
+    endless = dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, repeat=True))
+    count = len(Plan.open(plan_of.data.path))
+    before = open_loader(endless, rank=saving, world_size=4, workers=2)
+    steps = count // 4 - 1
+    for _ in itertools.islice(before, steps):
+        pass
+    state = before.save_state()
+    assert state["position"] == 4 * steps
+    whole = digests(itertools.islice(open_loader(endless), 4 * steps + 16))  # over the end of the plan
+    merged = []
+    for rank in range(ranks):
+        loader = open_loader(endless, rank=rank, world_size=ranks, workers=workers)
+        loader.restore_state(state)
+        packs = digests(itertools.islice(loader, 16 // ranks))
+        merged.append(packs)
+        assert loader.save_state()["position"] == 4 * steps + 16
+    assert [pack for step in zip(*merged, strict=True) for pack in step] == whole[4 * steps :]
+
+
+def test_a_state_read_later_is_that_of_the_pack_at_which_it_was_asked_for(plan_of):
+    loader = open_loader(plan_of)
+    packs = iter(loader)
+    next(packs)
+    later = loader.state_later()
+    next(packs)
+    assert (later()["position"], loader.save_state()["position"]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("packing", "encoder"),
+    [
+        ({"oversize": "split"}, {}),
+        ({"oversize": "truncate"}, {}),
+        ({"dummy_image": True}, {}),
+        ({"seq_length": 512}, {"limits": {"max_tokens": 4096, "when_over": ("resize", "truncate")}}),
+    ],
+    ids=["split", "truncate", "dummy_image", "resize"],
+)
+def test_what_a_row_makes_of_long_samples_is_planned_as_it_is_packed_online(
+    packing, encoder, dataset, run_of, tmp_path
+):
+    from energon_packing.config import LimitsConfig
+
+    encoder = {name: LimitsConfig(**value) for name, value in encoder.items()}
+    run = run_of(dataset, encoder=encoder, **packing)
+    run = dataclasses.replace(run, parallel=ParallelConfig(context_parallel=2))
+    offline = list(open_loader(planned(run, dataset, tmp_path)))
+    assert samples_of(offline) == samples_of(build_loader(run))
+    assert not any(pack.dropped for pack in offline)
+
+
+def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its_pack(dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied), copied, tmp_path)
+    plan = Plan.open(run.data.path)
+    with_image = [(pack.number, sample) for pack in plan.packs(0, len(plan)) for sample in pack.samples if sample.media]
+    number, sample = with_image[0]
+    source = plan.facts.datasets[sample.dataset]
+    media = sample.media[0]
+    tar = Path(source.media_root) / source.media_shards[media.shard]
+    with tar.open("r+b") as file:
+        file.seek(media.offset)
+        file.write(b"\0" * media.size)
+    ledger = tmp_path / "ledger"
+    whole = dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=str(ledger)))
+    packs = list(open_loader(whole))
+    assert [pack.index for pack in packs] == list(range(len(plan)))
+    dropped = {entry.key for pack in packs for entry in pack.dropped}
+    shared = {
+        each.key
+        for _, each in with_image
+        if any((one.shard, one.offset) == (media.shard, media.offset) for one in each.media)
+    }
+    assert dropped == shared
+    assert sample.key in dropped
+    assert sample.key not in packs[number].keys
+    (written,) = ledger.iterdir()
+    assert sample.key in written.read_text()
+
+
+def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied), copied, tmp_path)
+    for change, sentence in (
+        ({"encoder": dataclasses.replace(run.encoder, train_on="all")}, "train_on"),
+        ({"packing": dataclasses.replace(run.packing, seq_length=4096)}, "seq_length 2048, but this run has 4096"),
+        ({"parallel": ParallelConfig(context_parallel=2)}, "aligns samples to 1 tokens"),
+        ({"packing": dataclasses.replace(run.packing, oversize="split")}, "oversize='drop'"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            open_loader(dataclasses.replace(run, **change))
+    with pytest.raises(ConfigError, match="plan of the split train, not of 'val'"):
+        open_loader(run, split="val")
+    state = {"format": "energon_packing plan 1", "position": 4, "fingerprint": {"plan": "another"}}
+    with pytest.raises(ConfigError, match="belongs to a plan with"):
+        open_loader(run).restore_state(state)
+    with pytest.raises(ConfigError, match="not that of a plan"):
+        open_loader(run).restore_state({"anything": 1})
+    os.utime(next(copied.rglob("train-000000.tar")), ns=(5, 5))  # as a copy has another time
+    assert len(list(open_loader(run))) == len(Plan.open(run.data.path))
+    first = next(copied.rglob("train-000000.tar"))
+    content = first.read_bytes()
+    first.write_bytes(content + b"\0" * 512)
+    with pytest.raises(UserError, match=r"train-000000\.tar changed since it was measured"):
+        list(open_loader(run))
+    first.unlink()
+    with pytest.raises(UserError, match=r"train-000000\.tar, a shard of the plan, is missing"):
+        list(open_loader(run))
+    first.write_bytes(content.replace(b'"value"', b'"velue"').replace(b"The ", b"Teh "))
+    with pytest.raises(UserError, match=r"is planned with .* bring the data set back as it was"):
+        list(open_loader(run))
+    with pytest.raises(UserError, match="There is no plan"):
+        open_loader(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(tmp_path / "no.parquet"))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
@@ -22,7 +22,7 @@ def to_bridge(batch: Any) -> dict[str, Any]:
 class EndlessPacks:
     """A loader's batches without end, with the loader's state."""
 
-    def __init__(self, loader: PackLoader) -> None:
+    def __init__(self, loader: LoaderBase) -> None:
         self._loader = loader
         self._packs = self._endless()
 

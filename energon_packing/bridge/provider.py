@@ -20,12 +20,14 @@ from energon_packing.bridge.dataset_checks import (
     refuse_fixed_settings,
     refuse_unknown_names,
 )
+from energon_packing.bridge.elastic_states import provide_states
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
 from energon_packing.config import ParallelConfig
-from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
+from energon_packing.offline.open_loader import is_plan
 from energon_packing.validate.views.container import finalised
 
 
@@ -41,12 +43,15 @@ class PackProvider(DatasetProvider):
     """
 
     path: str = ""
-    """Data set that ``energon-packing convert`` wrote, or another prepared Energon data set."""
+    """Data set that ``energon-packing convert`` wrote, another prepared Energon data set, or a plan that
+    ``energon-packing plan`` made (docs/offline.md)."""
     micro_batch_size: int = 1
     """Rows per micro-batch: 1 for packed data, as in Bridge."""
     dataloader_type: Literal["external"] | None = "external"
     """Bridge passes the iterator through, and saves and restores its state."""
 
+    validation_path: str = ""
+    """Data set or plan of the validation; empty takes ``path``, which a plan of the training split cannot be."""
     validation_split: str = "val"
     do_validation: bool = True
     num_val_workers: int | None = None
@@ -77,7 +82,7 @@ class PackProvider(DatasetProvider):
         """
         raise NotImplementedError
 
-    def make_loader(self, config: Any, **arguments: Any) -> PackLoader:
+    def make_loader(self, config: Any, **arguments: Any) -> LoaderBase:
         """The loader of one data-parallel rank.
 
         Args:
@@ -139,6 +144,11 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
+        if is_plan(self.path) and not self.validation_path and self.do_validation and _evaluates(container):
+            raise ConfigError(
+                f"dataset.path {self.path} is a plan, which has no other split to evaluate on; name the data set in "
+                "dataset.validation_path, or set dataset.do_validation to false."
+            )
         self.check_run(container)
         self.follow(container)
 
@@ -203,11 +213,14 @@ class PackProvider(DatasetProvider):
         config = self.run_config(self.parallel_config(context.pg_collection))
         train = validation = None
         if context.train_samples > 0:
+            if is_plan(config.data.path):
+                provide_states(self, self._run, Replica.of(context.pg_collection))
             train = self._iterator(config, context.pg_collection)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             groups = self._evaluation_groups or context.pg_collection
-            config = replace(config, data=replace(config.data, workers=workers))
+            path = self.validation_path or config.data.path
+            config = replace(config, data=replace(config.data, workers=workers, path=path))
             validation = self._iterator(config, groups, split=self.validation_split)
         return train, validation, None
 
@@ -232,3 +245,9 @@ class PackProvider(DatasetProvider):
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
         return BridgePackIterator(reader, self.make_form(config))
+
+
+def _evaluates(container: Any) -> bool:
+    """Whether the run asks for validation batches."""
+    settings = getattr(container, "validation", None) or container.train
+    return bool(getattr(settings, "eval_iters", 0))

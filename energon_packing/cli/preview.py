@@ -81,11 +81,12 @@ def preview(
 
 def _views(config: RunConfig, packs: int) -> list[dict]:
     from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.energon.loader import build_loader, build_task_encoder
+    from energon_packing.energon.loader import build_task_encoder
+    from energon_packing.offline.open_loader import open_loader
     from energon_packing.report.preview import describe
 
     task_encoder = build_task_encoder(config)
-    loader = build_loader(config, task_encoder=task_encoder)
+    loader = open_loader(config, task_encoder=task_encoder)
     encoder = task_encoder.encoder
     assert isinstance(encoder, ConversationEncoder)  # what a configuration always builds
     return [

@@ -235,7 +235,7 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
         [*root.glob(".nv-meta/.info.json"), *root.glob("*/.nv-meta/.info.json"), *root.glob("dataset.yaml")]
     ):
         digest.update(file.read_bytes())
-    if root.is_file():
+    if root.is_file() and root.suffix in (".yaml", ".yml"):  # a plan has an id of its own
         digest.update(root.read_bytes())
     return {
         "data": digest.hexdigest()[:16],

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.loader import PackLoader, build_loader
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
+from energon_packing.offline.open_loader import is_plan, open_loader
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -35,7 +36,7 @@ class PackDataloader:
         self._restored: Any = None
         source = None
         if replica.is_reader:
-            loader = build_loader(
+            loader = open_loader(
                 config,
                 split=split,
                 rank=replica.rank,
@@ -79,7 +80,7 @@ class PackDataloader:
 class _Endless:
     """Packs of a loader, epoch after epoch."""
 
-    def __init__(self, loader: PackLoader) -> None:
+    def __init__(self, loader: LoaderBase) -> None:
         self._loader = loader
         self._packs = self._epochs()
 
@@ -147,7 +148,9 @@ def train_valid_test_datasets_provider(
         made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel))
     train, valid, test = made
     if train is not None:
-        state = saved_state(args, data_parallel_rank=parallel_state.get_data_parallel_rank())
+        # The state of a plan is the same on every rank, however many saved it.
+        rank = 0 if is_plan(config.data.path) else parallel_state.get_data_parallel_rank()
+        state = saved_state(args, data_parallel_rank=rank)
         if state is not None:
             train.restore_state(state)
     return train, valid, test

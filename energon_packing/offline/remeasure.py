@@ -45,8 +45,9 @@ class SampleRemeasurer:
         found = []
         for row, values in zip(rows, table, strict=True):
             media = tuple(PlannedMedia(**each) for each in values.pop("media") or ())
-            lengths = {"length": 0, "second": 0, "piece": -1}
-            planned = PlannedSample(dataset=0, shard=number, row=row, media=media, **values, **lengths)
+            planned = PlannedSample(
+                dataset=0, shard=number, row=row, media=media, length=0, second=0, piece=-1, **values
+            )
             sample = self._encoder.preencode_sample(source.sample(planned))
             if sample.problem is not None and sample.problem.fatal is not None:
                 raise sample.problem.fatal

@@ -45,6 +45,9 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
         return DataLooks(looks=_unread(at, "no data set is named", _IDS))
     if REMOTE in path:
         return DataLooks(looks=_unread(at, f"{path} is not on this machine", _IDS))
+    if path.endswith(".parquet") and Path(path).is_file():
+        why = "it is a plan, which is compared with the run and its shards when it is read"
+        return DataLooks(looks=_unread(at, why, _IDS))
     parts = {places["data.split"]: split, **others}
     try:
         entry = dataset_entry(path)

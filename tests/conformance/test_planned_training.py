@@ -1,0 +1,135 @@
+"""Bridge's train loop and checkpoints on a plan: as many ranks as there are, at any time, the same global packs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import bridge_ranks
+import pytest
+
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge_cpu import stand_ins
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planner import make_plan
+
+if not stand_ins.needed():
+    pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+
+STEPS, GLOBAL_BATCH, SAVED_AT = 9, 4, 3
+# DP 2, then 1, then 4; a plan aligned for CP 2 goes on with context parallelism in between. All but the last are killed
+# a step after their checkpoint.
+LEGS = {"two": {"world": 2}, "one": {"world": 2, "context": 2}, "four": {"world": 4}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The plan, one run that nobody stops, and one that continues twice with other ranks."""
+    folder = tmp_path_factory.mktemp("planned-ranks")
+    source = make_data(folder / "made", conversations=80, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
+    encoder = EncoderConfig(
+        processor=str(processor_path("qwen3_vl")),
+        min_pixels=32 * 32,
+        video_min_pixels=32 * 32,
+        max_pixels=64 * 64,
+        video_max_pixels=64 * 64,
+    )
+    run = RunConfig(
+        data=DataConfig(path=str(folder / "data")),
+        encoder=encoder,
+        packing=PackingConfig(seq_length=bridge_ranks.SEQ_LENGTH, drop_budget=1.0),
+        parallel=ParallelConfig(context_parallel=2),
+        plan=PlanConfig(max_data_parallel=4, seed=1),
+    )
+    measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
+    make_plan([folder / "index"], run, folder / "plan.parquet")
+    dataset = {
+        "path": str(folder / "plan.parquet"),
+        "validation_path": str(folder / "data"),
+        "num_workers": 1,
+    }
+    weights = str(folder / "weights")
+    shared = {"dataset": dataset, "global_batch": GLOBAL_BATCH}
+    runs = [
+        {"name": "weights", "steps": 1, "save": weights, "save_interval": 1},
+        {"name": "whole", "weights": weights, "steps": STEPS, **shared},
+    ]
+    saved = {"save": str(folder / "legs"), "save_interval": SAVED_AT}
+    for name, layout in LEGS.items():
+        kill = {} if name == "four" else {"kill_after": SAVED_AT + 1}
+        runs.append({"name": name, "weights": weights, "steps": STEPS, **layout, **shared, **saved, **kill})
+    bridge_ranks.launch(runs, folder, folder / "data", timeout=850)
+    return folder
+
+
+def reports(folder, name, world=1):
+    found = bridge_ranks.reports(folder, name, world)
+    for report in found:
+        assert report["error"] is None, report["error"][2]
+    return found
+
+
+def trained(reports):
+    """Digests of the training packs of each step, over the data-parallel ranks in order."""
+    each = [[pack["digest"] for pack in report["packs"] if not pack["validation"]] for report in reports]
+    return [digest for step in zip(*each, strict=True) for digest in step]
+
+
+def test_a_run_that_changes_its_ranks_twice_trains_on_the_packs_of_the_run_that_does_not(folder):
+    (whole,) = reports(folder, "whole")
+    expected = trained([whole])
+    assert len(expected) == STEPS * GLOBAL_BATCH
+    packs, losses = {}, {}
+    for name, layout in LEGS.items():
+        ranks = reports(folder, name, layout["world"])
+        packs[name] = trained(ranks[:1] if layout.get("context") else ranks)
+        losses[name] = ranks[0]["losses"]
+    assert [len(found) for found in losses.values()] == [SAVED_AT + 1, SAVED_AT + 1, SAVED_AT]
+    kept = SAVED_AT * GLOBAL_BATCH
+    # With context parallelism rows are padded, so their losses stand for them.
+    assert packs["two"][:kept] == expected[:kept]
+    assert packs["four"] == expected[2 * kept :]
+    assert len(packs["one"]) == (SAVED_AT + 1) * GLOBAL_BATCH
+    for start, name in zip((0, SAVED_AT, 2 * SAVED_AT), LEGS, strict=True):
+        theirs = whole["losses"][start : start + len(losses[name])]
+        assert losses[name] == pytest.approx(theirs, abs=2e-4)
+
+
+def test_the_states_of_all_ranks_are_the_position_of_the_next_pack(folder):
+    import torch
+
+    states = sorted((folder / "legs").rglob("train_dataloader_dprank*.pt"))
+    names = {path.parent.name: [] for path in states}
+    for path in states:
+        state = torch.load(path, weights_only=True)["dataloader_state_dict"]
+        names[path.parent.name].append(state["source"]["position"])
+    positions = {name: set(found) for name, found in names.items()}
+    assert positions == {f"iter_{step:07d}": {step * GLOBAL_BATCH} for step in (3, 6, 9)}
+    # Ranks that a leg lacked a state for took the first rank's.
+    assert [len(found) for _, found in sorted(names.items())] == [4, 4, 4]
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_plan_without_a_data_set_to_evaluate_on_is_refused_before_training(folder):
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+    from energon_packing.bridge_cpu import tiny_models, training_run
+    from energon_packing.errors import ConfigError
+
+    plan = folder / "plan.parquet"
+    dataset = PackedEnergonDatasetConfig(path=str(plan), processor=str(processor_path("text")), seq_length=256)
+    provider = tiny_models.provider("text", vocab_size=1024, tokens=None, seq_length=256, layers=2)
+    config = training_run.make_config(provider, dataset, steps=2, global_batch_size=2, learning_rate=1e-3)
+    config.validation.eval_iters = 1
+    with pytest.raises(ConfigError, match="is a plan, which has no other split"):
+        config.validate()
+    assert len(Plan.open(plan)) > 10

@@ -42,6 +42,7 @@ ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS),
 )
+PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
 
@@ -76,7 +77,7 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
     if compiled is None:
         shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     else:
-        shutil.copytree(compiled / PACKAGE, folder / PACKAGE)
+        shutil.copytree(compiled / PACKAGE, folder / PACKAGE, copy_function=os.link)
     if mutation is None:
         return
     for file, old, new in mutation.edits:
@@ -86,6 +87,7 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
             raise ValueError(f"mutation {mutation.name!r}: {file} holds {old!r} {source.count(old)} times, not once")
         changed = source.replace(old, new)
         compile(changed, str(path), "exec")
+        path.unlink()  # the other copies may be the same file
         path.write_text(changed, encoding="utf-8")
         for bytecode in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
             bytecode.unlink()
@@ -112,10 +114,12 @@ def run_tests(folder: Path, tests: Sequence[str]) -> None:
             "mutations", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate), database=None, derandomize=True
         )
         hypothesis.settings.load_profile("mutations")
+        # Other packages' plugins would be imported anew in every fork: most of its time.
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         recorder = Recorder()
         places = [str(ROOT / test) for test in tests]
         status = pytest.main(
-            [*places, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", "-pno:cacheprovider", "--timeout=0", "-x"],
+            [*places, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", "-pno:cacheprovider", "-x", *PYTEST],
             plugins=[recorder],
         )
         imported = Path(sys.modules[PACKAGE].__file__ or "").resolve()

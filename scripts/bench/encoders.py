@@ -249,6 +249,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--video-decode", type=float, metavar="SECONDS", help="only decode eight frames of clips of this length"
     )
+    options.add_argument(
+        "--jpeg-scaling", type=Path, metavar="PHOTOS", help="only decode the photographs of this directory at a part"
+    )
     return options
 
 
@@ -268,6 +271,21 @@ def print_video_decode(seconds: float, repeat: int) -> int:
     return 0
 
 
+def print_jpeg_scaling(photos: Path, repeat: int) -> int:
+    """Prints the results of `bench.jpeg_scaling`.
+
+    Raises:
+        UserError: there is no directory of photographs, or no pass.
+    """
+    from bench import jpeg_scaling
+
+    if not photos.is_dir() or repeat < 1:
+        raise UserError(f"{photos} and {repeat} passes; a directory and at least 1 are needed")
+    for result in jpeg_scaling.run(photos, repeat):
+        print(json.dumps(result), flush=True)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON line per result; 1 if our tokens or pixels differ, 2 on unusable input."""
     given = parser().parse_args(argv)
@@ -275,6 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.video_decode is not None:
             return print_video_decode(given.video_decode, given.repeat)
+        if given.jpeg_scaling is not None:
+            return print_jpeg_scaling(given.jpeg_scaling, given.repeat)
         bench = EncoderBench(
             families=tuple(given.family or default.families),
             samples=given.samples,

@@ -56,8 +56,7 @@ def make_clip(clip: Clip, seconds: float) -> bytes:
     rng = np.random.default_rng(0)
     rows, columns = np.mgrid[0:HEIGHT, 0:WIDTH]
     picture = np.stack([128 + 100 * np.sin(rows / a + columns / b) for a, b in ((37, 23), (17, 51), (61, 13))], axis=-1)
-    grain = rng.integers(-6, 7, (4, HEIGHT, WIDTH, 3))
-    picture = picture.astype(np.int16)
+    pictures = [(picture + rng.integers(-6, 7, picture.shape)).clip(0, 255).astype(np.uint8) for _ in range(4)]
     buffer = io.BytesIO()
     with av.open(buffer, "w", format={"mp4": "mp4", "webm": "webm", "avi": "avi"}[clip.container]) as container:
         interval = count if clip.key_frames is None else round(clip.key_frames * RATE)
@@ -66,8 +65,7 @@ def make_clip(clip: Clip, seconds: float) -> bytes:
         )
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         for number in range(count):
-            moved = np.roll(picture, (number, 2 * number), (0, 1)) + grain[number % 4]
-            frame = av.VideoFrame.from_ndarray(moved.clip(0, 255).astype(np.uint8), "rgb24")
+            frame = av.VideoFrame.from_ndarray(np.roll(pictures[number % 4], (number, 2 * number), (0, 1)), "rgb24")
             frame.pts, frame.time_base = number, Fraction(1, RATE)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))

@@ -231,17 +231,4 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
-    Mutation(
-        trap=59,
-        name="decoding starts at any intra picture",
-        test=RUNS + "test_a_damaged_clip_gives_the_frames_of_a_full_decode_or_none",
-        oracle="PyAV, which decodes the whole clip",
-        edits=(
-            (
-                "media/packet_kinds.py",
-                "    return PacketKind(shown_as, start, needed, parameters) if shown_as else None\n",
-                "    return PacketKind(shown_as, True, needed, parameters) if shown_as else None\n",
-            ),
-        ),
-    ),
 )

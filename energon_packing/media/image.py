@@ -113,7 +113,7 @@ def _scale(image: Image.Image, least: tuple[float, float]) -> tuple[int, int] | 
     turned = image.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
     height, width = (math.ceil(side) for side in (reversed(least) if turned else least))
     stored = image.size
-    image.draft(None, (max(1, width), max(1, height)))  # type: ignore[arg-type]
+    image.draft(None, (max(1, width), max(1, height)))
     if image.size == stored:
         return None
     return (stored[1], stored[0]) if turned else stored

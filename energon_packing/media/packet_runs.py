@@ -1,8 +1,8 @@
 """The packets of a clip that must be decoded for the wanted frames, where that is known to be exact.
 
-All packets are read once, which costs a hundredth of decoding them, and nothing is ever sought: a container's index may
-be wrong, but the order of packets is what a full decode uses. One packet holds one shown frame, so sorting packets by
-time numbers the frames as a full decode does.
+All packets are read once, which costs a hundredth of decoding them. Nothing but the beginning is ever sought: a
+container's index may be wrong, but the order of packets is what a full decode uses. One packet holds one shown frame.
+Sorting packets by time therefore numbers the frames as a full decode does.
 """
 
 from __future__ import annotations
@@ -30,13 +30,33 @@ class Run(NamedTuple):
     frames: dict[int, int]
 
 
+class PacketRuns(NamedTuple):
+    """Which packets of a clip to decode.
+
+    Attributes:
+        runs: in the order of the stream. The first one always holds the first packet, which tells the decoder about the
+            encoder.
+        packets: the time and size in bytes of every packet up to the last needed one, by which it is recognised.
+    """
+
+    runs: list[Run]
+    packets: list[tuple[int, int]]
+
+
 class _Packet(NamedTuple):
     time: int
+    size: int
     shown: bool
     kind: PacketKind
 
 
-def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> list[Run] | None:
+def may_have_runs(container: Any, stream: Any) -> bool:
+    """Whether `packet_runs` knows the container and the codec; reads nothing."""
+    known = packet_reader(stream.codec_context.codec.canonical_name, stream.codec_context.extradata or b"")
+    return known is not None and bool(set(container.format.name.split(",")) & SIZED_CONTAINERS)
+
+
+def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> PacketRuns | None:
     """Finds the packets that the wanted frames need.
 
     Args:
@@ -45,10 +65,9 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> list[Run]
         wanted: numbers of frames in display order, ascending, without repetition.
 
     Returns:
-        Runs in the order of the stream. The first one always holds the first packet, which tells the decoder about the
-        encoder. None if it is not known beforehand that they give the frames of a full decode.
+        None if it is not known beforehand that decoding these packets gives the frames of a full decode.
     """
-    if not set(container.format.name.split(",")) & SIZED_CONTAINERS:
+    if not may_have_runs(container, stream):
         return None
     packets = _read(container, stream)
     if packets is None or not packets[0].kind.start or len({packet.parameters for packet in _telling(packets)}) > 1:
@@ -63,7 +82,8 @@ def packet_runs(container: Any, stream: Any, wanted: Sequence[int]) -> list[Run]
     starts = _starts(packets)
     if starts is None or wanted[0] < 0 or wanted[-1] >= len(order):
         return None
-    return _runs(packets, starts, {order[index]: index for index in wanted})
+    runs = _runs(packets, starts, {order[index]: index for index in wanted})
+    return PacketRuns(runs, [(packet.time, packet.size) for packet in packets[: runs[-1].stop + 1]])
 
 
 def _read(container: Any, stream: Any) -> list[_Packet] | None:
@@ -83,7 +103,7 @@ def _read(container: Any, stream: Any) -> list[_Packet] | None:
             kind = None  # it ends inside a header
         if kind is None:
             return None
-        packets.append(_Packet(packet.pts, not packet.is_discard, kind))
+        packets.append(_Packet(packet.pts, packet.size, not packet.is_discard, kind))
     return packets or None
 
 

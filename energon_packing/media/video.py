@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,11 @@ import torch
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.frame_stack import FrameStack
-from energon_packing.media.packet_runs import Run, packet_runs
+from energon_packing.media.packet_runs import PacketRuns, Run, may_have_runs, packet_runs
 from energon_packing.media.probe import limit_codec, open_video
+
+_BEGINNING = -(1 << 60)
+"""A time before every packet, in any unit."""
 
 
 def decode_frames(
@@ -52,10 +55,15 @@ def decode_frames(
         raise ValueError("decode_frames needs at least one index")
     frames = FrameStack(indices, max_pixels, max_bytes)
     try:
-        if _decode_needed(data, frames, max_pixels, deadline):
-            return frames.tensor()
+        with _opened(data, frames, max_pixels) as (container, stream):
+            if not may_have_runs(container, stream):
+                _decode_from_start(container, stream, frames, deadline)
+                return frames.tensor()
+            if _decode_needed(container, stream, frames, deadline):
+                return frames.tensor()
         frames = FrameStack(indices, max_pixels, max_bytes)
-        _decode_from_start(data, frames, max_pixels, deadline)
+        with _opened(data, frames, max_pixels) as (container, stream):
+            _decode_from_start(container, stream, frames, deadline)
     except (av.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
         raise SampleRejected("corrupt_media", f"the video cannot be decoded: {error}") from error
     return frames.tensor()
@@ -83,40 +91,46 @@ def _check_deadline(deadline: float | None, index: int) -> None:
         raise SampleRejected("decode_timeout", f"frame {index} was not decoded within encoder.decode_seconds")
 
 
-def _decode_from_start(data: bytes, frames: FrameStack, max_pixels: int, deadline: float | None) -> None:
+def _decode_from_start(container: Any, stream: Any, frames: FrameStack, deadline: float | None) -> None:
     """Decodes every frame up to the last wanted one."""
-    wanted = frames.wanted
-    with _opened(data, frames, max_pixels) as (container, stream):
-        for index, frame in enumerate(container.decode(stream)):
-            _check_deadline(deadline, index)
-            if frame.is_corrupt:
-                raise SampleRejected("corrupt_media", f"frame {index} of the video is damaged")
-            frames.check_size(frame)
-            if index == wanted[-frames.missing]:
-                frames.take(frame, index)
-                if not frames.missing:
-                    return
+    for index, frame in enumerate(container.decode(stream)):
+        _check_deadline(deadline, index)
+        if frame.is_corrupt:
+            raise SampleRejected("corrupt_media", f"frame {index} of the video is damaged")
+        frames.check_size(frame)
+        if index == frames.wanted[-frames.missing]:
+            frames.take(frame, index)
+            if not frames.missing:
+                return
 
 
-def _decode_needed(data: bytes, frames: FrameStack, max_pixels: int, deadline: float | None) -> bool:
+def _decode_needed(container: Any, stream: Any, frames: FrameStack, deadline: float | None) -> bool:
     """Decodes only the packets that the wanted frames need; returns whether the result is that of a full decode."""
     import av
 
     try:
-        with _opened(data, frames, max_pixels) as (container, stream):
-            runs = packet_runs(container, stream, frames.wanted)
-        if runs is None:
+        found = packet_runs(container, stream, frames.wanted)
+        if found is None:
             return False
-        # Opened again, because seeking back is not exact in every container format.
-        with _opened(data, frames, max_pixels) as (container, stream):
-            stream.codec_context.options |= {"err_detect": "explode"}
-            packets = enumerate(packet for packet in container.demux(stream) if packet.size)
-            for run in runs:
-                if not _decode_run(stream.codec_context, packets, run, frames, deadline):
-                    return False
-    except av.FFmpegError:
+        stream.codec_context.options |= {"err_detect": "explode"}
+        # Back to the beginning; that these are the same packets is checked one by one.
+        container.seek(_BEGINNING, stream=stream)
+        packets = _same_packets(container.demux(stream), found)
+        whole = all(_decode_run(stream.codec_context, packets, run, frames, deadline) for run in found.runs)
+        return whole and not frames.missing
+    except (av.FFmpegError, _OtherPacketError):
         return False  # decoding from the start says which frame is damaged
-    return not frames.missing
+
+
+class _OtherPacketError(Exception):
+    """A packet is not the one that was read there before."""
+
+
+def _same_packets(packets: Iterable[Any], found: PacketRuns) -> Iterator[tuple[int, Any]]:
+    for number, (packet, known) in enumerate(zip(packets, found.packets, strict=False)):
+        if (packet.pts, packet.size) != known:
+            raise _OtherPacketError
+        yield number, packet
 
 
 def _decode_run(

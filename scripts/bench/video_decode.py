@@ -89,8 +89,8 @@ def from_the_start(data: bytes, wanted: list[int]) -> list[np.ndarray]:
 def packets_decoded(data: bytes, wanted: list[int]) -> int | None:
     """Returns how many packets our runs decode; None if all up to the last frame."""
     with open_video(io.BytesIO(data)) as container:
-        runs = packet_runs(container, container.streams.video[0], wanted)
-    return None if runs is None else sum(run.stop + 1 - run.start - len(run.left_out) for run in runs)
+        found = packet_runs(container, container.streams.video[0], wanted)
+    return None if found is None else sum(run.stop + 1 - run.start - len(run.left_out) for run in found.runs)
 
 
 def run(seconds: float, repeat: int) -> Iterator[dict[str, Any]]:

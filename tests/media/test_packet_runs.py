@@ -121,7 +121,8 @@ def full_decode(data: bytes) -> list[np.ndarray] | None:
 
 def runs_of(data: bytes, wanted: list[int]) -> list[Run] | None:
     with open_video(io.BytesIO(data)) as container:
-        return packet_runs(container, container.streams.video[0], wanted)
+        found = packet_runs(container, container.streams.video[0], wanted)
+    return None if found is None else found.runs
 
 
 def steps(count: int) -> st.SearchStrategy[list[int]]:

@@ -14,7 +14,7 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.media.frame_files import decode_frame_files
-from energon_packing.media.image import decode_image
+from energon_packing.media.image import decode_image, decode_scaled_image
 from energon_packing.media.video import decode_frames
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
@@ -39,7 +39,7 @@ def visual_inputs(
     Raises:
         SampleRejected: as for `decode_media`.
     """
-    decoded = decode_media(measured, read, config)
+    decoded = decode_media(measured, read, config, family)
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
     if family.plans_grids:
         check_grids(visual, measured)
@@ -52,16 +52,20 @@ def visual_inputs(
     return {"visual_inputs": visual}
 
 
-def decode_media(measured: Measured, read: Callable[[str], bytes], config: EncoderConfig) -> list[torch.Tensor]:
+def decode_media(
+    measured: Measured, read: Callable[[str], bytes], config: EncoderConfig, family: VisionFamily
+) -> list[torch.Tensor]:
     """Decodes the media of a sample; of a video, only the planned frames.
 
     Args:
         measured: the sample.
         read: returns the bytes of an image or video by its name.
-        config: its ``decode_seconds``, ``max_decoded_bytes`` and ``max_source_pixels`` apply.
+        config: its ``decode_seconds``, ``jpeg_scaled_decoding``, ``max_decoded_bytes`` and ``max_source_pixels`` apply.
+        family: with the limits of this sample.
 
     Returns:
-        uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``.
+        uint8 ``[3, H, W]`` of an image and ``[frames, 3, H, W]`` of a video, in the order of ``measured.media``. With
+        ``jpeg_scaled_decoding``, images already have the size that the family's processor gives them.
 
     Raises:
         SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
@@ -83,16 +87,10 @@ def decode_media(measured: Measured, read: Callable[[str], bytes], config: Encod
 
     for media, plan in zip(measured.media, measured.plans, strict=True):
         try:
-            decoded.append(_decode(media, plan, fetch, config.max_source_pixels, left, deadline))
+            decoded.append(_decode(media, plan, fetch, config, left, deadline, family))
         except SampleRejected as error:
             raise SampleRejected(error.reason, f"{media.kind} {media.name!r}: {error.detail}") from error
         left -= decoded[-1].numel()
-        found = decoded[-1].shape[-1], decoded[-1].shape[-2]
-        if found != (media.width, media.height):
-            raise SampleRejected(
-                "media_changed",
-                f"{media.kind} {media.name!r} is {found[0]}x{found[1]}, but {media.width}x{media.height} was measured",
-            )
     return decoded
 
 
@@ -128,13 +126,36 @@ def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
 
 
 def _decode(
-    media: Media, plan: MediaPlan, read: Callable[[str], bytes], pixels: int, left: int, deadline: float | None
+    media: Media,
+    plan: MediaPlan,
+    read: Callable[[str], bytes],
+    config: EncoderConfig,
+    left: int,
+    deadline: float | None,
+    family: VisionFamily,
 ) -> torch.Tensor:
     """Decodes one image, or the planned frames of one video, into at most ``left`` bytes."""
+    pixels = config.max_source_pixels
+    if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
+        height, width = family.image_size(plan)
+        least = config.jpeg_scaled_decoding * height, config.jpeg_scaled_decoding * width
+        image = decode_scaled_image(read(media.name), least, max_pixels=pixels, max_bytes=left)
+        _check_size(media, image.width, image.height)
+        # From the size of the smaller image, a processor would compute another grid.
+        return family.resize_image(image.pixels, plan)
     if plan.kind == "image":
-        return decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
-    if media.frame_names:
+        decoded = decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
+    elif media.frame_names:
         names = [media.frame_names[index] for index in plan.frame_indices]
-        return decode_frame_files(read, names, max_pixels=pixels, max_bytes=left, deadline=deadline)
-    data = read(media.name)
-    return decode_frames(data, plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline)
+        decoded = decode_frame_files(read, names, max_pixels=pixels, max_bytes=left, deadline=deadline)
+    else:
+        decoded = decode_frames(
+            read(media.name), plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline
+        )
+    _check_size(media, decoded.shape[-1], decoded.shape[-2])
+    return decoded
+
+
+def _check_size(media: Media, width: int, height: int) -> None:
+    if (width, height) != (media.width, media.height):
+        raise SampleRejected("media_changed", f"it is {width}x{height}, but {media.width}x{media.height} was measured")

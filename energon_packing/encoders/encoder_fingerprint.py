@@ -61,6 +61,8 @@ def encoder_fingerprint(
         "loss_weighting": f"{config.loss_weighting}, scale {config.loss_scale}",
         # Bytes and float32 give the model the same numbers, so a run may change from one to the other.
         "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
+        # Only if it is set, so that states from before the setting are still accepted.
+        **({} if config.jpeg_scaled_decoding is None else {"jpeg_scaled_decoding": f"{config.jpeg_scaled_decoding:g}"}),
     }
 
 

@@ -26,7 +26,7 @@ from energon_packing.thd.pixels import PixelForm
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
 VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
-FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan")
+FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan", "jpeg_scaled_decoding")
 """Fields of `EncoderConfig` that a family does not support unless it names them in ``reads``."""
 
 
@@ -137,6 +137,14 @@ class VisionFamily(ABC):
     def keeps_floats(self) -> str | None:
         """Why pixels are floats from the worker on; None if they stay bytes until they are used."""
         return self._proven[1]
+
+    def image_size(self, plan: MediaPlan) -> tuple[int, int]:
+        """Returns the height and width of a resized image; for families that read ``jpeg_scaled_decoding``."""
+        raise NotImplementedError
+
+    def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
+        """Resizes uint8 ``[3, H, W]`` to `image_size` as the processor does, which then leaves it as it is."""
+        raise NotImplementedError
 
     @abstractmethod
     def pixels(

@@ -27,7 +27,7 @@ class Glm4v(TimeSteps):
 
     name = "glm4v"
     processor_classes = ("Glm4vProcessor",)
-    reads = (*IMAGE_SIZES, *VIDEO_SIZES, "video_fps", "video_max_frames")
+    reads = (*IMAGE_SIZES, *VIDEO_SIZES, "video_fps", "video_max_frames", "jpeg_scaled_decoding")
     token_fields = ("mm_token_type_ids",)
     shared_placeholder = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, MediaPlan, VisionFamily, require
 from energon_packing.families.frames import chosen_frames, uniform_frames
+from energon_packing.families.internvl_tiles import InternVLTiles
 from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
 from energon_packing.thd.pixels import PixelForm
@@ -127,6 +129,8 @@ class InternVL(VisionFamily):
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
         """Returns ``pixel_values`` ``[tiles, 3, H, W]`` of images and videos, in the order of the text."""
+        if raw and plans and self._tiles.direct:
+            return {"pixel_values": self._fill(plans, media)}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
         cut: list[torch.Tensor] = []
         if images:
@@ -143,14 +147,36 @@ class InternVL(VisionFamily):
             next(waiting) if plan.kind == "image" else self._frames(tensor, raw)
             for plan, tensor in zip(plans, media, strict=True)
         ]
-        for plan, part in zip(plans, parts, strict=True):
-            if len(part) != plan.tiles:
-                raise SampleRejected(
-                    "media_changed", f"the {plan.kind} became {len(part)} tiles, but {plan.tiles} were measured"
-                )
+        self._check_tiles(plans, [len(part) for part in parts])
         if cut and len(cut) == len(parts):
             return {"pixel_values": made["pixel_values"]}  # images only: no copy, which would take as long as the rest
         return {"pixel_values": torch.cat(parts) if len(parts) > 1 else parts[0]} if parts else {}
+
+    @cached_property
+    def _tiles(self) -> InternVLTiles:
+        return InternVLTiles(self.images, self.videos)
+
+    def _fill(self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Makes the tiles of a sample as bytes in one tensor."""
+        counts = [
+            self._tiles.count(tensor) if plan.kind == "image" else len(tensor)
+            for plan, tensor in zip(plans, media, strict=True)
+        ]
+        self._check_tiles(plans, counts)
+        made = torch.empty((sum(counts), 3, *self._tiles.shape), dtype=torch.uint8)
+        for plan, tensor, place in zip(plans, media, made.split(counts), strict=True):
+            if plan.kind == "image":
+                self._tiles.fill_image(tensor, place)
+            else:
+                self._tiles.fill_clip(tensor, place)
+        return made
+
+    def _check_tiles(self, plans: Sequence[MediaPlan], counts: Sequence[int]) -> None:
+        for plan, count in zip(plans, counts, strict=True):
+            if count != plan.tiles:
+                raise SampleRejected(
+                    "media_changed", f"the {plan.kind} became {count} tiles, but {plan.tiles} were measured"
+                )
 
     def _frames(self, clip: torch.Tensor, raw: bool) -> torch.Tensor:
         # One clip per call: the processor accepts several clips only if all have equally many frames.

@@ -98,14 +98,15 @@ class QwenPatches:
             for at in range(steps * step):
                 frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame
                 first = at // step * rows * columns
-                whole = self._resized(frame, rows * patch, columns * patch)
+                whole = self.resized(frame, rows * patch, columns * patch)
                 self._fill(whole, rows, columns, place[first : first + rows * columns, :, at % step])
         return {
             self._pixels: pixels.view(len(pixels), -1),
             self._grids: torch.tensor(grids, dtype=torch.int64),
         }
 
-    def _resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    def resized(self, image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+        """Returns uint8 ``[3, height, width]`` of an image ``[3, H, W]``, as the processor resizes it."""
         # The processor's own resize, with pixels stored as rows of pixels, which torch filters three times as fast as
         # three planes.
         from transformers.image_utils import SizeDict

@@ -31,7 +31,7 @@ class Qwen25VL(VisionFamily):
 
     name = "qwen2_5_vl"
     processor_classes: ClassVar[tuple[str, ...]] = ("Qwen2_5_VLProcessor",)
-    reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES)
+    reads: ClassVar[tuple[str, ...]] = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "jpeg_scaled_decoding")
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -147,6 +147,15 @@ class Qwen25VL(VisionFamily):
     def replacement(self, plan: MediaPlan) -> str:
         """Returns the placeholder of the kind alone; the chat template writes the tokens around it."""
         return self.image_token if plan.kind == "image" else self.video_token
+
+    def image_size(self, plan: MediaPlan) -> tuple[int, int]:
+        """Returns the height and width of the grid of patches in pixels."""
+        patch = self.images.patch_size
+        return plan.grid[1] * patch, plan.grid[2] * patch
+
+    def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
+        """Resizes uint8 ``[3, H, W]`` with the processor's own function; sizes of whole patches stay as they are."""
+        return self._image_patches.resized(image, *self.image_size(plan))
 
     def byte_forms(self) -> dict[str, PixelForm]:
         """Returns the forms of both kinds of patches."""

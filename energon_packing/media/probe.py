@@ -28,7 +28,7 @@ VIDEO_CONTAINERS = ("mov", "mp4", "matroska", "webm", "avi", "mpeg", "mpegts", "
 
 # One packet is one shown frame for these; not for VP8 (hidden frames) or MPEG-4 part 2 (packed B-frames).
 _ONE_FRAME_A_PACKET = frozenset({"h264", "hevc", "vp9", "av1", "mjpeg"})
-_SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
+SIZED_CONTAINERS = frozenset({"mov", "mp4", "matroska", "webm"})
 
 Source = bytes | str | Path
 
@@ -316,7 +316,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         stream.codec_context.thread_count = 1
         limit_codec(stream, max_pixels)
         packets = _PacketCounter(container, stream)
-        trusted = bool(names & _SIZED_CONTAINERS) and codec_name in _ONE_FRAME_A_PACKET
+        trusted = bool(names & SIZED_CONTAINERS) and codec_name in _ONE_FRAME_A_PACKET
         exact = decode or not trusted
         count = _count_decoded(packets, stream, size) if exact else _count_packets(packets, stream)
         if "mov" in names and packets.seen < named_frames:

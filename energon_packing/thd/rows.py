@@ -6,7 +6,6 @@ key in every message.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from energon_packing.errors import PackingError
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.joined import joined
 from energon_packing.thd.pixels import PIXEL_FORMS, PixelForm
 
 ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
@@ -149,8 +149,8 @@ def join_visual_inputs(
             counts.setdefault(name, [0] * len(rows))[index] = tensor.shape[0]
     if not parts:
         return None, {}
-    joined = {name: _joined(tensors) for name, tensors in parts.items()}
-    return joined, {name: tuple(count) for name, count in counts.items()}
+    together = {name: joined(tensors) for name, tensors in parts.items()}
+    return together, {name: tuple(count) for name, count in counts.items()}
 
 
 def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, PixelForm]:
@@ -169,20 +169,6 @@ def joined_forms(keys: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> dict
                     "encoder.pixels to float32"
                 )
     return forms
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joins parts in new memory, even a single part, because a view would keep its whole storage alive.
-
-    In a data loader's worker this memory is shared from the start, as in PyTorch's own collation. Otherwise, sending
-    the tensor to the training process would copy 100 MB of pixels once more.
-    """
-    if torch.utils.data.get_worker_info() is None:
-        return torch.cat(list(parts))
-    first = parts[0]
-    shape = (sum(len(part) for part in parts), *first.shape[1:])
-    storage = first._typed_storage()._new_shared(math.prod(shape), device=first.device)
-    return torch.cat(list(parts), out=first.new(storage).resize_(shape))
 
 
 def unpack(batch: PackedBatch) -> list[dict[str, Any]]:

@@ -246,7 +246,44 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--repeat", type=int, default=EncoderBench().repeat, help="passes; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--work", type=Path, help="keep the data here; a temporary directory by default")
+    options.add_argument(
+        "--video-decode", type=float, metavar="SECONDS", help="only decode eight frames of clips of this length"
+    )
+    options.add_argument(
+        "--jpeg-scaling", type=Path, metavar="PHOTOS", help="only decode the photographs of this directory at a part"
+    )
     return options
+
+
+def print_video_decode(seconds: float, repeat: int) -> int:
+    """Prints the results of `bench.video_decode`.
+
+    Raises:
+        UserError: the clips are too short to have eight frames, or there is no pass.
+        PackingError: our frames differ.
+    """
+    from bench import video_decode
+
+    if seconds * video_decode.RATE < video_decode.WANTED or repeat < 1:
+        raise UserError(f"{seconds} seconds and {repeat} passes; at least 1 of each is needed")
+    for result in video_decode.run(seconds, repeat):
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def print_jpeg_scaling(photos: Path, repeat: int) -> int:
+    """Prints the results of `bench.jpeg_scaling`.
+
+    Raises:
+        UserError: there is no directory of photographs, or no pass.
+    """
+    from bench import jpeg_scaling
+
+    if not photos.is_dir() or repeat < 1:
+        raise UserError(f"{photos} and {repeat} passes; a directory and at least 1 are needed")
+    for result in jpeg_scaling.run(photos, repeat):
+        print(json.dumps(result), flush=True)
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,6 +291,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_args(argv)
     default = EncoderBench()
     try:
+        if given.video_decode is not None:
+            return print_video_decode(given.video_decode, given.repeat)
+        if given.jpeg_scaling is not None:
+            return print_jpeg_scaling(given.jpeg_scaling, given.repeat)
         bench = EncoderBench(
             families=tuple(given.family or default.families),
             samples=given.samples,

@@ -18,18 +18,18 @@ REFUSED = {
     "gemma3": ONE_SIZE - {"pan_and_scan"},
     "glm4v": {"video_min_frames", "pan_and_scan"},
     "huggingface": ONE_SIZE,
-    "internvl": {"video_min_pixels", "video_max_pixels", "pan_and_scan"},
+    "internvl": {"video_min_pixels", "video_max_pixels", "pan_and_scan", "jpeg_scaled_decoding"},
     "llava": ONE_SIZE,
     "llava_next": ONE_SIZE,
     "llava_onevision": ONE_SIZE,
     "llava_onevision_1_5": {"pan_and_scan"},
     "pixtral": ONE_SIZE - {"max_pixels"},
-    "qianfan_vl": {"video_min_pixels", "video_max_pixels", "pan_and_scan"},
+    "qianfan_vl": {"video_min_pixels", "video_max_pixels", "pan_and_scan", "jpeg_scaled_decoding"},
     "qwen2_5_vl": {"pan_and_scan"},
     "qwen2_vl": {"pan_and_scan"},
     "qwen3_5_vl": {"pan_and_scan"},
     "qwen3_vl": {"pan_and_scan"},
-    "text": {"pan_and_scan"},
+    "text": {"pan_and_scan", "jpeg_scaled_decoding"},
 }
 
 

@@ -16,11 +16,13 @@ MEDIA_TRAPS = {
     27: "timestamps do not follow the clip's frame rate",
     28: "of two media with one file, one is lost",
     38: "a hostile record passes, or reads outside of its root",
+    59: "a frame of a video is not the frame of its number",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
 SPANS = "tests/chat/test_template_spans.py::"
 MEDIA = "tests/encoders/test_encoder_media.py::"
+RUNS = "tests/media/test_packet_runs.py::"
 HOSTILE = "tests/convert/test_convert_hostile_records.py::"
 
 MEDIA_MUTATIONS: tuple[Mutation, ...] = (
@@ -202,5 +204,31 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_name_that_no_store_can_hold_is_refused_in_every_kind_of_record[latents]",
         oracle="Python's UTF-8 codec",
         edits=(("stored_record.py", " or not is_unicode(name)", ""),),
+    ),
+    Mutation(
+        trap=59,
+        name="times of a damaged table number the frames",
+        test=RUNS + "test_damaged_tables_of_an_mp4_file_never_give_another_frame",
+        oracle="PyAV, which decodes the whole clip",
+        edits=(
+            (
+                "media/packet_runs.py",
+                "        return None  # a damaged table of times\n",
+                "        pass\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=59,
+        name="frames that an edit list hides are counted",
+        test=RUNS + "test_frames_that_an_edit_list_hides_are_not_counted",
+        oracle="PyAV, which decodes the whole clip",
+        edits=(
+            (
+                "media/packet_runs.py",
+                "order = [number for number in by_time if packets[number].shown]",
+                "order = by_time",
+            ),
+        ),
     ),
 )

@@ -1,0 +1,51 @@
+"""On the road of bytes no family makes float pixels on the way, neither of images nor of a clip's frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from bench.encoder_samples import build_encoder
+from bench.offline_processors import PROCESSORS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from energon_packing.conversation import Media
+
+FEW = 50_000
+"""Values: less than a tenth of one frame of the probes."""
+
+
+class Floats(TorchDispatchMode):
+    """Notes every float tensor of many values that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.numel() >= FEW:
+                self.made.append((str(func), tuple(tensor.shape)))
+        return result
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_bytes_of_images_and_frames_never_become_floats_in_a_worker(name: str) -> None:
+    family = build_encoder(name, None).family
+    assert family.pixel_forms, family.keeps_floats
+    for kind in family.placeholders:
+        frames = {"frames": 12, "fps": 4.0, "duration": 3.0} if kind == "video" else {}
+        plans = family.plans([Media(kind=kind, name="a", width=640, height=480, **frames)])  # type: ignore[arg-type]
+        shape = (len(plans[0].frame_indices), 480, 640, 3) if kind == "video" else (480, 640, 3)
+        media = torch.randint(256, shape, dtype=torch.uint8).movedim(-1, -3)
+        with Floats() as floats:
+            family.pixels(plans, [media], raw=True)
+        assert not floats.made
+        with Floats() as floats:
+            family.pixels(plans, [media])
+        assert floats.made  # the processor's own numbers: the instrument sees them

@@ -270,6 +270,22 @@ def open_video(file: BinaryIO) -> Any:
     return av.open(file, "r", container_options=options)
 
 
+def video_stream(container: Any) -> Any:
+    """The video stream of an open container.
+
+    Raises:
+        SampleRejected: ``corrupt_media``; it has none, or none that can be decoded.
+    """
+    if not container.streams.video:
+        raise SampleRejected("corrupt_media", "the file has no video stream")
+    stream = container.streams.video[0]
+    if (stream.disposition & stream.disposition.attached_pic).value:
+        raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
+    if stream.codec_context is None:  # the file names a codec that nobody knows
+        raise SampleRejected("corrupt_media", "the video stream has an unknown codec")
+    return stream
+
+
 def limit_codec(stream: Any, max_pixels: int) -> None:
     """Makes a stream's decoder refuse frames far above ``max_pixels`` before it allocates memory for them.
 
@@ -288,11 +304,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         )
     file.seek(0)
     with open_video(file) as container:
-        if not container.streams.video:
-            raise SampleRejected("corrupt_media", "the file has no video stream")
-        stream = container.streams.video[0]
-        if (stream.disposition & stream.disposition.attached_pic).value:
-            raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
+        stream = video_stream(container)
         codec = stream.codec_context
         _check_pixels(codec.width, codec.height, max_pixels)
         codec.thread_count = 1  # the converter runs one file per thread

@@ -13,7 +13,7 @@ import torch
 from energon_packing.errors import SampleRejected
 from energon_packing.media.frame_stack import FrameStack
 from energon_packing.media.packet_runs import PacketRuns, Run, may_have_runs, packet_runs
-from energon_packing.media.probe import limit_codec, open_video
+from energon_packing.media.probe import limit_codec, open_video, video_stream
 
 _BEGINNING = -(1 << 60)
 """A time before every packet, in any unit."""
@@ -73,11 +73,7 @@ def decode_frames(
 def _opened(data: bytes, frames: FrameStack, max_pixels: int) -> Iterator[tuple[Any, Any]]:
     """The container and its video stream, whose announced size is within the limits."""
     with open_video(io.BytesIO(data)) as container:
-        if not container.streams.video:
-            raise SampleRejected("corrupt_media", "the file has no video stream")
-        stream = container.streams.video[0]
-        if (stream.disposition & stream.disposition.attached_pic).value:
-            raise SampleRejected("corrupt_media", "the file has no video stream, only audio with a cover image")
+        stream = video_stream(container)
         frames.check_limits(stream.codec_context.width, stream.codec_context.height)
         limit_codec(stream, max_pixels)
         # One thread, because a loader's worker already has one core.

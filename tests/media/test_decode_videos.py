@@ -214,3 +214,13 @@ def test_a_damaged_clip_is_decoded_or_rejected_and_never_anything_else(
     except SampleRejected as error:
         reason = error.reason
     assert reason in (None, "corrupt_media", "media_too_large")
+
+
+@pytest.mark.parametrize("name", ["webm", "mkv, variable rate"])
+def test_a_clip_of_an_unknown_codec_is_rejected(clips: dict[str, bytes], name: str) -> None:
+    content = clips[name].replace(b"V_VP8", b"V_XP8").replace(b"V_MPEG4/ISO/AVC", b"V_MPEG4/ISX/AVC")
+    assert content != clips[name]
+    with pytest.raises(SampleRejected, match=r"corrupt_media: .*unknown codec"):
+        decode_frames(content, [0], max_pixels=10**6)
+    with pytest.raises(SampleRejected, match=r"corrupt_media: .*unknown codec"):
+        probe_video(content)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "correctness.md"
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests" / "chat")]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(ROOT / "tests"), str(ROOT / "tests" / "chat")]
 
 
 def is_numbered(line: str) -> bool:

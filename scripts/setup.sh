@@ -31,7 +31,7 @@ steps=(
   "torch|torch and torchvision (the largest download)|1-torch.txt|-r $requirements/1-torch.txt"
   "megatron|Megatron-Bridge and Megatron-Core|2-megatron.txt|--no-deps -r $requirements/2-megatron.txt"
   "stack|Energon, transformers and what Bridge imports|3-stack.txt|-r $requirements/3-stack.txt"
-  "project|click, rich, pytest, ruff, mypy|4-project.txt|-r $requirements/4-project.txt"
+  "project|click, rich, orjson, pytest, ruff, mypy|4-project.txt|-r $requirements/4-project.txt"
   "package|energon-packing itself, editable|../../pyproject.toml|--no-deps --no-build-isolation -e $root"
 )
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.key_names import key_digest, wanted_key
 from energon_packing.convert.layout import media_names
 from energon_packing.convert.media_checks import MediaChecker, Stamp
 from energon_packing.convert.media_files import MediaFile, resolve_media
+from energon_packing.convert.plain_records import plain_record
 from energon_packing.convert.record_media import FileReference
+from energon_packing.convert.record_text import encode_record
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.convert.sources import Chunk, RawRecord, read_chunk
 from energon_packing.convert.tensor_files import TensorFile
@@ -23,8 +24,6 @@ from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoRefere
 from energon_packing.errors import SampleRejected
 
 Found = tuple[MediaFile | TensorFile, Stamp]
-# What a record holds was parsed from JSON, so it has no cycles.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -149,6 +148,9 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
 def _audit(raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit) -> _Audited:
     if raw.error is not None:
         return raw.error
+    if config.format != "text-to-video" and not config.extra_columns:
+        if (content := plain_record(raw.value, config.format)) is not None:
+            return content, ()
     try:
         parsed: ParsedRecord | ParsedVideoRecord
         if config.format == "text-to-video":
@@ -161,7 +163,7 @@ def _audit(raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit:
             audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
         if media := _references(parsed):
             return _WithMedia(parsed=parsed, paths=[resolve_media(file.path, root) for file in media])
-        return _encoded(parsed.record(audit.keys[index], [], [])), parsed.ignored
+        return encode_record(parsed.record(audit.keys[index], [], [])), parsed.ignored
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
 
@@ -175,7 +177,7 @@ def _with_media(
         found = [_checked(checker, media, path) for media, path in zip(_references(parsed), record.paths, strict=True)]
         files = [file for file, _ in found]
         names = [file.name for file in files]
-        content = _encoded(parsed.record(key, media_names(config.layout, names), files))
+        content = encode_record(parsed.record(key, media_names(config.layout, names), files))
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
     named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
@@ -184,13 +186,6 @@ def _with_media(
     for file, stamp in found:
         audit.files.setdefault(file.name, (file, stamp))
     return content, parsed.ignored
-
-
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    try:
-        return _ENCODER.encode(record).encode("utf-8")
-    except (UnicodeEncodeError, ValueError, RecursionError) as error:
-        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
 
 
 def _references(parsed: ParsedRecord | ParsedVideoRecord) -> Sequence[FileReference | VideoReference]:

@@ -24,6 +24,8 @@ def read_content(content: Any, number: int, media: RecordMedia, column: str) -> 
     Raises:
         SampleRejected: ``non_string_value``, ``unknown_part``, ``unsupported_field``, ``bad_frames``.
     """
+    if type(content) is str and "<image>" not in content and "<video>" not in content:
+        return (content,) if content else ()
     pieces: list[Part] = []
     if isinstance(content, str):
         split_text(content, media, pieces)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from energon_packing.convert.json_values import STRICT
+
 BLOCK_BYTES = 1 << 18
 
 _NUMBER = re.compile(r"[-+.0-9eE]*")
@@ -37,12 +39,6 @@ class Element:
     end: int = 0
 
 
-def refuse_constant(word: str) -> Any:
-    """For ``parse_constant`` of a JSON decoder: NaN and the infinities are not JSON."""
-    raise ValueError(f"{word} is not JSON")
-
-
-_STRICT = json.JSONDecoder(parse_constant=refuse_constant)
 # Finds the end of a well-formed element with values that the strict decoder rejects: NaN, a number of 5000 digits.
 _LENIENT = json.JSONDecoder(parse_constant=str, parse_int=str, parse_float=str)
 
@@ -136,7 +132,7 @@ def _element(source: _Text, max_element: int) -> Element:
         value: Any = None
         try:
             try:
-                value, end = _STRICT.raw_decode(source.text, source.at)
+                value, end = STRICT.raw_decode(source.text, source.at)
             except json.JSONDecodeError:
                 raise
             except ValueError as refused:

@@ -16,6 +16,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER
 
 LOSS_FIELDS = ("weight", "loss", "loss_weight", "train")
+_FIELDS = frozenset(LOSS_FIELDS)
 
 
 def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | None:
@@ -33,6 +34,8 @@ def loss_weight(message: Mapping[str, Any], number: int, role: Role) -> float | 
         SampleRejected: ``bad_weight`` for anything but booleans and numbers of at least 0, and for fields that
             contradict each other; ``unsupported_weight`` if a turn of another role than the assistant is to be trained.
     """
+    if _FIELDS.isdisjoint(message):
+        return None
     given = {name: message[name] for name in LOSS_FIELDS if message.get(name) is not None}
     if not given:
         return None

@@ -172,7 +172,7 @@ def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[An
             continue
         if not turns:
             raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-        if (fields := _fields(turns[0], layout)) is not None:
+        if (fields := turn_fields(turns[0], layout)) is not None:
             return turns, fields, column
     raise _unknown_layout(value, layout)
 
@@ -181,12 +181,12 @@ def _of_list(turns: list[Any], layout: RecordFormat, value: Mapping[str, Any]) -
     """The beginning of a pair, which may come from any column."""
     if not turns:
         raise SampleRejected("bad_pair", "there is no message before the two answers")
-    if (fields := _fields(turns[0], layout)) is None:
+    if (fields := turn_fields(turns[0], layout)) is None:
         raise _unknown_layout(value, layout)
     return turns, fields
 
 
-def _fields(message: Any, layout: RecordFormat) -> Fields | None:
+def turn_fields(message: Any, layout: RecordFormat) -> Fields | None:
     """The field names of a message, inferred from one message; None if they do not fit the layout."""
     first = message if isinstance(message, dict) else {}
     if "from" in first and "role" not in first and layout != "openai":
@@ -209,7 +209,7 @@ def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRej
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
-    fields = _fields(messages[0], "auto") if messages else None
+    fields = turn_fields(messages[0], "auto") if messages else None
     turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
     ignored |= media.ignored
     if media.references:

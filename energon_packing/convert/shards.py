@@ -101,6 +101,7 @@ def write_piece(piece: ShardPiece, directory: Path, spools: Sequence[Path]) -> N
     """
     path = directory / piece.name
     streams: dict[int, BinaryIO] = {}
+    places: dict[int, int] = {}  # of the streams; asking them is a system call
     try:
         with _opened_at(path, piece.start) as tar:
             parts: list[bytes] = []
@@ -110,9 +111,11 @@ def write_piece(piece: ShardPiece, directory: Path, spools: Sequence[Path]) -> N
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in streams:
                     streams[spool] = spools[spool].open("rb", buffering=_BUFFER)
+                    places[spool] = 0
                 stream = streams[spool]
-                if stream.tell() != offset:
+                if places[spool] != offset:
                     stream.seek(offset)
+                places[spool] = offset + size
                 parts += (header(name, size), stream.read(size), padding(size))
                 held += size
                 for file in piece.files.get(number, ()):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from energon_packing.convert.json_array import iterate_array, refuse_constant
+from energon_packing.convert.json_array import iterate_array
+from energon_packing.convert.json_values import parse_json, parse_quickly
 from energon_packing.errors import SampleRejected, UserError
 
 SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
@@ -287,7 +288,12 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         yield _parsed(source, 0, text)
         return
     # The search for chunks has checked the length of each element.
-    elements = iterate_array(io.BytesIO(b"[" + text + b"]"), max_element=sys.maxsize)
+    text = b"[%b]" % text
+    if (values := parse_quickly(text)) is not None:
+        for number, value in enumerate(values, chunk.first):
+            yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)
+        return
+    elements = iterate_array(io.BytesIO(text), max_element=sys.maxsize)
     for number, element in enumerate(elements, chunk.first):
         where = f"{source.name}[{number}]"
         if element.error is None:
@@ -349,13 +355,10 @@ def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterat
             yield _parsed(source, number, line, line=True)
 
 
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
-
-
 def _parsed(source: SourceFile, number: int, text: bytes, *, line: bool = False) -> RawRecord:
     where = f"{source.name}:{number}" if line else f"{source.name}[{number}]"
     try:
-        value = _DECODER.decode(text.decode("utf-8"))
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         return _broken(source, number, where, _one_line(error))
     return RawRecord(source=source, number=number, where=where, value=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from energon_packing.conversation import MediaPart, Part, Role, Turn, text_turn
@@ -27,7 +28,8 @@ ROLE_OF: Mapping[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-_ROLE_OF_TEXT = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
+ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
+"""Those whose messages hold text; a ``function_call`` holds calls as JSON."""
 _CALLS = ("tool_calls", "function_call")
 _IMAGES = ("image", "images", "image_url", "video", "videos", "video_url")
 _PART_OF_A_TURN = ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training")
@@ -52,35 +54,37 @@ def read_turns(
     role_field, content_field = fields
     turns: list[Turn] = []
     for number, message in enumerate(messages):
-        # Nearly all turns: text and a role, no other field, no media. `_turn` would find nothing else in them.
+        # Nearly all turns: text and a role, no other field, no media. `read_turn` would find nothing else in them.
         if type(message) is dict and len(message) == 2:
             content, role_name = message.get(content_field), message.get(role_field)
             if (
                 type(content) is str
                 and content
                 and type(role_name) is str
-                and (role := _ROLE_OF_TEXT.get(role_name)) is not None
+                and (role := ROLE_OF_TEXT.get(role_name)) is not None
                 and not content.isspace()
                 and "<image>" not in content
                 and "<video>" not in content
             ):
                 turns.append(text_turn(role, content))
                 continue
-        turns.append(_turn(message, number, *fields, media, column))
+        turns.append(read_turn(message, number, fields, media, column))
     for turn in turns:
         if turn.role == "system" and not _holds(turn.parts):
             warnings.append("empty_system_turn_kept")
     return turns
 
 
-def _turn(message: Any, number: int, role_field: str, content_field: str, media: RecordMedia, column: str) -> Turn:
+def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordMedia, column: str) -> Turn:
+    """One turn; see `read_turns`, ``number`` counts from 0."""
+    role_field, content_field = fields
     if not isinstance(message, dict):
         raise SampleRejected("non_string_value", f"turn {number} is {kind_of(message)}, expected an object")
     role_name = message.get(role_field)
     role = ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
         raise SampleRejected("unknown_role", f"turn {number} has the role {role_name!r}; known: {', '.join(ROLE_OF)}")
-    _check_fields(message, number, {role_field, content_field}, role, media, column)
+    _check_fields(message, number, fields, role, media, column)
     content = message.get(content_field)
     calls: tuple[dict[str, Any], ...] = ()
     in_calls: set[str] = set()
@@ -96,7 +100,8 @@ def _turn(message: Any, number: int, role_field: str, content_field: str, media:
             calls += parse_tool_calls([{"function": message["function_call"]}], in_calls)
         if calls and content is None:
             content = ""
-    media.ignored |= {f"{column}[].tool_calls[].{name}" for name in in_calls}
+    if in_calls:
+        media.ignored |= {f"{column}[].tool_calls[].{name}" for name in in_calls}
     thinking: list[Part] = []
     if role == "assistant" and (thought := thinking_text(message, _plain_text(content), number)):
         split_text(thought, media, thinking)
@@ -106,7 +111,7 @@ def _turn(message: Any, number: int, role_field: str, content_field: str, media:
         raise SampleRejected("empty_turn", f"turn {number} ({role_name}) is empty")
     return Turn(
         role=role,
-        parts=joined([*thinking, *parts]),
+        parts=joined([*thinking, *parts]) if thinking else parts,
         tool_calls=calls,
         loss_weight=loss_weight(message, number, role),
         tool_call_id=call_id(message.get("tool_call_id")) if role == "tool" else None,
@@ -127,18 +132,27 @@ def _plain_text(content: Any) -> str:
 
 
 def _check_fields(
-    message: Mapping[str, Any], number: int, names: set[str], role: Role, media: RecordMedia, column: str
+    message: Mapping[str, Any], number: int, names: tuple[str, str], role: Role, media: RecordMedia, column: str
 ) -> None:
     """Refuses unsupported fields that change the meaning, and records the others that nothing reads."""
+    read = _fields_read(names, role)
+    if message.keys() <= read:
+        return
+    for name, value in message.items():
+        if name not in read and not says_nothing(value) and (why := _changes_meaning(name, value, message)) is not None:
+            raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
+    media.ignore(message, read, f"{column}[]")
+
+
+@cache
+def _fields_read(names: tuple[str, str], role: Role) -> frozenset[str]:
+    """Fields of a message that have a meaning, whether or not this one has them."""
     read = {*names, *LOSS_FIELDS}
     if role == "assistant":
         read.update(_CALLS, THINKING_FIELDS)
     elif role == "tool":
         read.add("tool_call_id")
-    for name, value in message.items():
-        if name not in read and not says_nothing(value) and (why := _changes_meaning(name, value, message)) is not None:
-            raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
-    media.ignore(message, read, f"{column}[]")
+    return frozenset(read)
 
 
 def _changes_meaning(name: str, value: Any, message: Mapping[str, Any]) -> str | None:

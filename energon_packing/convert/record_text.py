@@ -1,0 +1,24 @@
+"""The JSON text of a stored record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.errors import SampleRejected
+
+# What a record holds was parsed from JSON, so it has no cycles.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
+
+
+def encode_record(record: Mapping[str, Any]) -> bytes:
+    """A record, or a part of one, as JSON in UTF-8, as it is stored.
+
+    Raises:
+        SampleRejected: ``bad_text``.
+    """
+    try:
+        return _ENCODER.encode(record).encode()
+    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error

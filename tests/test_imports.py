@@ -237,6 +237,49 @@ def test_conversations_and_configurations_cost_neither_tensors_nor_models(code: 
     assert not heavy_ones & {"torch", "numpy", "transformers", "tokenizers", "megatron", "webdataset", "PIL", "av"}
 
 
+LOADERS = {"torch", "transformers", "tokenizers", "megatron", "webdataset", "PIL", "av", "pyarrow", "pandas"}
+HUB = {"huggingface_hub", "httpx", "requests"}
+RUN = """
+encoder: {processor: somebody/not-on-this-machine}
+packing: {seq_length: 4096}
+training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (["--help"], {*LOADERS, *HUB, "numpy", "yaml", "rich", "orjson", "sqlite3", "asyncio"}),
+        (["--version"], {*LOADERS, *HUB, "numpy", "yaml", "rich", "orjson", "sqlite3", "asyncio"}),
+        (["validate", "--help"], {*LOADERS, *HUB, "numpy"}),
+        (["validate", "RUN", "--no-bridge"], {*LOADERS, "httpx", "requests", "numpy", "asyncio"}),
+        (["validate", "RUN", "--no-bridge", "--no-data"], {*LOADERS, *HUB, "numpy", "asyncio"}),
+        (["convert", "--help"], {*LOADERS, *HUB}),
+        (["fill", "--help"], {*LOADERS, *HUB}),
+        (["preview", "--help"], {*LOADERS, *HUB}),
+        (["parity", "--help"], {*LOADERS, *HUB}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_imports_nothing_that_it_does_not_need(
+    arguments: list[str], unwanted: set[str], tmp_path: Path
+) -> None:
+    """Start-up is imports: tensors, models and the hub's client are for the commands that use them."""
+    run = tmp_path / "run.yaml"
+    run.write_text(RUN)
+    arguments = [str(run) if argument == "RUN" else argument for argument in arguments]
+    code = (
+        "import contextlib, io, sys\n"
+        f"sys.argv = ['energon-packing', *{arguments!r}]\n"
+        "from energon_packing.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):\n"
+        "    code = main()\n"
+        "assert said.getvalue()"
+    )
+    loaded = {name.split(".")[0] for name in loaded_by(code) - loaded_by("pass")}
+    assert not loaded & unwanted
+
+
 def test_every_public_name_is_there_and_is_what_its_module_defines() -> None:
     for name in energon_packing.__all__:
         assert getattr(energon_packing, name) is not None

@@ -79,7 +79,8 @@ class _WithMedia:
     """A parsed record between its audit and the check of its media."""
 
     parsed: ParsedRecord | ParsedVideoRecord
-    paths: list[Path]
+    media: Sequence[FileReference | VideoReference]
+    paths: list[str]
 
 
 _Good = tuple[bytes, tuple[str, ...]]
@@ -120,9 +121,7 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
     audit.digests = b"".join(digests)
     waiting = [record for record in audited if isinstance(record, _WithMedia)]
     checker.recall(
-        (path, media.kind)
-        for record in waiting
-        for media, path in zip(_references(record.parsed), record.paths, strict=True)
+        (path, media.kind) for record in waiting for media, path in zip(record.media, record.paths, strict=True)
     )
     contents: list[bytes] = []
     for index, record in enumerate(audited):
@@ -148,21 +147,21 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
 def _audit(raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit) -> _Audited:
     if raw.error is not None:
         return raw.error
-    if config.format != "text-to-video" and not config.extra_columns:
-        if (content := plain_record(raw.value, config.format)) is not None:
-            return content, ()
     try:
         parsed: ParsedRecord | ParsedVideoRecord
         if config.format == "text-to-video":
             parsed = parse_text_to_video(raw.value)
+        elif not config.extra_columns and (content := plain_record(raw.value, config.format)) is not None:
+            return content, ()
         else:
             parsed = parse_record(
                 raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
             )
         if parsed.warnings:
             audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
-        if media := _references(parsed):
-            return _WithMedia(parsed=parsed, paths=[resolve_media(file.path, root) for file in media])
+        media: Sequence[FileReference | VideoReference] = parsed.media
+        if media:
+            return _WithMedia(parsed=parsed, media=media, paths=[resolve_media(file.path, root) for file in media])
         return encode_record(parsed.record(audit.keys[index], [], [])), parsed.ignored
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
@@ -174,7 +173,7 @@ def _with_media(
     """A record after its media are checked; counts them."""
     parsed = record.parsed
     try:
-        found = [_checked(checker, media, path) for media, path in zip(_references(parsed), record.paths, strict=True)]
+        found = [_checked(checker, media, path) for media, path in zip(record.media, record.paths, strict=True)]
         files = [file for file, _ in found]
         names = [file.name for file in files]
         content = encode_record(parsed.record(key, media_names(config.layout, names), files))
@@ -188,11 +187,7 @@ def _with_media(
     return content, parsed.ignored
 
 
-def _references(parsed: ParsedRecord | ParsedVideoRecord) -> Sequence[FileReference | VideoReference]:
-    return parsed.media
-
-
-def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: Path) -> Found:
+def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: str) -> Found:
     try:
         return checker.check(path, media.kind)
     except SampleRejected as error:

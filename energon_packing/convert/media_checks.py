@@ -73,7 +73,7 @@ class MediaChecker:
         self.new: list[tuple[str, str]] = []
         """Place and entry of each file that was checked since the list was last emptied."""
 
-    def recall(self, places: Iterable[tuple[Path, FileKind]]) -> None:
+    def recall(self, places: Iterable[tuple[str, FileKind]]) -> None:
         """Looks up the earlier results for some files at once."""
         if len(self._recent) > _MOST_RECENT:
             self._recent.clear()
@@ -84,7 +84,7 @@ class MediaChecker:
             if entry is not None and (checked := _read(entry)) is not None and checked.stamp.same_file(_status(key)):
                 self._recent[key] = checked
 
-    def check(self, path: Path, kind: FileKind) -> tuple[MediaFile | TensorFile, Stamp]:
+    def check(self, path: str, kind: FileKind) -> tuple[MediaFile | TensorFile, Stamp]:
         """The result for one file.
 
         Raises:
@@ -102,12 +102,11 @@ class MediaChecker:
             raise SampleRejected(checked.outcome.reason, checked.outcome.detail)
         return checked.outcome, checked.stamp
 
-    def _check(self, path: Path, kind: FileKind) -> Outcome:
+    def _check(self, path: str, kind: FileKind) -> Outcome:
         try:
             if kind == "latents" or kind == "context":
                 return media_files.check_tensor_file(path, kind, self._config)
-            with media_files.pillow_pixel_limit(self._config.max_pixels):
-                return media_files.check_media(path, kind, self._config)
+            return media_files.check_media(path, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
 
@@ -163,7 +162,7 @@ def _fields(outcome: MediaFile | TensorFile) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in outcome.__slots__}
 
 
-def _key(path: Path, kind: FileKind) -> str:
+def _key(path: str, kind: FileKind) -> str:
     return f"{kind} {path}"
 
 

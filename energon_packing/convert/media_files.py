@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.jpeg_header import JpegHeader, read_jpeg_header
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.record import TensorRole
@@ -97,7 +98,7 @@ def media_of_file(name: str, file: MediaFile) -> Media:
     )
 
 
-def resolve_media(reference: str, root: Path) -> Path:
+def resolve_media(reference: str, root: Path) -> str:
     """The file that a record names, with all links resolved, inside its root.
 
     Args:
@@ -113,7 +114,7 @@ def resolve_media(reference: str, root: Path) -> Path:
     if not reference or "\0" in reference:
         raise SampleRejected("missing_media", f"{reference!r} is not a path")
     if (plain := _plain_file(reference, str(root))) is not None:
-        return Path(plain)
+        return plain
     try:
         path = Path(os.path.realpath(root / reference))
         if not path.is_relative_to(root):
@@ -123,7 +124,7 @@ def resolve_media(reference: str, root: Path) -> Path:
             raise SampleRejected("missing_media", f"{reference!r} {what} in {root}")
     except OSError as error:
         raise SampleRejected("missing_media", f"{reference!r} cannot be looked up: {error.strerror}") from error
-    return path
+    return str(path)
 
 
 @lru_cache(maxsize=4096)
@@ -150,13 +151,13 @@ def _plain_file(reference: str, root: str) -> str | None:
         return None
 
 
-def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile:
+def check_media(path: str, kind: MediaKind, config: ConvertConfig) -> MediaFile:
     """Reads and checks one file.
 
     Raises:
         SampleRejected: ``missing_media`` (unreadable), ``corrupt_media``, ``media_too_large``.
     """
-    from energon_packing.media.probe import image_info, probe_video  # text needs neither Pillow nor FFmpeg
+    from energon_packing.media.probe import ImageInfo, image_info, probe_video  # text needs neither Pillow nor FFmpeg
 
     try:
         with open_regular(path) as stream:
@@ -167,13 +168,19 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
                 raise SampleRejected(
                     "media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}"
                 )
-            digest = _digest(stream)[:32]
+            found, jpeg = _digest(stream)
+            digest = found[:32]
         decode = config.check_media == "full"
         if kind == "image":
-            image = image_info(path, max_pixels=config.max_pixels, decode=decode)
+            if jpeg is not None and not decode and jpeg.width * jpeg.height <= config.max_pixels:
+                width, height, mode = jpeg
+                image = ImageInfo(width, height, "JPEG", mode, width, height)
+            else:
+                with _pillow_pixel_limit(config.max_pixels):
+                    image = image_info(path, max_pixels=config.max_pixels, decode=decode)
             return MediaFile(
                 kind=kind,
-                path=str(path),
+                path=path,
                 name=f"{digest}.{_EXTENSION_OF_IMAGE[image.format]}",
                 size=size,
                 width=image.width,
@@ -189,8 +196,8 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
         video = probe_video(path, max_pixels=config.max_pixels, decode=decode)
         return MediaFile(
             kind=kind,
-            path=str(path),
-            name=f"{digest}.{_video_extension(path, video.container)}",
+            path=path,
+            name=f"{digest}.{_video_extension(Path(path), video.container)}",
             size=size,
             width=video.width,
             height=video.height,
@@ -206,37 +213,41 @@ def check_media(path: Path, kind: MediaKind, config: ConvertConfig) -> MediaFile
         raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
 
-_BLOCK = bytearray(1 << 18)
-"""Read into again and again: a new buffer for each file would cost as much as hashing it."""
+_BLOCK = bytearray(1 << 16)
+"""Read into again and again: a new buffer for each file would cost as much as hashing it, and so does a larger one,
+which a processor's cache does not hold."""
 
 
-def _digest(stream: BinaryIO) -> str:
-    """SHA-256 of a file, hexadecimal."""
+def _digest(stream: BinaryIO) -> tuple[str, JpegHeader | None]:
+    """SHA-256 of a file, hexadecimal, and what `read_jpeg_header` finds in its first block."""
     digest = hashlib.sha256()
     view = memoryview(_BLOCK)
-    while size := stream.readinto(view):  # type: ignore[attr-defined]
+    size = stream.readinto(view)  # type: ignore[attr-defined]
+    jpeg = read_jpeg_header(view[:size])
+    while size:
         digest.update(view[:size])
-    return digest.hexdigest()
+        size = stream.readinto(view)  # type: ignore[attr-defined]
+    return digest.hexdigest(), jpeg
 
 
-def check_tensor_file(path: Path, role: TensorRole, config: ConvertConfig) -> TensorFile:
+def check_tensor_file(path: str, role: TensorRole, config: ConvertConfig) -> TensorFile:
     """Reads and checks one file of a tensor.
 
     Raises:
         SampleRejected: ``missing_media`` (unreadable), and the reasons of `check_tensor`.
     """
     try:
-        return check_tensor(path, role, config, descriptor=_regular(path))
+        return check_tensor(Path(path), role, config, descriptor=_regular(path))
     except OSError as error:
         raise SampleRejected("missing_media", f"cannot be read: {error.strerror or error}") from error
 
 
-def open_regular(path: Path) -> Any:
+def open_regular(path: str) -> Any:
     """Opens a resolved path for reading; does not follow a link that has replaced it in the meantime."""
     return os.fdopen(_regular(path), "rb", buffering=0)
 
 
-def _regular(path: Path) -> int:
+def _regular(path: str) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -254,7 +265,7 @@ def _video_extension(path: Path, container: str) -> str:
 
 
 @contextmanager
-def pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
+def _pillow_pixel_limit(max_pixels: int) -> Iterator[None]:
     """Lets Pillow open what the conversion allows: raises its limit to ours and silences its warning."""
     from PIL import Image
 

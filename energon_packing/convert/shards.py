@@ -166,7 +166,7 @@ def _copy(tar: BinaryIO, file: StoredFile, parts: list[bytes]) -> None:
     parts.append(header(file.name, file.size))
     _flush(tar, parts)
     try:
-        stream = open_regular(Path(file.path))
+        stream = open_regular(file.path)
     except OSError as error:
         raise changed from error
     with stream:

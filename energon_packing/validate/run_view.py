@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 import re
 import sys
@@ -312,6 +311,8 @@ def _version_in(file: Path) -> str | None:
 
 
 def _version_of_metadata(distribution: str) -> str | None:
+    import importlib.metadata  # reads mail headers, whose parsers take a tenth of a run of `validate`
+
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

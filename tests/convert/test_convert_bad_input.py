@@ -130,8 +130,8 @@ def test_each_distinct_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.
     checked: list[str] = []
     original = media_files.check_media
 
-    def counting(path: Path, kind: Any, config: Any) -> Any:
-        checked.append(path.name)
+    def counting(path: str, kind: Any, config: Any) -> Any:
+        checked.append(Path(path).name)
         return original(path, kind, config)
 
     monkeypatch.setattr(media_files, "check_media", counting)
@@ -188,7 +188,7 @@ def test_the_media_root_is_the_directory_of_each_file_unless_named(tmp_path: Pat
 
 def test_a_colon_in_a_file_name_is_no_address(tmp_path: Path) -> None:
     write_image(tmp_path / "a:b.png")
-    assert resolve_media("a:b.png", tmp_path.resolve()).name == "a:b.png"
+    assert Path(resolve_media("a:b.png", tmp_path.resolve())).name == "a:b.png"
     with pytest.raises(SampleRejected, match="remote_media"):
         resolve_media("file:///etc/passwd", tmp_path.resolve())
 

@@ -17,10 +17,12 @@ from energon_packing.errors import SampleRejected
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"n": 1.5}}}
 TEXTS = st.one_of(
-    st.sampled_from(["Hi.", "", " \n", "<image>", "a <video> b", "\ud800", "\x00\x1f\x7f\"\\/", "é\u2028𝄞", "1e999"]),
+    st.sampled_from(["Hi.", "", " \n", "<image>", "a <video> b", "\ud800", '\x00\x1f\x7f"\\/', "é\u2028𝄞", "1e999"]),
     st.text(max_size=20),
 )
-ROLES = st.sampled_from(["user", "human", "assistant", "gpt", "system", "developer", "tool", "observation", "nobody", 3])
+ROLES = st.sampled_from(
+    ["user", "human", "assistant", "gpt", "system", "developer", "tool", "observation", "nobody", 3]
+)
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"default": None}}}]
 INFINITE = [{"type": "function", "function": {"name": "f", "parameters": {"default": float("inf")}}}]
 FIELDS = st.fixed_dictionaries(
@@ -155,7 +157,9 @@ NUMBERS = st.one_of(
     st.integers().map(str),
     st.integers(2**63 - 3, 2**64 + 3).map(str),
     st.floats(allow_nan=False, allow_infinity=False).map(repr),
-    st.sampled_from(["-0", "-0.0", "1e400", "-1e-400", "01", "1.", "NaN", "Infinity", "18446744073709551616", "1" * 5000]),
+    st.sampled_from(
+        ["-0", "-0.0", "1e400", "-1e-400", "01", "1.", "NaN", "Infinity", "18446744073709551616", "1" * 5000]
+    ),
 )
 LEAVES = st.one_of(
     NUMBERS,

@@ -297,11 +297,11 @@ def test_a_line_that_a_killed_worker_left_unfinished_costs_one_check(tmp_path: P
     config = ConvertConfig(sources=("x",), out=tmp_path / "out")
     journal = tmp_path / "journal"
     checker = media_checks.MediaChecker(config, journal)
-    checker.check(image, "image")
+    checker.check(str(image), "image")
     checker.close()
     with journal.open("a") as stream:
         stream.write('\n{"place": "image /half')
     other = media_checks.MediaChecker(config, journal)
-    other.check(write_image(tmp_path / "b.png", seed=2), "image")
+    other.check(str(write_image(tmp_path / "b.png", seed=2)), "image")
     other.close()
     assert [place for place, _ in media_checks.journal_entries(journal)] == [f"image {tmp_path / n}.png" for n in "ab"]

@@ -23,6 +23,11 @@ def cached_directory(name: str) -> Path | None:
     Raises:
         ImportError: huggingface_hub is not installed.
     """
+    from huggingface_hub import constants
+
+    # What `try_to_load_from_cache` looks for first. It stands beside the downloads, whose import takes 0.2 seconds.
+    if not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir():
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,4 +1,6 @@
-"""The peer of the loader benchmark: Megatron-Bridge's own Energon path with in-batch packing (Megatron-Bridge 0.6.2).
+"""The peers of the loader benchmark: Megatron-Bridge's own Energon path.
+
+It packs micro-batches (Megatron-Bridge 0.6.2), or chooses the samples of a row with Energon's hooks (newer sources).
 
 Bridge's `QwenVLTaskEncoder` reads ChatML samples: the conversation as JSON, all images of a sample as one pickled list
 of encoded files (``.jpgs``), its videos as a pickled list of lists of encoded frames (``.videos``). ``docs/bench.md``
@@ -12,6 +14,7 @@ import json
 import pickle
 import tarfile
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +109,16 @@ def build_bridge_loader(
     workers: int = 1,
     shuffle_buffer: int = 100,
     pixels: tuple[int, int] | None = None,
+    packing_buffer: int | None = None,
 ) -> Any:
     """Returns the loader of Bridge's data module for one epoch, which yields the mappings that its steps read.
 
     Args:
         path: what `write_bridge_dataset` wrote.
         processor: directory of a Hugging Face processor.
+        micro_batch_size: samples of a row; 1 with a packing buffer.
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
+        packing_buffer: prepared samples from which Energon's hooks choose those of a row; None packs micro-batches.
     """
     from energon_packing.bridge_cpu import stand_ins
 
@@ -131,7 +137,7 @@ def build_bridge_loader(
         max_padding_length=seq_length,
         min_pixels=smallest,
         max_pixels=largest,
-        enable_in_batch_packing=True,
+        **({"enable_in_batch_packing": True} if packing_buffer is None else {"enable_energon_packing": True}),
     )
     module = EnergonMultiModalDataModule(
         path=str(path),
@@ -141,13 +147,18 @@ def build_bridge_loader(
         num_workers=workers,
         shuffle_buffer_size=shuffle_buffer,
         task_encoder=encoder,
+        packing_buffer_size=packing_buffer,
         repeat=False,
     )
     module.train_dataloader()
     return module.train_dataloader_object  # what train_dataloader wraps to repeat it forever
 
 
-def rows(loader: Any) -> Iterator[tuple[list[str], int]]:
-    """Yields the keys and the number of real tokens of each row."""
+def rows(loader: Any) -> Iterator[tuple[list[str], list[int]]]:
+    """Yields the keys and the real tokens of the samples of each row."""
     for batch in loader:
-        yield list(batch["__keys__"]), int(batch["cu_seqlens_q"][-1])
+        ends = batch["cu_seqlens_q"].tolist()
+        keys, lengths = list(batch["__keys__"]), [end - start for start, end in pairwise(ends)]
+        if len(keys) != len(lengths):
+            raise PackingError(f"a row of Bridge's has {len(keys)} samples and {len(lengths)} segments")
+        yield keys, lengths

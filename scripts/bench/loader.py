@@ -1,4 +1,4 @@
-"""Benchmark of the loader: ours compared with Megatron-Bridge's in-batch packing, on the same data, in the same run.
+"""Benchmark of the loader: ours compared with Megatron-Bridge's packing, on the same data, in the same run.
 
 Every path runs in a fresh process with one worker over one epoch of the same conversations, the same media, the same
 processor and the same ``seq_length``. Each result is one JSON object; the last one says on which figures we are ahead.
@@ -24,6 +24,7 @@ from typing import Any
 from bench import window_memory
 from bench.bridge_in_batch import write_bridge_dataset
 from bench.loader_data import BenchData, prepare_data, read_conversations, read_media
+from bench.loader_lengths import Expected, check_lengths, expected_lengths
 from bench.loader_run import MEGABYTE, LoaderJob, run_config
 from energon_packing.demo import processor_path
 from energon_packing.errors import PackingError, UserError
@@ -33,6 +34,8 @@ PUBLISHED_PIXELS = (200_704, 1_003_520)
 
 MEMORY_LIMIT = 16 << 10
 """Bytes that a buffered image sample may cost."""
+
+_ON_BRIDGE = Path(__file__).resolve().parents[1] / "on_bridge.sh"
 
 FIGURES = {
     "cpu_seconds_per_1000": min,
@@ -63,6 +66,8 @@ class LoaderBench:
         seed: of the data.
         processor: directory of a Hugging Face processor of the Qwen2.5-VL family; None takes the demo's.
         keep_memory: ``data.keep_memory`` of ours.
+        bridge: checkout of a newer Bridge, whose native Energon packing is measured too; None leaves it out.
+        buffer: its packing buffer, in samples.
     """
 
     conversations: int = 500
@@ -75,9 +80,11 @@ class LoaderBench:
     seed: int = 0
     processor: str | None = None
     keep_memory: bool = True
+    bridge: Path | None = None
+    buffer: int = 64
 
     def __post_init__(self) -> None:
-        low = {"conversations": 1, "defects": 0, "seq_length": 1, "window": 1, "repeat": 1}
+        low = {"conversations": 1, "defects": 0, "seq_length": 1, "window": 1, "repeat": 1, "buffer": 1}
         for name, smallest in low.items():
             if getattr(self, name) < smallest:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
@@ -97,7 +104,7 @@ def run(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         UserError: Bridge is not installed, although micro-batches of its path were asked for.
-        PackingError: a measured process failed; the message names its log.
+        PackingError: a measured process failed; the message names its log. Or a path emitted other tokens for a sample.
     """
     processor = bench.processor or str(processor_path("qwen2_5_vl"))
     data = prepare_data(
@@ -118,12 +125,16 @@ def run(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
         keep_memory=bench.keep_memory,
     )
     jobs = [ours]
-    if bench.micro_batches:
+    expected: dict[str, Expected] = {}
+    if bench.micro_batches or bench.bridge:
         jobs += _bridge_jobs(bench, ours, data, work / "bridge")
+        expected = expected_lengths(read_conversations(data.root), run_config(ours, workers=1).encoder)
     found: dict[str, list[dict[str, Any]]] = {}
     for turn in range(bench.repeat):
         for job in jobs:
             measured = start(job, work / f"{path_name(job)}-{turn}.log")
+            lengths = dict(zip(measured["keys"], measured["lengths"], strict=True))
+            check_lengths(path_name(job), lengths, expected, exact=job.path == "ours")
             found.setdefault(path_name(job), []).append(figures(job, measured, data))
     results = [_median(entries) for entries in found.values()]
     yield from results
@@ -138,13 +149,19 @@ def _bridge_jobs(bench: LoaderBench, ours: LoaderJob, data: BenchData, out: Path
     shutil.rmtree(out, ignore_errors=True)
     conversations, media = list(read_conversations(data.root)), read_media(data.root)
     write_bridge_dataset(conversations, media, out, run_config(ours, workers=1).encoder)
-    return [
+    jobs = [
         dataclasses.replace(ours, path="bridge", data=str(out), micro_batch_size=size) for size in bench.micro_batches
     ]
+    if bench.bridge is not None:
+        native = {"micro_batch_size": 1, "buffer": bench.buffer, "checkout": str(bench.bridge)}
+        jobs.append(dataclasses.replace(ours, path="native", data=str(out), **native))
+    return jobs
 
 
 def path_name(job: LoaderJob) -> str:
-    """Returns, for example, ``ours-window256``, ``ours-window256-give-back`` or ``bridge-mb4``."""
+    """Returns, for example, ``ours-window256``, ``ours-window256-give-back``, ``bridge-mb4`` or ``native-buffer64``."""
+    if job.path == "native":
+        return f"native-buffer{job.buffer}"
     if job.path != "ours":
         return f"bridge-mb{job.micro_batch_size}"
     return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
@@ -187,15 +204,24 @@ def start(job: Any, log: Path, *, module: str = "loader_run", name: str | None =
     """
     out = log.with_suffix(".json")
     out.unlink(missing_ok=True)
+    checkout = getattr(job, "checkout", None)
+    on_checkout = [] if checkout is None else ["bash", str(_ON_BRIDGE), checkout]
     with log.open("w", encoding="utf-8") as stream:
         done = subprocess.run(
-            [sys.executable, "-m", f"{__package__}.{module}", json.dumps(dataclasses.asdict(job)), str(out)],
+            [
+                *on_checkout,
+                sys.executable,
+                "-m",
+                f"{__package__}.{module}",
+                json.dumps(dataclasses.asdict(job)),
+                str(out),
+            ],
             stdout=stream,
             stderr=subprocess.STDOUT,
             # One thread per process for either path, as in a training job whose cores are shared by many workers.
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-            | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHON": sys.executable},
         )
     if done.returncode or not out.is_file():
         end = " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-3:])
@@ -281,6 +307,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--micro-batch", type=int, action="append", help="micro-batch size of Bridge's path; may be repeated (4, 8)"
     )
+    options.add_argument("--bridge", type=Path, help="checkout of a newer Bridge: its native Energon packing as a peer")
+    options.add_argument("--buffer", type=int, default=64, help="samples in the packing buffer of that peer")
     options.add_argument("--no-peer", action="store_true", help="measure our loader only")
     options.add_argument(
         "--give-back", action="store_true", help="our loader gives freed memory back: keep_memory is false"
@@ -309,6 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed=given.seed,
             processor=given.processor,
             keep_memory=not given.give_back,
+            bridge=None if given.no_peer else given.bridge,
+            buffer=given.buffer,
         )
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
             work = given.work or Path(temporary)

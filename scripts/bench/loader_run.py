@@ -31,7 +31,7 @@ class LoaderJob:
     """What one process measures.
 
     Attributes:
-        path: ``ours`` or ``bridge``.
+        path: ``ours``, ``bridge`` (in-batch packing) or ``native`` (Energon's packing hooks in a newer Bridge).
         data: directory of the data set in the form of that path.
         processor: directory of a Hugging Face processor.
         seq_length: tokens that a row may hold.
@@ -40,6 +40,8 @@ class LoaderJob:
         shuffle_buffer: samples shuffled before encoding.
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
         keep_memory: ``data.keep_memory`` (ours).
+        buffer: prepared samples from which a row is chosen (native).
+        checkout: of the Bridge to run on; None takes the installed one.
     """
 
     path: str
@@ -51,6 +53,8 @@ class LoaderJob:
     shuffle_buffer: int = 100
     pixels: tuple[int, int] | None = None
     keep_memory: bool = True
+    buffer: int = 64
+    checkout: str | None = None
 
 
 def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConfig:
@@ -73,12 +77,17 @@ def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConf
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is counted of one emitted row: keys of its samples, real tokens, and reasons of drops reported with it."""
+    """What is counted of one emitted row: keys of its samples, real tokens of each, and drops reported with it."""
 
     keys: tuple[str, ...]
-    tokens: int
+    lengths: tuple[int, ...]
     dropped: tuple[str, ...] = ()
     flush: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the row."""
+        return sum(self.lengths)
 
 
 def open_rows(job: LoaderJob) -> Iterator[Row]:
@@ -96,14 +105,15 @@ def open_rows(job: LoaderJob) -> Iterator[Row]:
         micro_batch_size=job.micro_batch_size,
         shuffle_buffer=job.shuffle_buffer,
         pixels=job.pixels,
+        packing_buffer=job.buffer if job.path == "native" else None,
     )
-    return (Row(tuple(keys), tokens) for keys, tokens in rows(loader))
+    return (Row(tuple(keys), tuple(lengths)) for keys, lengths in rows(loader))
 
 
 def _our_rows(loader: Any) -> Iterator[Row]:
     for pack in loader:
         dropped = tuple(entry.reason for entry in pack.dropped)
-        yield Row(pack.batch.sample_keys, pack.batch.real_tokens, dropped, pack.flush)
+        yield Row(pack.batch.sample_keys, pack.batch.sample_lengths, dropped, pack.flush)
 
 
 class MemoryWatch(threading.Thread):
@@ -169,8 +179,9 @@ def measure(job: LoaderJob) -> dict[str, Any]:
 
     Returns:
         ``seconds`` (first request to end of epoch), ``cpu_seconds``, ``first_row_seconds``,
-        ``memory`` (peaks of the worker in bytes), ``keys`` (emitted, in order), ``tokens`` (real, of each row),
-        ``flush`` (rows made after the data had ended), ``dropped`` (reason -> samples, if the path reports them).
+        ``memory`` (peaks of the worker in bytes), ``keys`` (emitted, in order), ``lengths`` (real tokens of each),
+        ``tokens`` (real, of each row), ``flush`` (rows made after the data had ended),
+        ``dropped`` (reason -> samples, if the path reports them).
     """
     rows = open_rows(job)
     watch = MemoryWatch()
@@ -190,6 +201,7 @@ def measure(job: LoaderJob) -> dict[str, Any]:
         "cpu_seconds": used,
         "memory": watch.peaks,
         "keys": [key for row in emitted for key in row.keys],
+        "lengths": [length for row in emitted for length in row.lengths],
         "tokens": [row.tokens for row in emitted],
         "flush": sum(row.flush for row in emitted),
         "dropped": dict(Counter(reason for row in emitted for reason in row.dropped)),

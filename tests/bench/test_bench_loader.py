@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch.utils.data._utils
 from bench import loader as bench_loader
-from bench import loader_data, loader_run, window_memory
+from bench import loader_data, loader_lengths, loader_run, window_memory
 from bench.loader_run import LoaderJob
 
 from energon_packing.demo import processor_path
-from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import PackingError
 
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes seconds otherwise
@@ -46,6 +45,7 @@ def run_of(tokens, keys, **fields):
         "first_row_seconds": 0.5,
         "memory": {"rss": 3 << 20, "pss": 2 << 20, "uss": 1 << 20},
         "keys": keys,
+        "lengths": tokens,
         "tokens": tokens,
         "flush": 0,
         "dropped": {},
@@ -75,18 +75,21 @@ def test_bridge_reads_the_same_conversations_at_the_same_lengths(made, tmp_path)
     loader = build_bridge_loader(
         tmp_path / "bridge", processor=PROCESSOR, seq_length=SEQ_LENGTH, micro_batch_size=1, workers=0
     )
-    theirs = {keys[0]: tokens for keys, tokens in rows(loader)}
-    encoder = ConversationEncoder(config)
-    ours = {entry.key: encoder.measure(entry) for entry in sound}
-    assert theirs.keys() == ours.keys()
+    theirs = {keys[0]: lengths[0] for keys, lengths in rows(loader)}
+    expected = loader_lengths.expected_lengths(sound, config)
+    assert theirs.keys() == expected.keys() == {entry.key for entry in sound}
     kinds = {entry.key: {media.kind for media in entry.media} for entry in sound}
     assert {frozenset(found) for found in kinds.values()} >= {frozenset(), frozenset({"image"}), frozenset({"video"})}
-    for key, measured in ours.items():
-        # Bridge resizes media with qwen_vl_utils before its processor does: a large image may round to other tokens,
-        # and a small frame is enlarged up to the processor's largest one, 64 tokens.
-        images = sum(plan.tokens for plan in measured.plans if plan.kind == "image")
-        steps = sum(plan.grid[0] for plan in measured.plans if plan.kind == "video")
-        assert abs(theirs[key] - measured.length) <= 0.05 * images + 64 * steps, key
+    loader_lengths.check_lengths("bridge", theirs, expected, exact=False)
+    assert all(expected[key].slack == 0 for key, found in kinds.items() if not found)
+
+
+def test_other_tokens_than_the_page_allows_are_no_result():
+    expected = {"text": loader_lengths.Expected(10, 0.0), "image": loader_lengths.Expected(100, 5.0)}
+    loader_lengths.check_lengths("bridge", {"text": 10, "image": 105, "overlong": 7}, expected, exact=False)
+    for lengths, exact in (({"text": 11}, False), ({"image": 106}, False), ({"image": 99}, True)):
+        with pytest.raises(PackingError, match="emitted"):
+            loader_lengths.check_lengths("bridge", lengths, expected, exact=exact)
 
 
 def test_a_row_longer_than_the_sequence_counts_as_full_and_as_over(made):

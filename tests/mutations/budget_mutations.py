@@ -5,7 +5,8 @@ from __future__ import annotations
 from mutation_table import Mutation
 
 BUDGET_TRAPS: dict[int, str] = {
-    37: "a deep image becomes white or black, a turned TIFF or a one-frame clip is lost without its reason",
+    31: "a saved state belongs to another pack than the last one used",
+    37: "pixels become other numbers, a turned TIFF or a one-frame clip is lost without its reason",
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
 }
@@ -13,6 +14,8 @@ BUDGET_TRAPS: dict[int, str] = {
 DEPTH = "tests/media/test_image_depth.py::"
 LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
 SAMPLES = "NumPy on the samples written into the file"
+PIXELS = "tests/thd/test_pixels.py::"
+AHEAD = "tests/energon/test_packs_ahead.py::"
 
 BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -156,5 +159,51 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/test_ledger.py::test_a_worker_that_is_killed_leaves_every_entry_that_it_made",
         oracle="a process that is killed",
         edits=(("ledger.py", ", buffering=1", ""),),
+    ),
+    Mutation(
+        trap=37,
+        name="bytes are multiplied by the reciprocal of the deviation",
+        test=PIXELS + "test_patches_are_normalised_by_channel_and_repeated",
+        oracle="torchvision's normalize, which the processors call",
+        edits=(("thd/pixels.py", "out=first).div_(deviation)", "out=first).mul_(1 / deviation)"),),
+    ),
+    Mutation(
+        trap=37,
+        name="the second temporal half of an image is what memory held",
+        test=PIXELS + "test_patches_are_normalised_by_channel_and_repeated",
+        oracle="torchvision's normalize, which the processors call",
+        edits=(
+            (
+                "thd/pixels.py",
+                "        if form.repeat > 1:\n            part",
+                "        if form.repeat > 2:\n            part",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=31,
+        name="the state is that of the packs made ahead",
+        test=AHEAD + "test_a_state_belongs_to_the_last_pack_that_was_used_whatever_was_read_since",
+        oracle="a source that counts its packs",
+        edits=(
+            (
+                "energon/replica_reader.py",
+                "            later = None if self._last is None else self._last.state\n",
+                "            later = None\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=31,
+        name="after an error the state is that of the packs made ahead",
+        test=AHEAD + "test_an_error_is_raised_at_its_pack_and_again_by_whoever_asks_on",
+        oracle="the state before the error",
+        edits=(
+            (
+                "energon/replica_reader.py",
+                "error=made.error, state=None if self._last is None else self._last.state)",
+                "error=made.error, state=None)",
+            ),
+        ),
     ),
 )

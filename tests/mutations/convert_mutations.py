@@ -13,6 +13,8 @@ SYSTEM = "tests/convert/test_convert_system_turns.py::"
 COLUMNS = "tests/convert/test_convert_columns.py::"
 LOSS = "tests/convert/test_convert_loss_fields.py::"
 THINKING = "tests/convert/test_convert_thinking_fields.py::"
+PLAIN = "tests/convert/test_convert_plain_records.py::"
+ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_come_in_the_order_of_the_records"
 
 CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -36,7 +38,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/turns.py",
-                "        parts=joined([*thinking, *parts]),\n",
+                "        parts=joined([*thinking, *parts]) if thinking else parts,\n",
                 "        parts=joined([*thinking, *parts]) if _holds(parts) else (),\n",
             ),
         ),
@@ -93,7 +95,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="thinking in a field of its own is left out",
         test=THINKING + "test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field",
         oracle="Qwen3's template on the record's own message",
-        edits=(("convert/turns.py", "        parts=joined([*thinking, *parts]),\n", "        parts=parts,\n"),),
+        edits=(("convert/turns.py", "        parts=joined([*thinking, *parts]) if thinking else parts,\n", "        parts=parts,\n"),),
     ),
     Mutation(
         trap=46,
@@ -115,5 +117,39 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=COLUMNS + "test_a_part_of_a_video_is_refused_where_the_whole_would_be_shown",
         oracle="the record",
         edits=(("convert/record_media.py", '"start", "end", ', ""),),
+    ),
+    Mutation(
+        trap=38,
+        name="an integer of more than 64 bits becomes a float",
+        test=PLAIN + "test_long_integers_are_left_to_the_standard_library",
+        oracle="Python's `json`",
+        edits=(
+            (
+                "convert/json_values.py",
+                "    return None if _DIGITS_OF_64_BITS in text.translate(_DIGITS_TO_ZERO) else value\n",
+                "    return value\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=46,
+        name="a record is taken for plain text although its messages have more fields",
+        test=PLAIN + "test_records_that_lead_to_a_warning_or_a_rejection_take_the_general_road",
+        oracle="the general road of a record",
+        edits=(("convert/plain_records.py", "if set(map(len, messages)) != {2} or ", "if "),),
+    ),
+    Mutation(
+        trap=51,
+        name="a worker's second chunk gets the place of its first",
+        test=ORDER,
+        oracle="the bytes that one process writes",
+        edits=(("convert/worker_pool.py", "done[worker.given.popleft()] = value", "done[worker.given.pop()] = value"),),
+    ),
+    Mutation(
+        trap=51,
+        name="records of all workers are looked for in the file of the first",
+        test=ORDER,
+        oracle="the bytes that one process writes",
+        edits=(("convert/worker.py", "            audit.spool = self._number\n", "            audit.spool = 0\n"),),
     ),
 )

@@ -110,6 +110,7 @@ def _mixed_turns(messages: list[Any], fields: tuple[str, str], column: str, befo
         before: role of the turn before them, if there is one.
     """
     role_field, content_field = fields
+    media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
     found: list[bytes] = []
     made: set[str] = set()
     answered: set[str] = set()
@@ -129,7 +130,6 @@ def _mixed_turns(messages: list[Any], fields: tuple[str, str], column: str, befo
         else:
             role = None
         if role is None:
-            media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
             turn = read_turn(message, number, fields, media, column)
             role = turn.role
             if media.references or media.ignored or role == "system":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from energon_packing.convert.media_checks import Stamp
 from energon_packing.convert.media_files import open_regular
@@ -16,6 +18,9 @@ from energon_packing.convert.tar_members import BLOCK, ending, header, padding, 
 from energon_packing.errors import UserError
 
 _BUFFER = 1 << 20
+_LEAST = 1 << 17
+"""Bytes that a file is read into at least, if it has as many."""
+_FALLOC_FL_KEEP_SIZE = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,36 +108,30 @@ def write_piece(piece: ShardPiece, directory: Path, spools: Sequence[Path]) -> N
     streams: dict[int, BinaryIO] = {}
     places: dict[int, int] = {}  # of the streams; asking them is a system call
     try:
-        with _opened_at(path, piece.start) as tar:
-            parts: list[bytes] = []
-            held = 0
+        with _opened_at(path, piece.start) as stream:
+            _reserve(stream.fileno(), piece.start, piece.end - piece.start)
+            tar = _Blocks(stream)
             for file in piece.files.get(-1, ()):
-                _copy(tar, file, parts)
+                _copy(tar, file)
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in streams:
                     streams[spool] = spools[spool].open("rb", buffering=_BUFFER)
                     places[spool] = 0
-                stream = streams[spool]
                 if places[spool] != offset:
-                    stream.seek(offset)
+                    streams[spool].seek(offset)
                 places[spool] = offset + size
-                parts += (header(name, size), stream.read(size), padding(size))
-                held += size
+                tar.add(b"".join((header(name, size), streams[spool].read(size), padding(size))))
                 for file in piece.files.get(number, ()):
-                    _copy(tar, file, parts)
-                    held = 0
-                if held >= _BUFFER:
-                    _flush(tar, parts)
-                    held = 0
+                    _copy(tar, file)
             if piece.last:
-                parts.append(ending(piece.end))
-            _flush(tar, parts)
+                tar.add(ending(piece.end))
+            tar.flush()
     finally:
-        for stream in streams.values():
-            stream.close()
+        for spooled in streams.values():
+            spooled.close()
     offsets = array("Q", [*piece.offsets, piece.end] if piece.last else piece.offsets)
     with _opened_at(path.with_suffix(".tar.idx"), piece.first * offsets.itemsize) as index:
-        _flush(index, [offsets.tobytes()])
+        _write(index, memoryview(offsets.tobytes()))
 
 
 def _opened_at(path: Path, place: int) -> BinaryIO:
@@ -142,62 +141,93 @@ def _opened_at(path: Path, place: int) -> BinaryIO:
     return stream
 
 
-def _flush(tar: BinaryIO, parts: list[bytes]) -> None:
-    data = memoryview(b"".join(parts))
+def _reserve(descriptor: int, start: int, size: int) -> None:
+    """Asks the file system for the room of a piece at once, which costs less than block by block.
+
+    The size of the file stays as it is. A file system that cannot do this, or has no room, says so when written to.
+    """
+    if sys.platform == "linux" and size > _BUFFER:
+        libc: Any = ctypes.CDLL(None)
+        libc.fallocate(descriptor, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
+
+
+class _Blocks:
+    """Writes what follows each other in large blocks; a call for each member would cost more than its bytes."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._block = memoryview(bytearray(_BUFFER))
+        self._end = 0
+
+    def add(self, data: bytes) -> None:
+        """Adds bytes."""
+        if len(data) > _BUFFER - self._end:
+            self.flush()
+        if len(data) > _BUFFER:
+            _write(self._stream, memoryview(data))
+            return
+        self._block[self._end : self._end + len(data)] = data
+        self._end += len(data)
+
+    def add_from(self, source: BinaryIO, size: int, digest: Any) -> bool:
+        """Adds bytes of a file.
+
+        Args:
+            source: to read from.
+            size: bytes to read.
+            digest: gets them too; None for nothing.
+
+        Returns:
+            Whether there were as many.
+        """
+        while size:
+            if _BUFFER - self._end < min(size, _LEAST):
+                self.flush()
+            free = self._block[self._end : self._end + size]
+            if not (read := source.readinto(free)):  # type: ignore[attr-defined]
+                return False
+            if digest is not None:
+                digest.update(free[:read])
+            self._end += read
+            size -= read
+        return True
+
+    def flush(self) -> None:
+        """Writes what was added."""
+        _write(self._stream, self._block[: self._end])
+        self._end = 0
+
+
+def _write(stream: BinaryIO, data: memoryview) -> None:
     while data:
-        data = data[tar.write(data) :]
-    parts.clear()
+        data = data[stream.write(data) :]
 
 
-def _copy(tar: BinaryIO, file: StoredFile, parts: list[bytes]) -> None:
+def _copy(tar: _Blocks, file: StoredFile) -> None:
     """Copies a checked file and verifies that it has not changed since the check.
 
-    The kernel copies it if a change would show in its time stamp; otherwise it is read and hashed once more.
+    It is hashed once more unless a change would show in its time stamp.
 
     Args:
         tar: to write to.
         file: what to copy.
-        parts: what to write before; gets the padding to write after.
 
     Raises:
         UserError: the file changed or vanished after it was checked.
     """
     changed = UserError(f"{file.path} changed while the conversion ran; start it again when nobody writes to it")
-    parts.append(header(file.name, file.size))
-    _flush(tar, parts)
+    tar.add(header(file.name, file.size))
     try:
         stream = open_regular(file.path)
     except OSError as error:
         raise changed from error
     with stream:
-        before = os.fstat(stream.fileno())
-        if file.stamp.settled and file.stamp.same_file(before):
-            whole = _copied_by_kernel(tar.fileno(), stream.fileno(), file.size)
+        if file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno())):
+            whole = tar.add_from(stream, file.size, None)
             whole &= file.stamp.same_file(os.fstat(stream.fileno()))
         else:
-            whole = _copied_and_hashed(tar, stream, file)
+            digest = hashlib.sha256()
+            whole = tar.add_from(stream, file.size, digest) and digest.hexdigest()[:32] == file.digest
     if not whole:
         raise changed
-    parts.append(padding(file.size))
-
-
-def _copied_by_kernel(target: int, source: int, size: int) -> bool:
-    """Whether ``size`` bytes were there to copy."""
-    left = size
-    while left:
-        copied = os.sendfile(target, source, None, left)
-        if copied == 0:
-            return False
-        left -= copied
-    return True
-
-
-def _copied_and_hashed(tar: BinaryIO, stream: BinaryIO, file: StoredFile) -> bool:
-    """Whether the file still has the size and the digest of its check."""
-    digest = hashlib.sha256()
-    left = file.size
-    while left and (block := stream.read(min(left, _BUFFER))):
-        digest.update(block)
-        _flush(tar, [block])
-        left -= len(block)
-    return left == 0 and digest.hexdigest()[:32] == file.digest
+    tar.add(padding(file.size))

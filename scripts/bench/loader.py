@@ -153,8 +153,16 @@ def _bridge_jobs(bench: LoaderBench, ours: LoaderJob, data: BenchData, out: Path
         dataclasses.replace(ours, path="bridge", data=str(out), micro_batch_size=size) for size in bench.micro_batches
     ]
     if bench.bridge is not None:
-        native = {"micro_batch_size": 1, "buffer": bench.buffer, "checkout": str(bench.bridge)}
-        jobs.append(dataclasses.replace(ours, path="native", data=str(out), **native))
+        jobs.append(
+            dataclasses.replace(
+                ours,
+                path="native",
+                data=str(out),
+                micro_batch_size=1,
+                buffer=bench.buffer,
+                checkout=str(bench.bridge),
+            )
+        )
     return jobs
 
 

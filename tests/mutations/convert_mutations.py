@@ -95,7 +95,13 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="thinking in a field of its own is left out",
         test=THINKING + "test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field",
         oracle="Qwen3's template on the record's own message",
-        edits=(("convert/turns.py", "        parts=joined([*thinking, *parts]) if thinking else parts,\n", "        parts=parts,\n"),),
+        edits=(
+            (
+                "convert/turns.py",
+                "        parts=joined([*thinking, *parts]) if thinking else parts,\n",
+                "        parts=parts,\n",
+            ),
+        ),
     ),
     Mutation(
         trap=46,

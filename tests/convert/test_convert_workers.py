@@ -259,7 +259,7 @@ def test_a_full_disk_is_one_sentence(many: Path, tmp_path: Path, monkeypatch: py
     def full(*ignored: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shards, "_flush", full)
+    monkeypatch.setattr(shards, "_write", full)
     with pytest.raises(UserError, match=r"No space left on device.*make room"):
         convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1))
 

@@ -109,6 +109,8 @@ def full_decode(data: bytes) -> list[np.ndarray] | None:
     try:
         with av.open(io.BytesIO(data)) as container:
             stream = container.streams.video[0]
+            if stream.codec_context is None:  # of an unknown codec
+                return None
             stream.codec_context.thread_count = 1  # with more, what becomes of damage differs between runs
             for frame in container.decode(stream):
                 if frame.is_corrupt:

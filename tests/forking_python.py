@@ -114,7 +114,10 @@ def start_program(connection: socket.socket) -> int:
         streams.frombytes(data)
     length, words = int.from_bytes(head, "big"), b""
     while len(words) < length:
-        words += connection.recv(1 << 16)
+        more = connection.recv(1 << 16)
+        if not more:
+            raise EOFError("the client ended in the middle of its words")
+        words += more
     child = os.fork()
     if child:
         for stream in streams:
@@ -185,10 +188,15 @@ def serve(address: str, owner: int) -> None:
         for key, _ in waiting.select(0.02 if running else 0.2):
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                child = start_program(connection)
+                try:
+                    child = start_program(connection)
+                except (OSError, EOFError):  # a client that was killed while it asked
+                    connection.close()
+                    continue
                 running[child] = connection
                 waiting.register(connection, selectors.EVENT_READ, child)
-                connection.sendall(f"{child}\n".encode())
+                with contextlib.suppress(OSError):
+                    connection.sendall(f"{child}\n".encode())
             else:  # a client says nothing more: it was killed
                 waiting.unregister(key.fileobj)
                 end(key.data)

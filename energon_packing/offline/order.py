@@ -5,10 +5,11 @@ A step takes the next D packs and lasts as long as the costliest, so packs of si
 1. dealt to blocks of about `BLOCK` groups, each block a picture of the whole epoch;
 2. sorted by cost inside a block and cut into groups of ``max_data_parallel``, so that a step of any size that divides
    it lies inside one group;
-3. ordered: a group is halved again and again (or cut by its other factors) and the parts change places at random, so
-   that steps smaller than a group hold neighbours in cost, too; and the groups of a block at random among the orders in which no 32 steps in
-   a row cost more than 5 % more or less than 32 average ones. Their sum of deviations from the mean is a walk, and two
-   of its places never differ by more than that if none is further than half of it from zero.
+3. shuffled inside a group: it is halved again and again (or cut by its other factors) and the parts change places at
+   random, so that steps smaller than a group hold neighbours in cost, too;
+4. ordered by groups: at random among the orders in which no 32 steps in a row cost more than 5 % more or less than 32
+   average ones. The sum of deviations from the mean is a walk, and two of its places never differ by more than that if
+   none is further than half of it from zero.
 
 What an epoch has too many for whole groups is a group shared with the next epoch, of packs of similar cost; at the end
 of the plan it is left as it is.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCK = 32
+BLOCK = 64
 """Groups of a block; a longer one makes steps a little more even and their order less."""
 RUN = 32
 """Steps in a row whose mean cost is near that of the whole."""

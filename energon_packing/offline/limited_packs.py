@@ -22,6 +22,7 @@ something of a limit that is as scarce as tokens, step 4 gets most samples: the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +82,7 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
         part = Constraints(
             costs={name: cost[again] for name, cost in constraints.costs.items()}, limits=constraints.limits
         )
+        left: Sequence[np.ndarray]
         if times and again.size < units.size:
             left = pack_limited(units[again], capacity, part, times=times - 1)
         else:

@@ -90,8 +90,8 @@ def pack_limited(units: np.ndarray, capacity: int, constraints: Constraints, *, 
         flat, starts = flatten(left)
         first = int(packs.pack.max()) + 1
         packs.pack[again[flat]] = first + np.repeat(np.arange(len(left)), np.diff(starts, append=flat.size))
-    _, numbers = np.unique(packs.pack, return_inverse=True)
-    return PackGroups.of(numbers)
+    used = np.bincount(packs.pack) > 0  # what was packed anew has left empty packs
+    return PackGroups.of((np.cumsum(used) - 1)[packs.pack])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ def _place(packs: _Packs, shares: np.ndarray) -> np.ndarray:
     early = costly | (largest > LARGE)
     for below, above in zip((np.inf, *LEVELS), LEVELS, strict=False):
         level = np.flatnonzero(early & (largest > above) & (largest <= below))
-        for by in np.unique(kind[level])[::-1].tolist():  # tokens last
+        for by in np.flatnonzero(np.bincount(kind[level]))[::-1].tolist():  # tokens last
             packs.spread(level[kind[level] == by], by, others)
     late = np.flatnonzero(~early)
     for by in np.flatnonzero(every).tolist():

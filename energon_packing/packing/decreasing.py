@@ -60,7 +60,7 @@ def _bins(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None = None) -
             stacks.setdefault(room, []).append(packs)
             occupied[room] = 1
 
-    if rooms is not None:
+    if rooms is not None and rooms.size:
         opened = rooms.size
         by_room = np.argsort(rooms, kind="stable").astype(np.int32)
         free, starts = np.unique(rooms[by_room] // divisor, return_index=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -240,7 +241,6 @@ def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index:
 
 def test_samples_that_the_configuration_changes_are_measured_again_and_no_others(index: Path, tmp_path: Path) -> None:
     asked: list[tuple[str, str, list[int]]] = []
-    pieces = (Piece(length=900), Piece(reason="no_targets", detail="none"), Piece(length=4))
 
     def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
         asked.append((dataset.name, shard.name, rows))
@@ -357,3 +357,18 @@ def test_an_index_file_is_no_plan(index: Path) -> None:
 def test_config_errors_are_config_errors(index: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         planned(tmp_path, index, config(encoder={"max_pixels": 7}))
+
+
+def test_where_a_sample_is_in_the_run_says_nothing_about_where_it_is_in_its_source(tmp_path: Path) -> None:
+    index = made_index(tmp_path / "index", {"a": [drawn_rows(6000, seed=3)]})
+    found = []
+    for seed in range(3):
+        plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "seed": seed}))
+        place = np.empty(6000)
+        rows = [sample.row for pack in all_packs(plan) for sample in pack.samples]
+        place[rows] = np.arange(6000)
+        found.append(place)
+        assert abs(np.corrcoef(place, np.arange(6000))[0, 1]) < 4 / np.sqrt(6000)
+    groups = len(plan) / 8  # groups of packs of similar cost move as wholes, so there is less chance than samples
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(found[one], found[other])[0, 1]) < 4 / np.sqrt(groups)

@@ -13,7 +13,7 @@ packs first, and plain text, which costs tokens alone, fills them up:
 4. Samples that found no place and those of packs over a limit are packed anew, in the company of some good packs; what
    is left after a few times is packed by the policy ``window``.
 
-Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.1 % more where patches,
+Measured (`scripts/bench.py offline plan`): the packs of the bound where media are limited, 0.12 % more where patches,
 images and samples are limited together, in about a microsecond per sample and limit. Where nearly all samples cost
 something of a limit that is as scarce as tokens, step 4 gets most samples: the packs and the time are those of
 ``window``, 1-4 % above the bound.
@@ -44,7 +44,7 @@ UNEVEN = 0.2
 """A limit is about some of the samples if what they cost beyond the median is more than this share of all."""
 PART = 8
 """In each round, at least one pack of so many gets a sample, so that rounds stay few."""
-KEPT = 8
+KEPT = 16
 """Of the smallest samples, one of so many is kept for the gaps."""
 COMPANY = 8
 """Good packs that are packed anew for each pack over a limit."""

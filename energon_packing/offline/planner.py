@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
 from energon_packing.drop_budget import over_budget
-from energon_packing.errors import UserError
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
@@ -81,9 +81,16 @@ def plain_limits(config: RunConfig) -> PackLimits:
     packing = config.packing
     if packing.dummy_image:
         raise UserError("packing.dummy_image reserves room that only the encoder knows; give the limits of its packs.")
+    multiple = config.parallel.multiple
+    if packing.seq_length % multiple:
+        down = packing.seq_length // multiple * multiple
+        raise ConfigError(
+            f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes need; "
+            f"use {down or multiple} or {down + multiple}."
+        )
     return PackLimits(
         tokens=packing.seq_length,
-        multiple=config.parallel.multiple,
+        multiple=multiple,
         images=packing.max_images_per_pack,
         patches=packing.max_patches_per_pack,
         segments=packing.max_segments_per_pack,

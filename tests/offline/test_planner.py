@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -23,6 +24,7 @@ from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.planner import make_plan, plain_limits
 from energon_packing.offline.remeasured import Piece, Remeasured
+from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.thd.visible_padding import hides_padding, visible_order
 
 PACKING = {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, "drop_budget": 1.0}
@@ -96,10 +98,11 @@ def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_
     index = made_index(directory / "index", {"a": shards[:1], "b": shards[1:]})
     run = config(
         packing=limits,
-        parallel={"context_parallel": multiple // 2} if multiple > 1 else {},
+        parallel={"tensor_parallel": multiple, "sequence_parallel": multiple > 1},
         plan={"max_data_parallel": 4, "epochs": epochs, "seed": seed},
     )
     of_pack = plain_limits(run)
+    assert of_pack == PackLimits(tokens=1024, multiple=multiple, lone_room=True, **limits_of(limits))
     flat = {
         (0 if number == 0 else 1, max(0, number - 1), at): each
         for number, shard in enumerate(shards)
@@ -123,6 +126,12 @@ def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_
     lines = [json.loads(line) for line in drops_path(plan.path).read_text().splitlines()][1:]
     assert {line["dropped"] for line in lines} == {key_of(place) for place in flat.keys() - good}
     assert dict(Counter(line["reason"] for line in lines)) == dict(plan.facts.drops)
+
+
+def limits_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The limits of the configuration under the names of `PackLimits`."""
+    settings = {**{name: PACKING.get(name) for name in given}, **given}
+    return {name.removeprefix("max_").removesuffix("_per_pack"): value for name, value in settings.items()}
 
 
 def key_of(place: tuple[int, int, int]) -> str:
@@ -219,6 +228,7 @@ def test_a_plan_needs_no_index(tmp_path: Path) -> None:
     shutil.rmtree(index)
     again = Plan.open(plan.path)
     assert sum(len(pack.samples) for pack in all_packs(again)) == 50
+    assert all_packs(pickle.loads(pickle.dumps(again))) == all_packs(again)
     (dataset,) = again.facts.datasets
     assert (dataset.path, dataset.media_shards) == ("/data/a", ("media_0.tar",))
     assert dataset.shards[0].identity["index_uuid"] == "uuid of a"

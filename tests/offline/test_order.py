@@ -121,3 +121,8 @@ def test_each_pack_is_equally_likely_in_every_part_of_an_epoch() -> None:
     assert np.abs(tenths - 1 / parts).max() < 0.05
     # A single pack: four standard deviations of a binomial.
     assert np.abs(share - 1 / parts).max() < 4.5 * np.sqrt(0.25 * 0.75 / seeds)
+
+
+def test_every_group_is_shuffled_in_its_own_way() -> None:
+    groups = balanced_order(np.arange(1024.0), group=64, start=0, near=None, seed=[0]).reshape(16, 64)
+    assert len({tuple(np.argsort(group)) for group in groups}) == 16

@@ -1,7 +1,7 @@
 """The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
 
-A file has up to six sections, each a frozen dataclass below; ``plan`` is in `energon_packing.plan_config`. An unknown key
-is an error that names the nearest known key::
+A file has up to six sections, each a frozen dataclass below; ``plan`` is in `energon_packing.plan_config`. An unknown
+key is an error that names the nearest known key::
 
     data:     {path: out/demo, workers: 2}
     encoder:  {processor: path/or/name, train_on: assistant}

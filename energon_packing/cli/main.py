@@ -69,6 +69,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.parity:parity",
         summary="Compare packs with their samples alone, on a model.",
     ),
+    "plan": Subcommand(
+        target="energon_packing.cli.plan:plan",
+        summary="Plan the packs of a whole run from measured indexes.",
+    ),
     "preview": Subcommand(
         target="energon_packing.cli.preview:preview",
         summary="Build real packs and show each of their samples.",

@@ -1,7 +1,8 @@
 """Which samples occur in which epoch of a plan, when data sets have weights or are repeated.
 
-Every data set is an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So a
-data set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have occurred.
+Every data set is an endless row of seeded permutations of its samples, and each epoch takes the next stretch of it. So
+a data set that occurs half a time in an epoch is complete after two, and no sample occurs twice before all have
+occurred.
 """
 
 from __future__ import annotations
@@ -154,6 +155,10 @@ def settings_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[
             f"plan.datasets: {', '.join(missing)} has no weight, but others have; give a weight to all, or to none."
         )
     return found
+
+
+def _tokens(samples: Samples, start: int, end: int) -> float:
+    return float(samples.sizes.tokens[start:end].sum())
 
 
 def _samples(samples: Samples, start: int, end: int) -> float:

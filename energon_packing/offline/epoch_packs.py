@@ -7,10 +7,12 @@ import numpy as np
 from energon_packing.config import PackingConfig
 from energon_packing.offline import array_limits
 from energon_packing.offline.array_limits import Sizes
+from energon_packing.offline.limited_packs import pack_limited
 from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.pack_groups import PackGroups
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.partition import check_groups
 from energon_packing.packing.whole_list import pack_lengths_flat
 
 
@@ -25,21 +27,25 @@ def packs_of(sizes: Sizes, limits: PackLimits, policy: str, *, window: int, seed
     Raises:
         PackingError: the policy's result is not a partition or breaks a limit.
     """
-    costs = array_limits.costs(limits, sizes)
-    return pack_lengths_flat(
-        array_limits.length_units(limits, sizes),
-        limits.units,
-        policy,
-        constraints={name: (cost, limits.limited[name]) for name, cost in costs.items()},
-        window=window,
-        seed=seed,
-    )
+    units, constraints = _constraints(sizes, limits)
+    if constraints and policy == "best_fit":
+        packs = pack_limited(units, limits.units, constraints)
+        check_groups(packs, units, limits.units, constraints)
+        return packs
+    pairs = {name: (cost, constraints.limits[name]) for name, cost in constraints.costs.items()}
+    return pack_lengths_flat(units, limits.units, policy, constraints=pairs, window=window, seed=seed)
 
 
 def bound_of(sizes: Sizes, limits: PackLimits) -> int:
     """Fewest packs that these samples can need, by tokens or by the scarcest of the other limits."""
-    costs = Constraints(costs=array_limits.costs(limits, sizes), limits=limits.limited)
-    return lower_bound(array_limits.length_units(limits, sizes), limits.units, costs)
+    units, constraints = _constraints(sizes, limits)
+    return lower_bound(units, limits.units, constraints)
+
+
+def _constraints(sizes: Sizes, limits: PackLimits) -> tuple[np.ndarray, Constraints]:
+    """Alignment units of each sample, and its costs under the other limits."""
+    constraints = Constraints(costs=array_limits.costs(limits, sizes), limits=limits.limited)
+    return array_limits.length_units(limits, sizes), constraints
 
 
 def show_padding(order: np.ndarray, offsets: np.ndarray, sizes: Sizes, multiple: int) -> np.ndarray:

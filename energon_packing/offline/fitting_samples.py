@@ -91,7 +91,7 @@ def fitting_samples(
 def _read(sources: Sources) -> tuple[Sizes, list[Drop]]:
     """Sizes of all sources, and those that are dropped at any row length."""
     count = len(sources)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "length": np.zeros(count, np.int32),
         "second": np.zeros(count, np.int32),
         "images": np.zeros(count, np.int32),

@@ -5,10 +5,11 @@ A step takes the next D packs and lasts as long as the costliest, so packs of si
 1. dealt to blocks of about `BLOCK` groups, each block a picture of the whole epoch;
 2. sorted by cost inside a block and cut into groups of ``max_data_parallel``, so that a step of any size that divides
    it lies inside one group;
-3. ordered: a group is halved again and again (or cut by its other factors) and the parts change places at random, so
-   that steps smaller than a group hold neighbours in cost, too; and the groups of a block at random among the orders in which no 32 steps in
-   a row cost more than 5 % more or less than 32 average ones. Their sum of deviations from the mean is a walk, and two
-   of its places never differ by more than that if none is further than half of it from zero.
+3. shuffled inside a group: it is halved again and again (or cut by its other factors) and the parts change places at
+   random, so that steps smaller than a group hold neighbours in cost, too;
+4. ordered by groups: at random among the orders in which no 32 steps in a row cost more than 5 % more or less than 32
+   average ones. The sum of deviations from the mean is a walk, and two of its places never differ by more than that if
+   none is further than half of it from zero.
 
 What an epoch has too many for whole groups is a group shared with the next epoch, of packs of similar cost; at the end
 of the plan it is left as it is.
@@ -18,14 +19,17 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCK = 32
+BLOCK = 48
 """Groups of a block; a longer one makes steps a little more even and their order less."""
 RUN = 32
 """Steps in a row whose mean cost is near that of the whole."""
 SHARE = 0.05
 """How near."""
 DRAWS = 256
-"""Orders that are drawn for a block before one is built step by step."""
+"""Orders of a block that are drawn at a time."""
+TIMES = 16
+"""How often, before one is built step by step. That is needed only where groups
+vary in cost by about a third."""
 
 
 def balanced_order(costs: np.ndarray, *, group: int, start: int, near: float | None, seed: list[int]) -> np.ndarray:
@@ -133,13 +137,21 @@ def _level_order(means: np.ndarray, target: float, random: np.random.Generator) 
     walked = 0.0
     for part in np.array_split(np.arange(count), blocks):
         steps = means[part] / target - 1.0
-        draws = random.permuted(np.tile(np.arange(part.size), (DRAWS, 1)), axis=1)
-        walks = walked + np.cumsum(steps[draws], axis=1)
-        good = np.flatnonzero(np.abs(walks[:, :-1]).max(axis=1, initial=0.0) <= bound)
-        chosen = draws[good[0]] if good.size else _built(steps, walked, bound, random)
+        chosen = _drawn(steps, walked, bound, random)
         order.append(part[chosen])
         walked += float(steps.sum())
     return np.concatenate(order)
+
+
+def _drawn(steps: np.ndarray, walked: float, bound: float, random: np.random.Generator) -> np.ndarray:
+    """An order that keeps the walk in bounds: drawn from all of these with equal chances, else built."""
+    for _ in range(TIMES):
+        draws = random.permuted(np.tile(np.arange(steps.size), (DRAWS, 1)), axis=1)
+        walks = walked + np.cumsum(steps[draws], axis=1)
+        good = np.flatnonzero(np.abs(walks[:, :-1]).max(axis=1, initial=0.0) <= bound)
+        if good.size:
+            return np.asarray(draws[good[0]])
+    return _built(steps, walked, bound, random)
 
 
 def _built(steps: np.ndarray, walked: float, bound: float, random: np.random.Generator) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The drops of a plan: a file beside it, with every sample that is in no pack and why.
 
-``PLAN.drops.jsonl`` begins with the id of its plan. One JSON object per line follows, as in the ledger of an online run,
-with the place of the sample::
+``PLAN.drops.jsonl`` begins with the id of its plan. One JSON object per line follows, as in the ledger of an online
+run, with the place of the sample::
 
     {"plan": "9f86d081884c7d659a2feaa0c55ad015"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens; ...", "setting": "packing.seq_length",

@@ -29,10 +29,10 @@ def summary_of(samples: Samples, packs: OrderedPacks, limits: PackLimits, config
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(array_limits.length_units(limits, sizes)[packs.order].sum()) * limits.multiple
     room = packs.count * config.packing.seq_length
-    lengths = np.bincount(np.frexp(sizes.tokens)[1] - 1)  # of the power of two below each length
+    lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
     batches = sorted({config.training.global_batch_size, *BATCH_SIZES})
     return {
-        "source_samples": int(np.unique(samples.source).size),
+        "source_samples": int(np.count_nonzero(np.diff(samples.source, prepend=-1))),
         "rows": int(packs.order.size),
         "tokens": tokens,
         "images": int(sizes.images[packs.order].sum(dtype=np.int64)),

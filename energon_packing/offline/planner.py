@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
-from energon_packing.errors import UserError
+from energon_packing.drop_budget import over_budget
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
@@ -47,10 +49,9 @@ def make_plan(
         force: whether to replace an existing plan.
 
     Raises:
-        UserError: the plan exists, an index cannot be used, nothing is left to pack, more samples are dropped than
-            ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
+        UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
+            are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
         ConfigError: the configuration does not suit the indexes.
-        OSError: the plan cannot be written.
     """
     if out.exists() and not force:
         raise UserError(f"{out} exists already; name another file, or replace it with --force.")
@@ -62,8 +63,11 @@ def make_plan(
     _check_drops(sources, samples, drops, config)
     packs = ordered_packs(sources, samples, limits, config)
     facts = _facts(sources, samples, drops, packs, limits, config)
-    write_drops(out, facts.id, drops, sources)
-    write_plan(out, facts, _tables(sources, samples, packs, facts))
+    try:
+        write_drops(out, facts.id, drops, sources)
+        write_plan(out, facts, _tables(sources, samples, packs, facts))
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error}); an existing plan is as it was.") from error
     return facts
 
 
@@ -77,9 +81,16 @@ def plain_limits(config: RunConfig) -> PackLimits:
     packing = config.packing
     if packing.dummy_image:
         raise UserError("packing.dummy_image reserves room that only the encoder knows; give the limits of its packs.")
+    multiple = config.parallel.multiple
+    if packing.seq_length % multiple:
+        down = packing.seq_length // multiple * multiple
+        raise ConfigError(
+            f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes need; "
+            f"use {down or multiple} or {down + multiple}."
+        )
     return PackLimits(
         tokens=packing.seq_length,
-        multiple=config.parallel.multiple,
+        multiple=multiple,
         images=packing.max_images_per_pack,
         patches=packing.max_patches_per_pack,
         segments=packing.max_segments_per_pack,
@@ -93,7 +104,7 @@ def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: 
         said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
     lost = len({drop.source for drop in drops})
-    if lost > config.packing.drop_budget * len(sources):
+    if over_budget(lost, len(sources), config.packing.drop_budget):
         raise UserError(
             f"{lost} of {len(sources)} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
             f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
@@ -164,7 +175,7 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
     content = pa.concat_tables(parts).combine_chunks()
     del parts
     bounds = [*facts.row_groups, facts.packs]
-    for first, stop in zip(bounds, bounds[1:], strict=False):
+    for first, stop in pairwise(bounds):
         low, high = int(packs.offsets[first]), int(packs.offsets[stop])
         rows = packs.order[low:high]
         source = samples.source[rows]

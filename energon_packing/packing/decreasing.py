@@ -24,9 +24,23 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> PackGroups:
     return PackGroups.of(_bins(lengths, capacity))
 
 
-def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
+def best_fit_into(lengths: np.ndarray, capacity: int, rooms: np.ndarray) -> np.ndarray:
+    """The pack number of each sample, ``[N]`` int32, when some packs are there already and have room left.
+
+    Args:
+        lengths: ``[N]`` int64, each 1 to `capacity` tokens.
+        capacity: tokens of a new pack.
+        rooms: ``[packs]`` int64, free tokens of the packs that are there, numbered from 0; new ones follow.
+    """
+    if not lengths.size:
+        return np.zeros(0, dtype=np.int32)
+    return _bins(lengths, capacity, rooms)
+
+
+def _bins(lengths: np.ndarray, capacity: int, rooms: np.ndarray | None = None) -> np.ndarray:
     """The pack number of each sample, ``[N]`` int32, from best-fit decreasing on counted lengths."""
-    capacity = min(capacity, int(lengths.sum()))
+    if rooms is None:
+        capacity = min(capacity, int(lengths.sum()))
     # Every gap is a multiple of the common divisor, so aligned lengths cost no more than their alignment units.
     divisor = int(np.gcd.reduce(lengths))
     units = lengths // divisor
@@ -45,6 +59,13 @@ def _bins(lengths: np.ndarray, capacity: int) -> np.ndarray:
         if room:
             stacks.setdefault(room, []).append(packs)
             occupied[room] = 1
+
+    if rooms is not None and rooms.size:
+        opened = rooms.size
+        by_room = np.argsort(rooms, kind="stable").astype(np.int32)
+        free, starts = np.unique(rooms[by_room] // divisor, return_index=True)
+        for room, packs in zip(free.tolist(), np.split(by_room, starts[1:]), strict=True):
+            put(room, packs)
 
     for length, count, at in zip(descending[first].tolist(), counts.tolist(), first.tolist(), strict=True):
         end = at + count

@@ -1,8 +1,8 @@
 """An index of samples that do not exist, for benchmarks of what reads indexes: a log-normal mix of texts and media.
 
-Of the samples, 60 % are text, 32 % have one to four images and 8 % have a video of 8 to 48 frames. Text has a log-normal
-length of median 220 tokens (sigma 1.1), an image one of median 420 (sigma 0.6), and a frame of a video one of median 90
-(sigma 0.4). A patch is a quarter of a visual token.
+Of the samples, 60 % are text, 32 % have one to four images and 8 % have a video of 8 to 48 frames. Text has a
+log-normal length of median 220 tokens (sigma 1.1), an image one of median 420 (sigma 0.6), and a frame of a video one
+of median 90 (sigma 0.4). A patch is a quarter of a visual token.
 """
 
 from __future__ import annotations

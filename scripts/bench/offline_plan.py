@@ -31,8 +31,9 @@ def run(samples: Sequence[int], limited: Sequence[str], directory: Path | None =
     """Plans a drawn index of each size under each set of limits, each in a process of its own.
 
     Yields:
-        ``samples, limits, seconds`` (index to file), ``peak_gib`` (of the process), ``open_ms`` and ``restart_ms`` (to
-        open the plan, and then to read one pack in its middle), and the figures of the plan's summary.
+        ``samples, limits, seconds`` (index to file), ``cpu_seconds`` (of all threads), ``peak_gib`` (of the process),
+        ``open_ms`` and ``restart_ms`` (to open the plan, and then to read one pack in its middle), and the figures of
+        the plan's summary.
     """
     for size in samples:
         with tempfile.TemporaryDirectory(dir=directory) as place:
@@ -53,9 +54,9 @@ def planned(place: Path, name: str) -> dict[str, Any]:
     values = {"packing": settings, "parallel": {"context_parallel": 4}}
     config = from_mapping(RunConfig, values, where="the benchmark")
     out = place / f"{name}.parquet"
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     facts = make_plan([place / "index"], config, out)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     start = time.perf_counter()
     plan = Plan.open(out)
@@ -67,6 +68,7 @@ def planned(place: Path, name: str) -> dict[str, Any]:
     return {
         "limits": name,
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_seconds, 2),
         "peak_gib": round(peak, 2),
         "plan_mib": round(size / 2**20, 1),
         "open_ms": round((opened - start) * 1e3, 1),

@@ -75,3 +75,14 @@ def test_an_unknown_benchmark_names_the_known_ones():
 def test_rows_of_numbered_samples_give_back_their_lengths():
     assert runs(np.array([3, 3, 1, 5, 5, 5, 0, 0])) == [2, 1, 3]
     assert runs(np.array([1, 1])) == [2]
+
+
+def test_offline_plans_a_drawn_index_and_says_how_good_the_plan_is():
+    found = rows("offline", "plan", "--samples", "3000", "--limits", "images", "--limits", "all")
+    assert [row["limits"] for row in found] == ["images", "all"]
+    for row in found:
+        assert 0.9 < row["of_bound"] <= 1
+        assert row["aligned_fill"] <= 1
+        assert row["seconds"] > 0
+        assert row["peak_gib"] > 0
+    assert door("offline", "nothing").returncode == 2

@@ -1,0 +1,384 @@
+"""Plans of drawn indexes: a partition within all limits, deterministic, readable range by range."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_index import Row, drawn_rows, made_index, row
+
+from energon_packing.config import EncoderConfig, LimitsConfig, RunConfig, from_mapping
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline import plan as plan_file
+from energon_packing.offline.array_limits import SizedRow
+from energon_packing.offline.index import IndexedDataset, IndexedShard
+from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.offline.plan_drops import drops_path
+from energon_packing.offline.planner import make_plan, plain_limits
+from energon_packing.offline.remeasured import Piece, Remeasured
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.thd.visible_padding import hides_padding, visible_order
+
+PACKING = {"seq_length": 1024, "max_images_per_pack": 12, "max_segments_per_pack": 24, "drop_budget": 1.0}
+PARALLEL = {"context_parallel": 2}
+
+
+def config(**sections: Any) -> RunConfig:
+    values = {"packing": {}, "parallel": PARALLEL, "plan": {"max_data_parallel": 8}, **sections}
+    values["packing"] = {**PACKING, **values["packing"]}
+    return from_mapping(RunConfig, values, where="the test")
+
+
+def planned(directory: Path, index: Path, run: RunConfig, **options: Any) -> Plan:
+    out = directory / "plan.parquet"
+    make_plan([index], run, out, force=True, **options)
+    return Plan.open(out)
+
+
+def all_packs(plan: Plan) -> list[PlannedPack]:
+    return plan.packs(0, len(plan))
+
+
+def places(packs: list[PlannedPack]) -> Counter[tuple[int, int, int]]:
+    return Counter((sample.dataset, sample.shard, sample.row) for pack in packs for sample in pack.samples)
+
+
+def epochs_of(plan: Plan) -> list[list[PlannedPack]]:
+    ends = plan.facts.epoch_ends
+    return [plan.packs(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+sizes = st.tuples(
+    st.one_of(st.integers(1, 1500), st.integers(1, 60)),
+    st.one_of(st.just(0), st.integers(1, 300)),
+    st.integers(0, 14),
+    st.booleans(),
+)
+
+
+@given(
+    drawn=st.lists(st.lists(sizes, max_size=40), min_size=1, max_size=3),
+    multiple=st.sampled_from([1, 2, 8]),
+    limits=st.fixed_dictionaries(
+        {
+            "max_images_per_pack": st.one_of(st.none(), st.integers(1, 20)),
+            "max_patches_per_pack": st.one_of(st.none(), st.integers(1, 300)),
+            "max_segments_per_pack": st.one_of(st.none(), st.integers(1, 9)),
+            "max_cost_per_pack": st.one_of(st.none(), st.floats(100, 1500)),
+        }
+    ),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_a_reason(
+    tmp_path_factory: pytest.TempPathFactory,
+    drawn: list[list[tuple[int, int, int, bool]]],
+    multiple: int,
+    limits: dict[str, Any],
+    epochs: int,
+    seed: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("plan")
+    shards = [
+        [
+            row(length, second=second, images=images, patches=16 * images, reason="bad" if bad and length < 9 else None)
+            for length, second, images, bad in shard
+        ]
+        for shard in drawn
+    ]
+    index = made_index(directory / "index", {"a": shards[:1], "b": shards[1:]})
+    run = config(
+        packing=limits,
+        parallel={"tensor_parallel": multiple, "sequence_parallel": multiple > 1},
+        plan={"max_data_parallel": 4, "epochs": epochs, "seed": seed},
+    )
+    of_pack = plain_limits(run)
+    assert of_pack == PackLimits(tokens=1024, multiple=multiple, lone_room=True, **limits_of(limits))
+    flat = {
+        (0 if number == 0 else 1, max(0, number - 1), at): each
+        for number, shard in enumerate(shards)
+        for at, each in enumerate(shard)
+    }
+    good = {
+        place
+        for place, each in flat.items()
+        if each["reason"] is None and of_pack.holds(sized(each["length"], each["second"], each["images"]))
+    }
+    if not good:
+        with pytest.raises(UserError):
+            planned(directory, index, run)
+        return
+    plan = planned(directory, index, run)
+    assert plan.facts.epoch_ends[-1] == len(plan)
+    for packs in epochs_of(plan):
+        assert places(packs) == Counter(good)
+        for pack in packs:
+            check_pack(pack, flat, of_pack)
+    lines = [json.loads(line) for line in drops_path(plan.path).read_text().splitlines()][1:]
+    assert {line["dropped"] for line in lines} == {key_of(place) for place in flat.keys() - good}
+    assert dict(Counter(line["reason"] for line in lines)) == dict(plan.facts.drops)
+
+
+def limits_of(given: dict[str, Any]) -> dict[str, Any]:
+    """The limits of the configuration under the names of `PackLimits`."""
+    settings = {**{name: PACKING.get(name) for name in given}, **given}
+    return {name.removeprefix("max_").removesuffix("_per_pack"): value for name, value in settings.items()}
+
+
+def key_of(place: tuple[int, int, int]) -> str:
+    return f"{'ab'[place[0]]}-{place[1]}-{place[2]}"
+
+
+def sized(length: int, second: int, images: int) -> SizedRow:
+    return SizedRow(segment_lengths=(length, second) if second else (length,), images=images, patches=16 * images)
+
+
+def check_pack(pack: PlannedPack, flat: dict[tuple[int, int, int], Row], limits: Any) -> None:
+    """One pack against the real `PackLimits` and the real order of a row."""
+    found = []
+    for sample in pack.samples:
+        source = flat[sample.dataset, sample.shard, sample.row]
+        assert (sample.length, sample.second, sample.piece) == (source["length"], source["second"], -1)
+        assert (sample.key, sample.offset) == (key_of((sample.dataset, sample.shard, sample.row)), 512 * sample.row)
+        assert [media.name for media in sample.media] == [f"{sample.row}.{at}.jpg" for at in range(source["images"])]
+        found.append(sized(source["length"], source["second"], source["images"]))
+    units = sum(limits.length_units(each) for each in found)
+    if len(found) == 1:
+        units += limits.masked_units(found[0])
+    assert units <= limits.units
+    for name, costs in limits.costs(found).items():
+        assert sum(costs) <= limits.limited[name]
+    lengths = [list(each.segment_lengths) for each in found]
+    assert visible_order(lengths, limits.multiple) == list(range(len(lengths)))
+    if len(found) > 1:
+        assert not hides_padding([length for each in lengths for length in each], limits.multiple)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shards = [drawn_rows(300, seed=seed) for seed in range(3)]
+    shards[1].insert(5, row(0, reason="bad_record"))
+    shards[2].insert(7, row(5000, images=1))
+    shards[2].insert(9, row(50, images=13))
+    return made_index(tmp_path_factory.mktemp("made") / "index", {"a": shards[:2], "b": shards[2:]})
+
+
+def test_the_same_index_configuration_and_seed_give_the_same_bytes_and_other_seeds_other_packs(
+    index: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        out = tmp_path / f"{name}.parquet"
+        make_plan([index], config(plan={"max_data_parallel": 8, "seed": seed}), out)
+        found[name] = out
+    assert found["one"].read_bytes() == found["two"].read_bytes()
+    one, other = (Plan.open(found[name]) for name in ("one", "other"))
+    assert one.facts.id != other.facts.id
+    members = [{frozenset(places([pack])) for pack in all_packs(plan)} for plan in (one, other)]
+    assert len(members[0] & members[1]) < 0.2 * len(members[0])
+    assert len(one) == pytest.approx(len(other), abs=1)
+
+
+def test_epochs_have_other_packs(index: Path, tmp_path: Path) -> None:
+    plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "epochs": 2}))
+    first, second = ({frozenset(places([pack])) for pack in packs} for packs in epochs_of(plan))
+    assert len(first & second) < 0.2 * len(first)
+
+
+def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_file, "ROW_GROUP", 100)
+    plan = planned(tmp_path, index, config())
+    whole = all_packs(plan)
+    assert [pack.number for pack in whole] == list(range(len(plan)))
+    assert len(plan.facts.row_groups) > 5
+    groups = [*plan.facts.row_groups, len(plan)]
+    read: list[int] = []
+    of_class = Plan._read
+
+    def recorded(self: Plan, number: int, columns: list[str] | None) -> Any:
+        read.append(number)
+        return of_class(self, number, columns)
+
+    for start, stop in [(0, 1), (3, 3), (groups[1] - 1, groups[1] + 1), (7, len(plan)), (len(plan) - 1, len(plan))]:
+        fresh = Plan.open(plan.path)
+        monkeypatch.setattr(Plan, "_read", recorded)
+        read.clear()
+        assert fresh.packs(start, stop) == whole[start:stop]
+        expected = {at for at in range(len(groups) - 1) if groups[at] < stop and groups[at + 1] > start}
+        assert set(read) == (expected if stop > start else set())
+        assert len(fresh._groups) <= plan_file.CACHED
+    with pytest.raises(UserError, match="are not in"):
+        plan.packs(0, len(plan) + 1)
+
+
+def test_a_plan_needs_no_index(tmp_path: Path) -> None:
+    index = made_index(tmp_path / "index", {"a": [drawn_rows(50)]})
+    plan = planned(tmp_path, index, config())
+    shutil.rmtree(index)
+    again = Plan.open(plan.path)
+    assert sum(len(pack.samples) for pack in all_packs(again)) == 50
+    assert all_packs(pickle.loads(pickle.dumps(again))) == all_packs(again)
+    (dataset,) = again.facts.datasets
+    assert (dataset.path, dataset.media_shards) == ("/data/a", ("media_0.tar",))
+    assert dataset.shards[0].identity["index_uuid"] == "uuid of a"
+    assert from_mapping(RunConfig, again.facts.config, where="the plan") == config()
+
+
+def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index: Path, tmp_path: Path) -> None:
+    plan = planned(tmp_path, index, config())
+    assert plan.facts.drops == {"bad_record": 1, "over_limit": 1, "oversize": 1}
+    lines = [json.loads(line) for line in drops_path(plan.path).read_text().splitlines()]
+    assert lines[0] == {"plan": plan.facts.id}
+    by_reason = {line["reason"]: line for line in lines[1:]}
+    assert by_reason["oversize"]["dropped"] == "b-0-7"
+    assert by_reason["oversize"]["setting"] == "packing.seq_length"
+    assert by_reason["over_limit"]["setting"] == "packing.max_images_per_pack"
+    assert "setting" not in by_reason["bad_record"]
+    with pytest.raises(UserError, match="Sample b-0-7 has 5000 tokens"):
+        planned(tmp_path, index, config(packing={"oversize": "raise"}))
+
+
+def test_samples_that_the_configuration_changes_are_measured_again_and_no_others(index: Path, tmp_path: Path) -> None:
+    asked: list[tuple[str, str, list[int]]] = []
+
+    def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
+        asked.append((dataset.name, shard.name, rows))
+        return [
+            Remeasured(
+                pieces=(Piece(length=900), Piece(reason="no_targets", detail="none"), Piece(length=4)), split=True
+            )
+            if number == 7
+            else Remeasured(pieces=(Piece(length=40, images=13),))
+            for number in rows
+        ]
+
+    run = config(packing={"oversize": "split"})
+    plan = planned(tmp_path, index, run, remeasure=remeasure)
+    assert asked == [("b", "shard_0.tar", [7, 9])]
+    packed = {sample.name: sample for pack in all_packs(plan) for sample in pack.samples if sample.key == "b-0-7"}
+    assert {name: (sample.length, sample.piece) for name, sample in packed.items()} == {
+        "b-0-7#0": (900, 0),
+        "b-0-7#2": (4, 2),
+    }
+    assert plan.facts.drops == {"bad_record": 1, "no_targets": 1, "over_limit": 1}
+    assert '"b-0-7#1"' in drops_path(plan.path).read_text()
+    with pytest.raises(UserError, match="2 samples fit no pack"):
+        planned(tmp_path, index, run)
+
+
+def test_limits_of_the_encoder_that_shorten_samples_ask_for_measuring_too(tmp_path: Path) -> None:
+    encoder = EncoderConfig(limits=LimitsConfig(max_tokens=6000, when_over=("truncate",)))
+    index = made_index(tmp_path / "index", {"a": [[row(5000), row(10)]]}, encoder=encoder)
+    run = from_mapping(
+        RunConfig, {"packing": PACKING, "encoder": {"limits": {"max_tokens": 6000, "when_over": "truncate"}}}, where="t"
+    )
+    plan = planned(tmp_path, index, run, remeasure=lambda *_: [Remeasured(pieces=(Piece(length=1000),))])
+    assert sorted(sample.length for pack in all_packs(plan) for sample in pack.samples) == [10, 1000]
+    assert {sample.piece for pack in all_packs(plan) for sample in pack.samples} == {-1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"encoder": {"max_pixels": 7}}, "encoder.max_pixels=None, the configuration has 7"),
+        ({"encoder": {"limits": {"max_images": 2}}}, "encoder.limits.max_images=None, the configuration has 2"),
+        ({"plan": {"datasets": {"aa": {"epochs": 2}}}}, "no index has the data set 'aa'; did you mean"),
+        ({"plan": {"datasets": {"a": {"weight": 2}}}}, "b has no weight, but others have"),
+        ({"plan": {"datasets": {"a": {"epochs": 0}, "b": {"epochs": 0}}}}, "epochs is 0 for every data set"),
+        ({"plan": {"datasets": {"a": {}, "/data/a": {}}}}, "are the same data set"),
+        ({"packing": {"dummy_image": True}}, "dummy_image"),
+    ],
+)
+def test_a_configuration_that_does_not_suit_the_index_is_refused_in_a_sentence(
+    index: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(tmp_path, index, config(**changes))
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_settings_that_change_no_length_may_differ_from_those_of_the_index(index: Path, tmp_path: Path) -> None:
+    assert len(planned(tmp_path, index, config(encoder={"pixels": "float32"})))
+
+
+def test_indexes_share_a_plan_unless_their_encoders_differ_or_a_data_set_is_in_both(tmp_path: Path) -> None:
+    paths = [
+        made_index(tmp_path / "one", {"a": [drawn_rows(30)]}),
+        made_index(tmp_path / "two", {"b": [drawn_rows(40)]}),
+        made_index(tmp_path / "three", {"c": [drawn_rows(40)]}, fingerprint={"processor": "two"}),
+        made_index(tmp_path / "four", {"a": [drawn_rows(30)]}),
+    ]
+    facts = make_plan(paths[:2], config(), tmp_path / "plan.parquet")
+    assert facts.samples == 70
+    with pytest.raises(UserError, match="processor is 'one' in one and 'two' in the other"):
+        make_plan([paths[0], paths[2]], config(), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="is in two of the indexes"):
+        make_plan([paths[0], paths[3]], config(), tmp_path / "x.parquet")
+
+
+def test_an_existing_plan_is_replaced_only_by_force_and_a_failure_leaves_nothing(index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.parquet"
+    make_plan([index], config(), out)
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="exists already"):
+        make_plan([index], config(plan={"seed": 5}), out)
+    assert out.read_bytes() == before
+    make_plan([index], config(plan={"seed": 5}), out, force=True)
+    assert out.read_bytes() != before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.drops.jsonl", "plan.parquet"]
+    with pytest.raises(UserError, match="is not a directory"):
+        make_plan([index], config(), tmp_path / "none" / "plan.parquet")
+
+
+def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> None:
+    rows = [*drawn_rows(250), *(row(5000) for _ in range(150))]
+    index = made_index(tmp_path / "index", {"a": [rows]})
+    with pytest.raises(UserError, match=r"150 of 400 samples would be dropped \(oversize 150; the first is a-0-250"):
+        planned(tmp_path, index, config(packing={"drop_budget": 0.1}))
+
+
+@pytest.mark.parametrize("damage", [b"", b"PAR1 nothing"])
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "plan.parquet"
+    with pytest.raises(UserError, match="There is no plan"):
+        Plan.open(path)
+    path.write_bytes(damage)
+    with pytest.raises(UserError, match="damaged, or not a plan"):
+        Plan.open(path)
+
+
+def test_an_index_file_is_no_plan(index: Path) -> None:
+    with pytest.raises(UserError, match="not a plan"):
+        Plan.open(index / "a" / "shard_0.parquet")
+
+
+def test_config_errors_are_config_errors(index: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        planned(tmp_path, index, config(encoder={"max_pixels": 7}))
+
+
+def test_where_a_sample_is_in_the_run_says_nothing_about_where_it_is_in_its_source(tmp_path: Path) -> None:
+    index = made_index(tmp_path / "index", {"a": [drawn_rows(6000, seed=3)]})
+    found = []
+    for seed in range(3):
+        plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "seed": seed}))
+        place = np.empty(6000)
+        rows = [sample.row for pack in all_packs(plan) for sample in pack.samples]
+        place[rows] = np.arange(6000)
+        found.append(place)
+        assert abs(np.corrcoef(place, np.arange(6000))[0, 1]) < 4 / np.sqrt(6000)
+    groups = len(plan) / 8  # groups of packs of similar cost move as wholes, so there is less chance than samples
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs(np.corrcoef(found[one], found[other])[0, 1]) < 4 / np.sqrt(groups)

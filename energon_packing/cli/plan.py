@@ -12,6 +12,7 @@ from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 
 if TYPE_CHECKING:
+    from energon_packing.offline.remeasured import Remeasure
     from energon_packing.packing.pack_limits import PackLimits
 
 _EXAMPLES = """
@@ -63,10 +64,13 @@ def plan(
         return
     if out is None:
         raise UserError("Give --out PLAN.parquet, the file to write.")
+    if out.suffix != ".parquet":
+        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
     from energon_packing.offline.planner import make_plan
 
     config = load_config(config_path, overrides)
-    facts = make_plan(given, config, out, limits=_limits(config), force=force)
+    limits, remeasure = _of_the_encoder(config, given)
+    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
     result = {
         "plan": str(out),
         "id": facts.id,
@@ -81,13 +85,18 @@ def plan(
         _print_summary(result)
 
 
-def _limits(config: RunConfig) -> PackLimits | None:
-    """The limits of packs with a dummy image, whose length the encoder knows; None if there is none."""
-    if not config.packing.dummy_image:
-        return None
-    from energon_packing.energon.loader import build_task_encoder
+def _of_the_encoder(config: RunConfig, indexes: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure | None]:
+    """What only the encoder knows, where the configuration asks for it: the room of a dummy image, and what becomes of
+    samples that are cut, split or resized. Else nothing, since loading a processor takes seconds."""
+    from energon_packing.offline.remeasured import changes_samples
 
-    return build_task_encoder(config).limits
+    if not config.packing.dummy_image and not changes_samples(config):
+        return None, None
+    from energon_packing.energon.loader import build_task_encoder
+    from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+
+    encoder = build_task_encoder(config)
+    return encoder.limits, SampleRemeasurer(encoder, indexes)
 
 
 def _difference(given: tuple[Path, ...]) -> dict[str, Any]:

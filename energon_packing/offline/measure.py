@@ -19,7 +19,7 @@ from energon_packing.config import EncoderConfig, RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.measuring import ShardMeasurer
-from energon_packing.offline.source import SourcePart, source_parts
+from energon_packing.offline.source_part import SourcePart, source_parts
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``measure``, the samples that are done, and all samples."""

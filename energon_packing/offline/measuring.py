@@ -19,7 +19,7 @@ from energon_packing.errors import PackingError
 from energon_packing.offline.index import FORMAT, SCHEMA, IndexedShard, shard_identity
 from energon_packing.offline.parquet import read_metadata, write_table
 from energon_packing.offline.shard_index import ShardIndex
-from energon_packing.offline.source import IndexedMedia, SourcePart
+from energon_packing.offline.source_part import IndexedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
 
 NO_ROW = 2**30

@@ -17,7 +17,7 @@ from energon_packing.ledger import Ledger
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import Plan, PlannedSample
 from energon_packing.offline.shard_index import ShardIndex
-from energon_packing.offline.source import PositionedMedia, SourcePart
+from energon_packing.offline.source_part import PositionedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 
 if TYPE_CHECKING:
+    from energon_packing.offline.remeasured import Remeasure
     from energon_packing.packing.pack_limits import PackLimits
 
 _EXAMPLES = """
@@ -66,7 +68,8 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = load_config(config_path, overrides)
-    facts = make_plan(given, config, out, limits=_limits(config), force=force)
+    limits, remeasure = _of_encoder(config, given)
+    facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
     result = {
         "plan": str(out),
         "id": facts.id,
@@ -81,13 +84,24 @@ def plan(
         _print_summary(result)
 
 
-def _limits(config: RunConfig) -> PackLimits | None:
-    """The limits of packs with a dummy image, whose length the encoder knows; None if there is none."""
-    if not config.packing.dummy_image:
-        return None
-    from energon_packing.energon.loader import build_task_encoder
+def _of_encoder(config: RunConfig, directories: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure]:
+    """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
+    are measured again. The encoder is built only if one of the two is needed."""
 
-    return build_task_encoder(config).limits
+    @functools.cache
+    def encoder() -> Any:
+        from energon_packing.energon.loader import build_task_encoder
+
+        return build_task_encoder(config)
+
+    @functools.cache
+    def remeasurer() -> Remeasure:
+        from energon_packing.offline.remeasure import SampleRemeasurer
+
+        return SampleRemeasurer(encoder(), directories)
+
+    limits = encoder().limits if config.packing.dummy_image else None
+    return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
 
 
 def _difference(given: tuple[Path, ...]) -> dict[str, Any]:

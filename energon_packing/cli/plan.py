@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,7 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = load_config(config_path, overrides)
-    limits, remeasure = _of_the_encoder(config, given)
+    limits, remeasure = _of_encoder(config, given)
     facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
     result = {
         "plan": str(out),
@@ -85,18 +86,24 @@ def plan(
         _print_summary(result)
 
 
-def _of_the_encoder(config: RunConfig, indexes: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure | None]:
-    """What only the encoder knows, where the configuration asks for it: the room of a dummy image, and what becomes of
-    samples that are cut, split or resized. Else nothing, since loading a processor takes seconds."""
-    from energon_packing.offline.remeasured import changes_samples
+def _of_encoder(config: RunConfig, directories: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure]:
+    """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
+    are measured again. The encoder is built only if one of the two is needed."""
 
-    if not config.packing.dummy_image and not changes_samples(config):
-        return None, None
-    from energon_packing.energon.loader import build_task_encoder
-    from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+    @functools.cache
+    def encoder() -> Any:
+        from energon_packing.energon.loader import build_task_encoder
 
-    encoder = build_task_encoder(config)
-    return encoder.limits, SampleRemeasurer(encoder, indexes)
+        return build_task_encoder(config)
+
+    @functools.cache
+    def remeasurer() -> Remeasure:
+        from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+
+        return SampleRemeasurer(encoder(), directories)
+
+    limits = encoder().limits if config.packing.dummy_image else None
+    return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
 
 
 def _difference(given: tuple[Path, ...]) -> dict[str, Any]:

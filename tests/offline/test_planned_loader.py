@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from energon_packing.cli.main import cli
 from energon_packing.config import ParallelConfig, PlanConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
@@ -150,6 +153,15 @@ def test_what_a_row_makes_of_long_samples_is_planned_as_it_is_packed_online(
     offline = list(open_loader(planned(run, dataset, tmp_path)))
     assert samples_of(offline) == samples_of(build_loader(run))
     assert not any(pack.dropped for pack in offline)
+
+
+def test_the_command_plan_measures_long_samples_again_by_itself(dataset, run_of, tmp_path):
+    run = planned(run_of(dataset, oversize="split"), dataset, tmp_path)
+    file, out = tmp_path / "run.json", tmp_path / "by_command.parquet"
+    file.write_text(json.dumps(Plan.open(run.data.path).facts.config))
+    done = CliRunner().invoke(cli, ["plan", str(tmp_path / "index"), "--config", str(file), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert out.read_bytes() == Path(run.data.path).read_bytes()
 
 
 def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its_pack(dataset, run_of, tmp_path):

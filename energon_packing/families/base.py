@@ -117,11 +117,8 @@ class VisionFamily(ABC):
         """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
 
     def byte_forms(self) -> Mapping[str, PixelForm]:
-        """Returns how the bytes of `pixels` with ``raw`` become numbers, by visual input.
-
-        Returns:
-            Nothing if the family makes numbers only; then its `pixels` needs no ``raw``.
-        """
+        """Returns how the bytes of `pixels` with ``raw`` become numbers, by visual input; nothing if the family makes
+        numbers only, and then its `pixels` needs no ``raw``."""
         return {}
 
     @cached_property

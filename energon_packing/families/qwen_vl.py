@@ -150,8 +150,7 @@ class Qwen25VL(VisionFamily):
 
     def image_size(self, plan: MediaPlan) -> tuple[int, int]:
         """Returns the height and width of the grid of patches in pixels."""
-        patch = self.images.patch_size
-        return plan.grid[1] * patch, plan.grid[2] * patch
+        return plan.grid[1] * self.images.patch_size, plan.grid[2] * self.images.patch_size
 
     def resize_image(self, image: torch.Tensor, plan: MediaPlan) -> torch.Tensor:
         """Resizes uint8 ``[3, H, W]`` with the processor's own function; sizes of whole patches stay as they are."""
@@ -166,10 +165,8 @@ class Qwen25VL(VisionFamily):
     def pixels(
         self, plans: Sequence[MediaPlan], media: Sequence[torch.Tensor], *, raw: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns ``pixel_values``, ``image_grid_thw`` ``[images, 3]``, ``pixel_values_videos`` and ``video_grid_thw``.
-
-        The pixels are the patches ``[patches, patch size]`` of all images (or videos) in order. For Qwen2.5-VL,
-        ``second_per_grid_ts`` ``[videos]`` is added.
+        """Returns ``pixel_values`` and ``pixel_values_videos`` (``[patches, patch size]`` of all media in order),
+        ``image_grid_thw`` and ``video_grid_thw`` ``[media, 3]``; for Qwen2.5-VL ``second_per_grid_ts`` ``[videos]``.
         """
         result: dict[str, torch.Tensor] = {}
         images = [tensor for plan, tensor in zip(plans, media, strict=True) if plan.kind == "image"]
@@ -187,17 +184,12 @@ class Qwen25VL(VisionFamily):
         return self._video_patches(videos, raw=raw)
 
     def _video_extras(self, plans: Sequence[MediaPlan]) -> dict[str, torch.Tensor]:
-        seconds = [plan.seconds_per_grid or 0.0 for plan in plans]
-        return {"second_per_grid_ts": torch.tensor(seconds, dtype=torch.float32)}
+        return {"second_per_grid_ts": torch.tensor([plan.seconds_per_grid or 0.0 for plan in plans]).float()}
 
     def positions(self, input_ids: np.ndarray, plans: Sequence[MediaPlan]) -> np.ndarray:
         """Returns positions ``[3, L]`` of one sample, the same as ``Qwen2_5_VLModel.get_rope_index``."""
-        return rope_positions(
-            input_ids,
-            frozenset(self.placeholder_ids.values()),
-            [grid for plan in plans for grid in self._rope_grids(plan)],
-            self.merge,
-        )
+        grids = [grid for plan in plans for grid in self._rope_grids(plan)]
+        return rope_positions(input_ids, frozenset(self.placeholder_ids.values()), grids, self.merge)
 
     def _rope_grids(self, plan: MediaPlan) -> list[tuple[int, int, int, int]]:
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""

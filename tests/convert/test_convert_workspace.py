@@ -33,7 +33,7 @@ def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     original = media_files.check_media
 
     def counting(path: Path, kind: Any, config: Any) -> Any:
-        checked.append(path.name)
+        checked.append(Path(path).name)
         return original(path, kind, config)
 
     monkeypatch.setattr(media_files, "check_media", counting)

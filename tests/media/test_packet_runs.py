@@ -294,6 +294,23 @@ def test_damaged_tables_of_an_mp4_file_never_give_another_frame(
     check_damaged(bytes(clip), data)
 
 
+@pytest.mark.parametrize(
+    ("box", "place", "change", "wanted"),
+    [(b"ctts", 58, 3, [9, 13, 26]), (b"ctts", 242, 2, [2, 12, 13]), (b"stts", 19, -2, [9, 15, 19])],
+)
+def test_times_that_contradict_the_order_of_pictures_number_no_frame(
+    tables: dict[int, bytes], box: bytes, place: int, change: int, wanted: list[int]
+) -> None:
+    """Found by the test above, where only the comparison with the pictures' own order kept another frame out."""
+    clip = bytearray(tables[3])
+    at = clip.index(box) + place
+    clip[at] = (clip[at] + change) % 256
+    everything = full_decode(bytes(clip))
+    assert everything is not None
+    found = decode_frames(bytes(clip), wanted, max_pixels=LIMIT).permute(0, 2, 3, 1).numpy()
+    assert np.array_equal(found, np.stack([everything[index] for index in wanted]))
+
+
 @pytest.fixture(scope="module")
 def tables() -> dict[int, bytes]:
     times = [4 * number for number in range(40)]

@@ -208,7 +208,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=59,
         name="times of a damaged table number the frames",
-        test=RUNS + "test_damaged_tables_of_an_mp4_file_never_give_another_frame",
+        test=RUNS + "test_times_that_contradict_the_order_of_pictures_number_no_frame",
         oracle="PyAV, which decodes the whole clip",
         edits=(
             (

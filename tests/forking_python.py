@@ -204,6 +204,7 @@ def serve(address: str, owner: int) -> None:
             ended, status = os.waitpid(child, os.WNOHANG)
             if not ended:
                 continue
+            end(child)  # what it left running: writers of checkpoints, workers of ranks that were killed
             connection = running.pop(child)
             with contextlib.suppress(KeyError):
                 waiting.unregister(connection)

@@ -19,6 +19,7 @@ from energon_packing.config import EncoderConfig, RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.measuring import ShardMeasurer
+from energon_packing.offline.parquet import remove_leftovers
 from energon_packing.offline.source_part import SourcePart, source_parts
 
 Progress = Callable[[str, int, int], None]
@@ -96,6 +97,8 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
+    for name in names:
+        remove_leftovers(config.out / name)
     done: dict[tuple[int, str], IndexedShard] = {}
     todo: list[_Task] = []
     tasks = [
@@ -212,7 +215,7 @@ _of_this_process: ShardMeasurer | None = None
 
 def _start(measurer: ShardMeasurer) -> None:
     global _of_this_process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the calling process's
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and the calling process says so
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     measurer.forget_open_files()
     _of_this_process = measurer

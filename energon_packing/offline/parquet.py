@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,32 @@ except ImportError as error:
     ) from error
 
 
+HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
+"""Part of the name of a file that is being written, since several hosts may write to one directory."""
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Removes files that processes of this host were writing to `directory` when they were killed."""
+    for file in directory.glob(f".*.{HOST}.*"):
+        process = file.name.rpartition(".")[2]
+        if process.isdigit() and not _lives(int(process)):
+            file.unlink(missing_ok=True)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{HOST}.{os.getpid()}")
     try:
         yield aside
         with aside.open("rb") as written:

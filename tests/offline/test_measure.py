@@ -17,10 +17,12 @@ from ranks_environment import ranks_environment
 
 from energon_packing.cli.measure import measure as command
 from energon_packing.config import to_mapping
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.parquet import HOST
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -106,8 +108,6 @@ def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index,
 
 
 def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sources):
-    from energon_packing.convert import ConvertConfig, convert
-
     run, out = run_of(dataset), tmp_path / "index"
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)
     other = tmp_path / "other"
@@ -177,6 +177,36 @@ def test_a_process_that_dies_costs_its_shard_once(index, dataset, run_of, tmp_pa
     assert running.communicate(timeout=200)[0] == "6\n"
     for file in index.directory.rglob("*.parquet"):
         assert (out / file.relative_to(index.directory)).read_bytes() == file.read_bytes()
+
+
+def test_ctrl_c_ends_all_processes_and_the_next_command_goes_on(sources, run_of, tmp_path):
+    data, config, out = tmp_path / "data", tmp_path / "run.yaml", tmp_path / "index"
+    convert(ConvertConfig(sources=sources, out=data, split={"train": 1.0}, samples_per_shard=1, workers=0))
+    run = run_of(data)
+    config.write_text(json.dumps(to_mapping(run)))
+    words = ["-m", "energon_packing.cli.main", "measure", str(data), "--config", str(config), "--out", str(out)]
+    command = [quick_python(), *words, "--workers", "2"]
+    running = subprocess.Popen(command, env=ranks_environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    written = None
+    while written is None and time.monotonic() < deadline:
+        written = next(iter(out.rglob(".*.parquet.*")), None)
+    worker = int(written.name.rpartition(".")[2])
+    os.killpg(os.getpgid(worker), signal.SIGINT)  # the command and its workers, as from a terminal
+    _, stderr = running.communicate(timeout=200)
+    assert running.returncode == 130
+    assert "Traceback" not in stderr
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    leftover = written.with_name(f".x.parquet.{HOST}.{worker}")
+    leftover.write_text("half a shard")
+    report = measure(MeasureConfig(paths=(data,), out=out, workers=0), run)
+    assert report.missing == 0
+    assert report.measured > 20
+    assert not leftover.exists()
+    whole = measure(MeasureConfig(paths=(data,), out=tmp_path / "whole", workers=0), run).index
+    assert rows_of(report.index) == rows_of(whole)
 
 
 def test_mistakes_are_one_sentence_each(dataset, run_of, tmp_path):

@@ -23,6 +23,11 @@ from energon_packing.errors import UserError
 from energon_packing.offline.parquet import read_metadata, replacing
 
 FORMAT = 1
+LENGTH_FREE = (
+    *("pixels", "jpeg_scaled_decoding", "decode_seconds"),
+    *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
+)
+"""Fields of `EncoderConfig` on which neither lengths nor drops depend. All others must be as they were measured."""
 INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(

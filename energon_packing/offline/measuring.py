@@ -16,7 +16,7 @@ from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import ConversationSample, MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import PackingError
-from energon_packing.offline.index import FORMAT, SCHEMA, IndexedShard, shard_identity
+from energon_packing.offline.index import FORMAT, LENGTH_FREE, SCHEMA, IndexedShard, shard_identity
 from energon_packing.offline.parquet import read_metadata, write_table
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, SourcePart
@@ -24,8 +24,6 @@ from energon_packing.offline.tar_files import TarFiles
 
 NO_ROW = 2**30
 """Tokens of the row that samples are measured for: none is too long for it."""
-ONLY_RENDERING = ("pixels", "max_decoded_bytes", "decode_seconds")
-"""Fields of `EncoderConfig` that change pixels or their decoding, but no length."""
 BY_CONTENT = ("processor", "chat_template", "trust_remote_code")
 """Fields of `EncoderConfig` that name what the encoder's own fingerprint digests."""
 _ROWS = 8192
@@ -34,17 +32,16 @@ _ROWS = 8192
 def measuring_fingerprint(encoder: PackingTaskEncoder, config: EncoderConfig) -> dict[str, str]:
     """What lengths, targets and refusals depend on, by name.
 
-    Every field of the ``encoder`` section is in it but those listed above, so none can be forgotten.
+    Every field of the ``encoder`` section is in it but `LENGTH_FREE` and `BY_CONTENT`, so none can be forgotten.
     """
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
         for name, value in to_mapping(config).items()
-        if name not in (*ONLY_RENDERING, *BY_CONTENT)
+        if name not in (*LENGTH_FREE, *BY_CONTENT)
     }
-    # Limits count as configured: a run lowers them to those of its rows.
-    own = {
-        name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in ("pixels", "limits")
-    }
+    # Limits count as configured, because a run lowers them to those of its rows.
+    left_out = {"limits", *LENGTH_FREE}
+    own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}
     return {**own, **fields}
 
 

@@ -116,8 +116,8 @@ class PlannedLoader(LoaderBase):
         for name in sorted({*saved, *self._fingerprint}):
             if saved.get(name) != self._fingerprint.get(name):
                 raise ConfigError(
-                    f"The saved loader state belongs to a plan with {name}={saved.get(name)!r}, but this run's has "
-                    f"{self._fingerprint.get(name)!r}; name that plan in data.path, or start the data over."
+                    f"The saved loader state was made with {name}={saved.get(name)!r}, but this run has "
+                    f"{self._fingerprint.get(name)!r}; restore that plan or setting, or start the data over."
                 )
         self._position, self._started = int(state["position"]), True
 
@@ -180,7 +180,7 @@ def planned_loader(
         prefetch=prefetch,
         repeat=config.data.repeat,
         keep_memory=config.data.keep_memory,
-        fingerprint={"plan": plan.facts.id, "pixels": encoder.fingerprint().get("pixels")},
+        fingerprint={"plan": plan.facts.id, **encoder.encoder.fingerprint()},
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
         agree=agree,

@@ -12,18 +12,10 @@ import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.index import Index, IndexedDataset, IndexedShard
+from energon_packing.offline.index import LENGTH_FREE, Index, IndexedDataset, IndexedShard
 
-SAME_LENGTHS = (
-    "loss_weighting",
-    "loss_scale",
-    "trust_remote_code",
-    "position_ids",
-    "tokens_per_second",
-    "pixels",
-    "decode_seconds",
-)
-"""Settings of the encoder that may differ between an index and a plan: lengths and drops do not depend on them."""
+SAME_LENGTHS = (*LENGTH_FREE, "trust_remote_code")
+"""Settings of the encoder that may differ between an index and a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

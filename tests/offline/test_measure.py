@@ -134,6 +134,7 @@ def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sour
         ({"train_on": "all"}, "train_on"),
         ({"max_pixels": 50_000}, "max_pixels"),
         ({"max_source_pixels": 10_000}, "max_source_pixels"),
+        ({"max_decoded_bytes": 10_000}, "max_decoded_bytes"),
         ({"limits": {"max_images": 1}}, "limits"),
     ],
 )

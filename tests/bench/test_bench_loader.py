@@ -20,6 +20,8 @@ from energon_packing.demo import processor_path
 from energon_packing.errors import PackingError
 
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes seconds otherwise
+pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+
 PROCESSOR = str(processor_path("qwen2_5_vl"))
 SEQ_LENGTH = 8192
 

@@ -19,6 +19,9 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 
+pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What ``bench.py train`` prints; the measured processes run in this one, which has imported Bridge already."""

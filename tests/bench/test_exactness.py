@@ -15,6 +15,8 @@ from energon_packing.families.llava_next import LlavaNext
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import families
 
+pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+
 
 def test_every_family_with_media_is_in_the_table():
     assert set(PROCESSORS) == set(families()) - {"text"}

@@ -13,6 +13,8 @@ from bench import gpu as gpu_checks
 
 from energon_packing import thd
 
+pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
 
 

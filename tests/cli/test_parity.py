@@ -172,6 +172,7 @@ def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monke
     assert "could not have found a leak" in outcome["failures"][0]
 
 
+@pytest.mark.full
 def test_bridge_is_compared_where_it_is_installed(run):
     pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
     from energon_packing.bridge_cpu import stand_ins

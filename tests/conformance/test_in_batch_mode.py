@@ -228,6 +228,7 @@ def difference(result, expected):
     return max(max(abs(a.loss - b.loss), abs(a.grad_norm - b.grad_norm)) for a, b in pairs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_on_bridges_rows_has_the_loss_and_gradient_of_a_step_on_our_pack(family, run, ready_batches):
     """Three optimiser steps: ``in_batch``, ``padded``, and packs of the same samples through Bridge's own step."""

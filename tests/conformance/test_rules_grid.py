@@ -51,16 +51,16 @@ class Counts:
 
 
 @pytest.fixture(scope="module")
-def counts() -> Counts:
+def counts(request: pytest.FixtureRequest) -> Counts:
     verdict.prepare_bridge()
     with verdict.without_output():  # once, not four times for every run
-        return judged()
+        return judged(RUNS // 3 if request.config.getoption("--fast") else RUNS)
 
 
-def judged() -> Counts:
+def judged(runs: int) -> Counts:
     """The whole grid, judged by Bridge and by us."""
     found = Counts()
-    for view in grid(RUNS):
+    for view in grid(runs):
         ours = [judgement.rule for judgement in violations(view)]
         bridges = [rule.id for rule in ours if rule.bridge_says]
         answer = bridge_verdict(view)
@@ -91,6 +91,7 @@ def test_bridge_and_we_agree_on_every_run_and_name_the_same_rule(counts: Counts)
     assert counts.accepted >= 1000
 
 
+@pytest.mark.full
 def test_every_rule_of_severity_error_is_the_only_one_violated_many_times(counts: Counts) -> None:
     few = {rule: counts.alone[rule] for rule in ERRORS if counts.alone[rule] < ALONE}
     assert set(few) == set(NEVER_ALONE) & set(ERRORS), few
@@ -115,6 +116,7 @@ EXCLUDE_EACH_OTHER = {
 }
 
 
+@pytest.mark.full
 def test_every_pair_of_bridges_rules_that_can_meet_does(counts: Counts) -> None:
     missing = {
         frozenset(pair) for pair in itertools.combinations(MEETING, 2) if not counts.pairs[frozenset(pair)]

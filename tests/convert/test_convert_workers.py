@@ -60,6 +60,7 @@ def test_one_two_and_four_workers_write_the_same_bytes_of_every_file(demo: Path,
         assert converted(demo, tmp_path / "out", workers=workers, **options)[1] == alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_text_to_video_does_not_depend_on_the_workers(tmp_path: Path, layout: str) -> None:
     root = tmp_path / "src"

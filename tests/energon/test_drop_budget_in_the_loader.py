@@ -17,6 +17,7 @@ RUNS = 80
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["measure", "render"])
 @pytest.mark.parametrize(("share", "window"), [(0.06, 1), (0.06, 1024), (0.02, 1024)])
 def test_no_run_below_its_budget_is_stopped_whatever_its_window(share, window, stage):

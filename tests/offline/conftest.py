@@ -30,7 +30,7 @@ def sources(tmp_path_factory):
     return source, more
 
 
-@pytest.fixture(scope="session", params=["polylithic", "monolithic"])
+@pytest.fixture(scope="session", params=["polylithic", pytest.param("monolithic", marks=pytest.mark.full)])
 def layout(request):
     return request.param
 

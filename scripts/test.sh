@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs everything (scripts/setup.sh) and runs the tests:
 #
-#   bash scripts/test.sh                          the fast tier: one layout of each training run, no bugs put back
+#   bash scripts/test.sh                          the fast tier: one layout of each training run, no benchmarks or bugs put back
 #   bash scripts/test.sh --all                    all tests, as .ci/run does
 #   bash scripts/test.sh tests/packing -k window  some tests; all arguments go to pytest, including those after --all
 set -euo pipefail

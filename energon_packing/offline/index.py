@@ -104,6 +104,16 @@ class IndexedDataset:
     shards: tuple[IndexedShard, ...]
     subflavors: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> IndexedDataset:
+        """A data set from what `dataclasses.asdict` made of it.
+
+        Raises:
+            KeyError, TypeError: a field is missing or unknown.
+        """
+        shards = tuple(IndexedShard(**each) for each in values["shards"])
+        return cls(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Index:
@@ -142,7 +152,7 @@ class Index:
         try:
             return cls(
                 directory=Path(directory),
-                datasets=tuple(_dataset(each) for each in found["datasets"]),
+                datasets=tuple(IndexedDataset.from_json(each) for each in found["datasets"]),
                 encoder=found["encoder"],
                 fingerprint=found["fingerprint"],
             )
@@ -177,11 +187,6 @@ class Index:
             return pq.read_table(path, columns=None if columns is None else list(columns))
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
-
-
-def _dataset(values: Mapping[str, Any]) -> IndexedDataset:
-    shards = tuple(IndexedShard(**each) for each in values["shards"])
-    return IndexedDataset(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
 
 
 def shard_identity(path: Path, index_uuid: str) -> dict[str, Any]:

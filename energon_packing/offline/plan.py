@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError
-from energon_packing.offline.index import MEDIA, IndexedDataset, IndexedShard
+from energon_packing.offline.index import MEDIA, IndexedDataset
 from energon_packing.offline.parquet import read_metadata, write_table
 
 FORMAT = 1
@@ -137,15 +137,10 @@ class PlanFacts:
             KeyError, TypeError: a field is missing or has another form.
         """
         given = {entry.name: values[entry.name] for entry in fields(cls)}
-        given["datasets"] = tuple(_dataset(each) for each in values["datasets"])
+        given["datasets"] = tuple(IndexedDataset.from_json(each) for each in values["datasets"])
         for name in ("epoch_ends", "row_groups"):
             given[name] = tuple(int(number) for number in values[name])
         return cls(**given)
-
-
-def _dataset(values: Mapping[str, Any]) -> IndexedDataset:
-    shards = tuple(IndexedShard(**each) for each in values["shards"])
-    return IndexedDataset(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
 
 
 def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None:

@@ -63,11 +63,6 @@ class PlannedLoader(LoaderBase):
         self._started = False
         self._pinned = torch.cuda.is_available()
 
-    @property
-    def position(self) -> int:
-        """Packs of all ranks up to the last that was yielded here."""
-        return self._position
-
     def _own_packs(self) -> Iterator[Pack]:
         if not self._repeat and self._position >= len(self._packs):
             self._position = 0  # the last iteration ended with the plan

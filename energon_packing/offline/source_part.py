@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os.path
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,7 @@ class PositionedMedia(FileStore[bytes]):
     Args:
         files: open tars.
         positions: name -> tar, offset, bytes.
+        metadata: gives Energon's metadata of a name, for records that lack sizes.
     """
 
     def __init__(self, files: TarFiles, positions: Mapping[str, tuple[Path, int, int]], metadata: Any = None) -> None:
@@ -137,9 +138,6 @@ class PositionedMedia(FileStore[bytes]):
     def __getitem__(self, key: str) -> tuple[bytes, Any]:
         path, offset, size = self._positions[key]
         return self._files.read(path, offset, size), None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._positions)
 
     def get_path(self) -> str:
         """No single directory holds them."""

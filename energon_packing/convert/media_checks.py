@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import orjson
+
 from energon_packing.conversation import MediaKind
 from energon_packing.convert import media_files
 from energon_packing.convert.config import ConvertConfig
@@ -118,7 +120,7 @@ class MediaChecker:
             found = {"tensor": _fields(outcome)}
         else:
             found = {"rejected": [outcome.reason, outcome.detail]}
-        entry = json.dumps({"place": key, "stamp": checked.stamp, **found})
+        entry = _written({"place": key, "stamp": tuple(checked.stamp), **found})
         self.new.append((key, entry))
         if self._journal is not None:
             # One write each, so that the lines of several processes do not mix. The line break before it ends a line
@@ -140,6 +142,13 @@ def journal_entries(journal: Path) -> Iterator[tuple[str, str]]:
         for line in lines:
             if _read(line) is not None:
                 yield json.loads(line)["place"], line.rstrip("\n")
+
+
+def _written(entry: dict[str, Any]) -> str:
+    try:
+        return orjson.dumps(entry).decode()
+    except orjson.JSONEncodeError:  # a path that is not Unicode
+        return json.dumps(entry)
 
 
 def _read(entry: str) -> Checked | None:

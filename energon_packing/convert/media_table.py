@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+
+import orjson
 
 from energon_packing.convert.media_checks import Stamp
 from energon_packing.convert.media_files import MediaFile
@@ -109,20 +109,19 @@ def media_metadata(file: MediaFile | TensorFile) -> tuple[str, str] | None:
     """
     if isinstance(file, TensorFile):
         return None
-    content: dict[str, Any]
     if file.kind == "image":
-        content = {
+        image = {
             "width": file.stored_width,
             "height": file.stored_height,
             "format": file.format,
             "mode": file.mode,
         }
-    else:
-        content = {
-            "video_duration": file.duration,
-            "video_num_frames": file.frames,
-            "video_fps": file.fps,
-            "video_width": file.stored_width,
-            "video_height": file.stored_height,
-        }
-    return "image" if file.kind == "image" else "av", json.dumps(content, separators=(",", ":"))
+        return "image", orjson.dumps(image).decode()
+    video = {
+        "video_duration": file.duration,
+        "video_num_frames": file.frames,
+        "video_fps": file.fps,
+        "video_width": file.stored_width,
+        "video_height": file.stored_height,
+    }
+    return "av", orjson.dumps(video).decode()

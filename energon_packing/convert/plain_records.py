@@ -18,6 +18,7 @@ import orjson
 
 from energon_packing.conversation import RECORD_VERSION, ROLES
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, RecordFormat
+from energon_packing.convert.json_values import parse_quickly
 from energon_packing.convert.record_media import RecordMedia
 from energon_packing.convert.record_text import encode_record
 from energon_packing.convert.records import turn_fields
@@ -29,6 +30,9 @@ _COLUMNS = frozenset(("id", "messages", "conversations", "system", "tools"))
 _BEGINNING = b'{"version": %d, "turns": [' % RECORD_VERSION
 _TURN = {role: b'{"role": "%s", "parts": [' % role.encode() for role in ROLES}
 _SYSTEM_NAMES = tuple(name for name, role in ROLE_OF_TEXT.items() if role == "system")
+_CALL, _FUNCTION = frozenset(("id", "type", "function")), frozenset(("name", "arguments"))
+_BEFORE_ARGUMENTS = len('{"turns": [{"tool_calls": [{"function": {')
+_AFTER_ARGUMENTS = -len("]}]}")
 _MOST_TOOLS, _LONGEST_TOOLS = 64, 1 << 15
 """Lists of definitions that are remembered, and bytes of each; most records of a data set repeat those of others."""
 _tools_seen: dict[bytes, bytes] = {}
@@ -53,7 +57,7 @@ def plain_record(value: Any, layout: RecordFormat) -> bytes | None:
         if turns is None:
             return None
         return b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools")))
-    except (SampleRejected, orjson.JSONEncodeError):
+    except (SampleRejected, orjson.JSONEncodeError, UnicodeEncodeError):
         return None
 
 
@@ -119,17 +123,24 @@ def _mixed_turns(messages: list[Any], fields: tuple[str, str], column: str, befo
         if type(message) is not dict:
             return None
         name, text = message.get(role_field), message.get(content_field)
-        if not _is_text(text) or type(name) is not str or (role := ROLE_OF_TEXT.get(name)) is None:
-            role = None
-        elif len(message) == 2:
-            found.append(b"%b%b]}" % (_TURN[role], orjson.dumps(text)))
-            trained = trained or role == "assistant"
+        role = ROLE_OF_TEXT.get(name) if type(name) is str else None
+        if role == "assistant" and len(message) == 3 and (calls := message.get("tool_calls")):
+            written = _calling_turn(text, calls, made)
+        elif name == "function_call" and len(message) == 2 and type(text) is str:
+            role, written = "assistant", _calling_turn(None, _calls_of_text(text), made)
+        elif not _is_text(text):
+            written = None
+        elif len(message) == 2 and role is not None:
+            written = b"%b%b]}" % (_TURN[role], orjson.dumps(text))
         elif role == "tool" and len(message) == 3 and type(call := message.get("tool_call_id")) is str and call:
-            found.append(b'%b%b], "tool_call_id": %b}' % (_TURN[role], orjson.dumps(text), orjson.dumps(call)))
+            written = b'%b%b], "tool_call_id": %b}' % (_TURN[role], orjson.dumps(text), orjson.dumps(call))
             answered.add(call)
         else:
-            role = None
-        if role is None:
+            written = None
+        if written is not None and role is not None:
+            found.append(written)
+            trained = trained or role == "assistant"
+        else:
             turn = read_turn(message, number, fields, media, column)
             role = turn.role
             if media.references or media.ignored or role == "system":
@@ -144,6 +155,45 @@ def _mixed_turns(messages: list[Any], fields: tuple[str, str], column: str, befo
             return None
         before = role
     return b", ".join(found) if trained and answered <= made else None
+
+
+def _calls_of_text(text: str) -> list[Any]:
+    """The calls in the text of a ``function_call``, in the form of OpenAI's; they may be anything."""
+    calls = parse_quickly(text.encode())
+    return [{"function": call} for call in (calls if type(calls) is list else [calls])]
+
+
+def _calling_turn(text: Any, calls: Any, made: set[str]) -> bytes | None:
+    """An assistant's turn that calls tools; None if it is not plain.
+
+    Args:
+        text: its content, as the record has it.
+        calls: in the form of OpenAI's.
+        made: receives their ids.
+    """
+    if type(calls) is not list or not calls or not (text is None or text == "" or _is_text(text)):
+        return None
+    found: list[bytes] = []
+    for call in calls:
+        if type(call) is not dict or not call.keys() <= _CALL or call.get("type", "function") != "function":
+            return None
+        function, given = call.get("function"), call.get("id")
+        if type(function) is not dict or function.keys() != _FUNCTION or type(name := function["name"]) is not str:
+            return None
+        arguments = function["arguments"]
+        if type(arguments) is str:
+            arguments = parse_quickly(arguments.encode())
+        if not name or type(arguments) is not dict or not (given is None or (type(given) is str and given)):
+            return None
+        # At the depth that they have in a record, so that nesting has one limit.
+        nested = encode_record({"turns": [{"tool_calls": [{"function": {"arguments": arguments}}]}]})
+        named = b'"type": "function", "function": {"name": %b, ' % orjson.dumps(name)
+        if given is not None:
+            made.add(given)
+            named = b'"id": %b, %b' % (orjson.dumps(given), named)
+        found.append(b"{%b%b" % (named, nested[_BEFORE_ARGUMENTS:_AFTER_ARGUMENTS]))
+    parts = orjson.dumps(text) if text else b""
+    return b'%b%b], "tool_calls": [%b]}' % (_TURN["assistant"], parts, b", ".join(found))
 
 
 def _is_text(content: Any) -> bool:

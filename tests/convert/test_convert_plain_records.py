@@ -16,6 +16,33 @@ from energon_packing.convert.records import parse_record
 from energon_packing.errors import SampleRejected
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"n": 1.5}}}
+FUNCTION = CALL["function"]
+ASKS, SAYS = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+CALLS_OF_ALL_KINDS = st.one_of(
+    st.sampled_from([None, [CALL], [{**CALL, "index": 0}], [], "no list", [CALL, CALL], [None], [{}], [FUNCTION]]),
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "function": st.fixed_dictionaries(
+                    {
+                        "name": st.sampled_from(["f", "é", "", None, "\ud800"]),
+                        "arguments": st.one_of(
+                            st.sampled_from([{}, {"a": [1, {"b": None}]}, [], None, 3, {"x": 10**30}, {"y": "\ud800"}]),
+                            st.sampled_from(['{"n": 1.50}', '{"a": NaN}', "{", "null", '{"a": 1, "a": 2}', "[1]"]),
+                            st.dictionaries(st.text(max_size=3), st.floats(), max_size=2),
+                        ),
+                    },
+                    optional={"strict": st.just(True)},
+                )
+            },
+            optional={
+                "id": st.sampled_from(["c1", "c2", "", None, 7]),
+                "type": st.sampled_from(["function", "custom", None]),
+            },
+        ),
+        max_size=2,
+    ),
+)
 TEXTS = st.one_of(
     st.sampled_from(["Hi.", "", " \n", "<image>", "a <video> b", "\ud800", '\x00\x1f\x7f"\\/', "é\u2028𝄞", "1e999"]),
     st.text(max_size=20),
@@ -28,7 +55,7 @@ INFINITE = [{"type": "function", "function": {"name": "f", "parameters": {"defau
 FIELDS = st.fixed_dictionaries(
     {},
     optional={
-        "tool_calls": st.sampled_from([None, [CALL], [{**CALL, "index": 0}], [], "no list"]),
+        "tool_calls": CALLS_OF_ALL_KINDS,
         "tool_call_id": st.sampled_from([None, "c1", "c2", "", 7]),
         "weight": st.sampled_from([0, 1, 0.5, None, -1]),
         "name": st.sampled_from([None, "Ada"]),
@@ -39,6 +66,14 @@ FIELDS = st.fixed_dictionaries(
 @st.composite
 def _messages(draw: st.DrawFn, names: tuple[str, str]) -> list[Any]:
     turns = draw(st.lists(st.tuples(ROLES, TEXTS, st.one_of(st.just({}), FIELDS)), max_size=5))
+    if names[0] == "from":  # calls as text
+        functions = CALLS_OF_ALL_KINDS.map(
+            lambda calls: (
+                [call.get("function") for call in calls if type(call) is dict] if type(calls) is list else calls
+            )
+        )
+        texts = st.one_of(functions, functions.map(lambda found: found[0] if found else {})).map(json.dumps)
+        turns += [("function_call", text, {}) for text in draw(st.lists(st.one_of(texts, TEXTS), max_size=2))]
     good = [{names[0]: role, names[1]: "Text."} for role in draw(st.sampled_from([(), ("user", "assistant")]))]
     return [*good, *({names[0]: role, names[1]: text, **more} for role, text, more in turns)]
 
@@ -83,6 +118,14 @@ def test_a_plain_record_is_written_as_on_the_general_road(record: dict[str, Any]
         assert found == by_the_general_road(record)
 
 
+@settings(max_examples=600, deadline=None)
+@given(CALLS_OF_ALL_KINDS, st.sampled_from([None, "", "I ask.", " ", "<image>", 3]))
+def test_a_turn_that_calls_is_written_as_on_the_general_road(calls: Any, content: Any) -> None:
+    answer = {"role": "tool", "content": "4", "tool_call_id": "c1"}
+    record = {"messages": [ASKS, {"role": "assistant", "content": content, "tool_calls": calls}, answer, SAYS]}
+    assert plain_record(record, "auto") == by_the_general_road(record)
+
+
 @pytest.mark.parametrize(
     "more",
     [{}, {"system": "Be brief."}, {"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"system": None, "tools": None}],
@@ -96,14 +139,14 @@ def test_usual_records_of_text_take_the_short_road(more: dict[str, Any]) -> None
         {"role": "tool", "content": "4", "tool_call_id": "c1"},
         plain[1],
     ]
-    for messages in (plain, calls):
-        record = {"id": "k", "messages": messages, **more}
+    as_text = [{"from": "human", "value": "2 + 2?"}, {"from": "function_call", "value": json.dumps(FUNCTION)}]
+    for column, messages in (("messages", plain), ("messages", calls), ("conversations", as_text)):
+        record = {"id": "k", column: messages, **more}
         found = plain_record(record, "auto")
         assert found is not None
         assert found == by_the_general_road(record)
 
 
-ASKS, SAYS = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 
 

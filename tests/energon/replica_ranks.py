@@ -7,6 +7,7 @@ is written to ``FOLDER/CASE-RANK.json``.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -329,9 +330,15 @@ def run_rank(folder: Path, rank: int) -> None:
     store = distributed.FileStore(str(folder / "store"), 4)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
     for name, (layout, case) in CASES.items():
-        result = case(Replica.of(process_groups(layout)))
-        (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
-        distributed.barrier()
+        began = time.monotonic()
+        try:
+            result = case(Replica.of(process_groups(layout)))
+            (folder / f"{name}-{rank}.json").write_text(json.dumps(result))
+            distributed.barrier()
+        except BaseException as error:
+            error.add_note(f"rank {rank}, case {name}, {time.monotonic() - began:.0f} s after its start")
+            faulthandler.dump_traceback()  # what the other threads of this rank wait for
+            raise
     os._exit(0)
 
 
@@ -414,7 +421,7 @@ def run(folder: Path, depth: int) -> dict[str, list[Any]]:
     command = [quick_python(), "-W", "ignore", str(Path(__file__).resolve()), str(folder), str(depth)]
     ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=240, check=False)
     if ended.returncode:
-        raise RuntimeError(ended.stderr[-4000:])
+        raise RuntimeError(ended.stderr[-20_000:])
     return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(4)] for name in CASES}
 
 

@@ -45,7 +45,7 @@ class Sizes:
         length, second = self.length.astype(np.int64), self.second.astype(np.int64)
         return LINEAR * (length + second) + length**2 + second**2 + PATCH * self.patches
 
-    def take(self, indices: np.ndarray) -> Sizes:
+    def take(self, indices: np.ndarray | slice) -> Sizes:
         """The sizes of some of the samples."""
         return Sizes(
             length=self.length[indices],

@@ -54,12 +54,8 @@ class Blend:
         """
         settings = settings_of(datasets, config)
         ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
-        amounts = [
-            float(samples.sizes.tokens[start:end].sum())
-            if config.weights_by == "tokens"
-            else _samples(samples, start, end)
-            for start, end in zip([0, *ends[:-1]], ends, strict=True)
-        ]
+        amount = _tokens if config.weights_by == "tokens" else _samples
+        amounts = [amount(samples, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups: dict[str, list[int]] = {}
         for number, setting in enumerate(settings):
             groups.setdefault(setting.group, []).append(number)
@@ -100,7 +96,7 @@ class Blend:
         firsts = np.flatnonzero(np.diff(source, prepend=-1))  # the first row of each sample
         amount = np.ones(firsts.size, dtype=np.int64)
         if self.config.weights_by == "tokens":
-            amount = np.add.reduceat(self.samples.sizes.tokens[start:end], firsts)
+            amount = np.add.reduceat(self.samples.sizes.take(slice(start, end)).tokens, firsts)
         order = np.random.default_rng([self.config.seed, dataset, turn, 2]).permutation(firsts.size)
         # A sample belongs to the stretch in which its middle lies, so stretches that meet share no sample.
         after = np.cumsum(amount[order])
@@ -158,7 +154,7 @@ def settings_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[
 
 
 def _tokens(samples: Samples, start: int, end: int) -> float:
-    return float(samples.sizes.tokens[start:end].sum())
+    return float(samples.sizes.take(slice(start, end)).tokens.sum())
 
 
 def _samples(samples: Samples, start: int, end: int) -> float:

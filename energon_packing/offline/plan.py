@@ -98,7 +98,8 @@ class PlanFacts:
     """What the metadata of a plan say.
 
     Attributes:
-        id: digest of what the plan holds: rows, order, configuration and sources.
+        id: digest of what the plan holds: rows and their order, the settings that decided them, and the content of the
+            sources, wherever they are.
         config: the whole `RunConfig` as a mapping.
         fingerprint: of the encoder, from the index.
         decided: what the packs depend on besides the samples: row length, alignment, limits, policy, blend, seed.

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
+from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
 from energon_packing.offline.plan import PlanFacts, write_plan
 from energon_packing.offline.plan_drops import write_drops
@@ -143,8 +143,9 @@ def _facts(
         "row_groups": tuple(groups),
         "drops": dict(sorted(Counter(drop.reason for drop in drops).items())),
     }
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-    digest.update(json.dumps([asdict(each) for each in sources.datasets], sort_keys=True).encode())
+    # Neither settings on which no pack depends nor where the shards are: a state of one plan continues with its equal.
+    known = {name: value for name, value in values.items() if name not in ("config", "row_groups")}
+    digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
     chosen = packs.order
     columns = (samples.source, samples.piece, samples.sizes.length, samples.sizes.second)
     for array in (packs.offsets.astype(np.int64), *(column[chosen] for column in columns)):
@@ -155,6 +156,12 @@ def _facts(
         summary=summary_of(samples, packs, limits, config),
         **values,
     )
+
+
+def _content(dataset: IndexedDataset) -> dict[str, Any]:
+    """What a data set holds, wherever it is."""
+    shards = [(shard.name, shard.identity["bytes"], shard.identity["index_uuid"]) for shard in dataset.shards]
+    return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
 
 
 def _row_groups(offsets: np.ndarray) -> list[int]:

@@ -188,6 +188,19 @@ def test_the_same_index_configuration_and_seed_give_the_same_bytes_and_other_see
     assert len(one) == pytest.approx(len(other), abs=1)
 
 
+def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_are_loaded(tmp_path: Path) -> None:
+    """So a saved state goes on after the data set was moved, or with other workers."""
+
+    def made(name: str, run: RunConfig, *, more: int = 0) -> str:
+        rows = {"a": [drawn_rows(50 + more, seed=0), drawn_rows(50, seed=1)]}
+        (tmp_path / name).mkdir()
+        return planned(tmp_path / name, made_index(tmp_path / name / "index", rows), run).facts.id
+
+    first = made("here", config())
+    assert made("there", config(data={"path": "elsewhere", "workers": 3})) == first
+    assert len({first, made("longer", config(), more=1), made("seeded", config(plan={"seed": 1}))}) == 3
+
+
 def test_epochs_have_other_packs(index: Path, tmp_path: Path) -> None:
     plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "epochs": 2}))
     first, second = ({frozenset(places([pack])) for pack in packs} for packs in epochs_of(plan))

@@ -9,15 +9,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
 from energon_packing.config import load_config
-from energon_packing.convert.config import default_workers
+from energon_packing.executors.choice import ExecutorKind
 
 _EXAMPLES = """\b
 Examples:
   energon-packing measure data/chats --config run.yaml --out index
   energon-packing measure data/chats data/charts --config run.yaml --out index --workers 16
   energon-packing measure data/chats --config run.yaml --out index --rank $SLURM_ARRAY_TASK_ID --world-size 32
+  energon-packing measure data/chats --config run.yaml --out index --executor ray --address 10.0.0.1:6379
 """
 
 
@@ -26,9 +28,7 @@ Examples:
 @click.option("--config", "config", required=True, type=click.Path(path_type=Path), help="YAML; `encoder` is used.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the index.")
 @click.option("--split", default="train", show_default=True, help="Part of each data set.")
-@click.option(
-    "--workers", type=click.IntRange(min=0), default=default_workers, show_default="one per core", help="Processes."
-)
+@executor_options
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
 @click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
@@ -37,7 +37,9 @@ def measure(
     config: Path,
     out: Path,
     split: str,
-    workers: int,
+    workers: int | None,
+    executor: ExecutorKind,
+    address: str | None,
     rank: int,
     world_size: int,
     as_json: bool,
@@ -51,7 +53,16 @@ def measure(
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure
 
-    asked = MeasureConfig(paths=datasets, out=out, split=split, workers=workers, rank=rank, world_size=world_size)
+    asked = MeasureConfig(
+        paths=datasets,
+        out=out,
+        split=split,
+        executor=executor,
+        workers=workers,
+        address=address,
+        rank=rank,
+        world_size=world_size,
+    )
     run = load_config(config)
     with ShownProgress(Console(stderr=True), {"measure": "measuring"}, quiet=as_json) as shown:
         report = run_measure(asked, run, shown)

@@ -6,10 +6,6 @@ not a fork: the calling program may have threads, and its main module need not b
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
 import traceback
 from collections import deque
 from contextlib import ExitStack
@@ -17,17 +13,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from energon_packing.convert.audit import ChunkAudit, audit_chunk
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_checks import MediaChecker, Recall
 from energon_packing.convert.shards import ShardPiece, write_piece
 from energon_packing.convert.sources import Chunk
+from energon_packing.executors.parent import end_with_parent
 
 Task = Chunk | tuple[Path, ShardPiece]
 """A chunk to audit, or a piece of a shard to write and its directory."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +92,7 @@ def serve(descriptor: int, parent: int) -> None:
         descriptor: of a socket, one end of a `multiprocessing.Pipe`.
         parent: process id of the calling process; the worker ends with it.
     """
-    _end_with_parent(parent)
+    end_with_parent(parent)
     with Connection(descriptor) as connection:
         tasks: deque[Task] = deque()
 
@@ -130,12 +125,3 @@ def _tell(connection: Connection, error: Exception) -> None:
         raise
     except Exception:  # an exception that cannot be pickled
         connection.send(("failed", RuntimeError("".join(traceback.format_exception(error)))))
-
-
-def _end_with_parent(parent: int) -> None:
-    """Asks the kernel to end this process when its parent dies, even by SIGKILL."""
-    if sys.platform == "linux":
-        libc: Any = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packing.config import EncoderConfig, RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.measuring import ShardMeasurer
 from energon_packing.offline.parquet import remove_leftovers
@@ -24,8 +21,6 @@ from energon_packing.offline.source_part import SourcePart, source_parts
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``measure``, the samples that are done, and all samples."""
-LOST_TWICE = 2
-"""A shard whose process died this often is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,24 +31,33 @@ class MeasureConfig:
         paths: data sets, as ``data.path`` takes them.
         out: directory of the index; made or brought up to date.
         split: part of each data set.
-        workers: processes; 0 measures in this one.
+        executor, workers, address: who measures, see `ExecutorConfig`.
         rank, world_size: of several such commands on one file system, this one measures every `world_size`-th shard.
     """
 
     paths: tuple[Path, ...]
     out: Path
     split: str = "train"
-    workers: int = 1
+    executor: ExecutorKind = "local"
+    workers: int | None = 1
+    address: str | None = None
     rank: int = 0
     world_size: int = 1
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("measure needs at least one data set.")
-        if self.workers < 0:
-            raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
+        self.executor_config()  # refuses what cannot be
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
+
+    def executor_config(self) -> ExecutorConfig:
+        """Who measures.
+
+        Raises:
+            ConfigError: nobody can be that.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +84,29 @@ class _Task:
     directory: Path
 
 
+class _Measuring:
+    """A `energon_packing.executors.work.Work`: measures a shard."""
+
+    def __init__(self, measurer: ShardMeasurer, directories: Sequence[Path]) -> None:
+        self._measurer = measurer
+        self._directories = tuple(directories)
+
+    def begin(self) -> None:
+        """Opens files anew, and removes those that killed processes of this host were writing."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self._measurer.forget_open_files()
+        for directory in self._directories:
+            remove_leftovers(directory)
+
+    def do(self, task: _Task) -> IndexedShard:
+        """Measures it."""
+        return self._measurer.measure(task.part, task.shard, task.directory)
+
+    def name(self, task: _Task) -> str:
+        """Of the shard."""
+        return f"measuring {task.shard} of {task.part.root}"
+
+
 def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *_: None) -> MeasureReport:
     """Measures the shards that the index lacks, and writes ``index.json``.
 
@@ -97,12 +124,12 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
-    for name in names:
-        remove_leftovers(config.out / name)
+    out = config.out.absolute()  # workers may have another current directory
+    work = _Measuring(measurer, [out / name for name in names])
     done: dict[tuple[int, str], IndexedShard] = {}
     todo: list[_Task] = []
     tasks = [
-        _Task(number, part, shard, config.out / name)
+        _Task(number, part, shard, out / name)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
         for shard in part.shards
     ]
@@ -118,10 +145,12 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
     total = sum(measurer.index_of(task.part.root).samples[task.shard] for task in mine)
     progress("measure", 0, total)
     samples = 0
-    for task, shard in _results(mine, measurer, config.workers):
-        done[task.dataset, task.shard] = shard
-        samples += shard.samples
-        progress("measure", samples, total)
+    # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
+    with closing(config.executor_config().executor(len(mine)).results(mine, work)) as results:
+        for task, measured in results:
+            done[task.dataset, task.shard] = measured
+            samples += measured.samples
+            progress("measure", samples, total)
     for task in tasks:  # of other ranks, which may have finished meanwhile
         if (task.dataset, task.shard) not in done:
             found = measurer.measured(task.part, task.shard, task.directory)
@@ -206,80 +235,3 @@ def _locked(out: Path) -> Iterator[None]:
     with (out / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-# --- Processes -------------------------------------------------------------------------------------------------------
-
-_of_this_process: ShardMeasurer | None = None
-
-
-def _start(measurer: ShardMeasurer) -> None:
-    global _of_this_process
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and the calling process says so
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    measurer.forget_open_files()
-    _of_this_process = measurer
-
-
-def _measure(task: _Task) -> IndexedShard:
-    assert _of_this_process is not None, "the process was not started by _start"
-    return _of_this_process.measure(task.part, task.shard, task.directory)
-
-
-def _results(tasks: Sequence[_Task], measurer: ShardMeasurer, workers: int) -> Iterator[tuple[_Task, IndexedShard]]:
-    """Measured shards, in the order in which they are finished. A process that dies costs its shard once.
-
-    Raises:
-        UserError: processes died twice at one shard.
-    """
-    if workers == 0 or len(tasks) == 1:
-        for task in tasks:
-            yield task, measurer.measure(task.part, task.shard, task.directory)
-        return
-    left = list(tasks)
-    lost: dict[_Task, int] = {}
-    while left:
-        suspects = [task for task in left if lost.get(task)]
-        # After a death it is unknown whose shard it was, so those that were in work run alone, one after the other.
-        batch = suspects[:1] or left
-        # Forked, as a loader's workers are: they share the imports and the processor, and start at once.
-        forked = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(min(workers, len(batch)), forked, _start, (measurer,)) as pool:
-            waiting: dict[Future[IndexedShard], _Task] = {}
-            ahead = iter(batch)
-            try:
-                for task, shard in _until_broken(pool, ahead, waiting, 2 * workers):
-                    left.remove(task)
-                    lost.pop(task, None)
-                    yield task, shard
-            except BrokenProcessPool:
-                for task in waiting.values():
-                    lost[task] = lost.get(task, 0) + 1
-                    if lost[task] > LOST_TWICE:
-                        raise UserError(
-                            f"processes that measured {task.shard} of {task.part.root} died {lost[task]} times, out of "
-                            "memory perhaps; use fewer --workers"
-                        ) from None
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-
-def _until_broken(
-    pool: ProcessPoolExecutor, tasks: Iterator[_Task], waiting: dict[Future[IndexedShard], _Task], most: int
-) -> Iterator[tuple[_Task, IndexedShard]]:
-    """Results of a pool; `waiting` holds what it works on, also when it breaks."""
-    more = True
-    while more or waiting:
-        while more and len(waiting) < most:
-            task = next(tasks, None)
-            if task is None:
-                more = False
-                break
-            waiting[pool.submit(_measure, task)] = task
-        if not waiting:
-            return
-        ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in ended:
-            shard = future.result()
-            yield waiting.pop(future), shard

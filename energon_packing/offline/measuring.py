@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import ConversationSample, MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import PackingError
+from energon_packing.errors import PackingError, UserError
 from energon_packing.offline.index import FORMAT, LENGTH_FREE, SCHEMA, IndexedShard, shard_identity
 from energon_packing.offline.parquet import read_metadata, write_table
 from energon_packing.offline.shard_index import ShardIndex
@@ -61,11 +62,16 @@ class ShardMeasurer:
     """
 
     def __init__(self, config: EncoderConfig) -> None:
+        self._config = config
         self._encoder = PackingTaskEncoder(config, PackingConfig(seq_length=NO_ROW))
         self.fingerprint = measuring_fingerprint(self._encoder, config)
         self._digest = digest_of(self.fingerprint)
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another machine makes its own, whose fingerprint must be the same.
+        return _made_again, (self._config, self.fingerprint)
 
     def index_of(self, root: str) -> ShardIndex:
         """The index of a data set's directory, opened once."""
@@ -155,6 +161,22 @@ class ShardMeasurer:
                 return {**_sizes(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
             files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
         return {**_sizes(measured), "media": files}
+
+
+def _made_again(config: EncoderConfig, fingerprint: Mapping[str, str]) -> ShardMeasurer:
+    """A measurer on another machine.
+
+    Raises:
+        UserError: it would measure something else.
+    """
+    found = ShardMeasurer(config)
+    for name in sorted({*fingerprint, *found.fingerprint}):
+        if fingerprint.get(name) != found.fingerprint.get(name):
+            raise UserError(
+                f"{socket.gethostname()} would measure something else: {name} is {found.fingerprint.get(name)} there "
+                f"and {fingerprint.get(name)} here; install the same packages and the same processor on every node"
+            )
+    return found
 
 
 def _sizes(measured: AnyMeasured | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import tarfile
@@ -178,6 +179,17 @@ def test_a_process_that_dies_costs_its_shard_once(index, dataset, run_of, tmp_pa
     assert running.communicate(timeout=200)[0] == "6\n"
     for file in index.directory.rglob("*.parquet"):
         assert (out / file.relative_to(index.directory)).read_bytes() == file.read_bytes()
+
+
+def test_another_machine_that_would_measure_something_else_is_refused(dataset, run_of, monkeypatch):
+    from energon_packing.offline import measuring
+
+    sent = pickle.dumps(measuring.ShardMeasurer(run_of(dataset).encoder))
+    assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset).encoder).fingerprint
+    own = measuring.measuring_fingerprint
+    monkeypatch.setattr(measuring, "measuring_fingerprint", lambda *given: {**own(*given), "template": "another"})
+    with pytest.raises(UserError, match="would measure something else: template is another there and .* here"):
+        pickle.loads(sent)
 
 
 def test_ctrl_c_ends_all_processes_and_the_next_command_goes_on(sources, run_of, tmp_path):

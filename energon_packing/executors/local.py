@@ -1,0 +1,131 @@
+"""Processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from energon_packing.executors.parent import end_with_parent
+from energon_packing.executors.work import Attempt, Attempts, Results, Work
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Worker:
+    """A process, our end of its pipe, and the task that it has."""
+
+    process: BaseProcess
+    connection: Connection
+    attempt: Attempt[Any] | None = None
+
+    def how_it_ended(self) -> str:
+        """Waits for its end."""
+        self.process.join()
+        code = self.process.exitcode or 0
+        if code >= 0:
+            return f"ended with exit code {code}"
+        hint = ", which the kernel also sends when memory runs out" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
+class LocalProcesses:
+    """Forks of this process, as a loader's workers are: they share its imports and what the work holds, and start at
+    once. They end with the calling process, however that ends. An executor as `Executor` describes it.
+
+    Args:
+        count: processes; at least 1.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
+        """See `Executor`."""
+        attempts = Attempts(tasks, work.name)
+        workers: list[_Worker] = []
+        try:
+            while True:
+                self._give_out(attempts, work, workers)
+                busy = {worker.connection: worker for worker in workers if worker.attempt is not None}
+                if not busy:
+                    return
+                for connection in wait(list(busy)):
+                    worker = busy[connection]  # type: ignore[index]
+                    attempt = worker.attempt
+                    assert attempt is not None, "only busy workers are waited for"
+                    worker.attempt = None
+                    try:
+                        kind, value = worker.connection.recv()
+                    except (EOFError, OSError):
+                        workers.remove(worker)
+                        worker.connection.close()
+                        attempts.died(attempt, worker.how_it_ended())
+                        continue
+                    if kind == "failed":
+                        raise value
+                    yield attempt.task, value
+        finally:
+            for worker in workers:
+                worker.process.kill()
+                worker.connection.close()
+            for worker in workers:
+                worker.process.join()
+
+    def _give_out(self, attempts: Attempts[Any], work: Work[Any, Any], workers: list[_Worker]) -> None:
+        """Gives a task to every worker that has none; new workers are started as long as there are tasks for them."""
+        free = [worker for worker in workers if worker.attempt is None]
+        while (free or len(workers) < self._count) and (attempt := attempts.take()) is not None:
+            if free:
+                worker = free.pop()
+            else:
+                worker = _started(work, [each.connection for each in workers])
+                workers.append(worker)
+            worker.attempt = attempt
+            with contextlib.suppress(OSError):  # it died while it was idle, as reading from it will show
+                worker.connection.send(attempt.task)
+
+
+def _started(work: Work[Any, Any], others: list[Connection]) -> _Worker:
+    ours, theirs = multiprocessing.Pipe()
+    forked = multiprocessing.get_context("fork")
+    # Ctrl-C is for this process, which ends its workers; theirs is blocked from their first instruction on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process = forked.Process(target=_serve, args=(work, theirs, [ours, *others], os.getpid()))
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return _Worker(process=process, connection=ours)
+
+
+def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connection], parent: int) -> None:
+    """The life of a worker: tasks come in, ``(kind, value)`` goes out, until the other end closes.
+
+    Args:
+        inherited: the calling process's ends of pipes. A fork that kept them would keep other workers from ending.
+    """
+    end_with_parent(parent)
+    for each in inherited:
+        each.close()
+    try:
+        work.begin()
+        while True:
+            connection.send(("done", work.do(connection.recv())))
+    except (EOFError, ConnectionError):
+        return  # the calling process is gone
+    except Exception as error:
+        error.add_note(traceback.format_exc())
+        try:
+            connection.send(("failed", error))
+        except (OSError, ValueError):
+            raise
+        except Exception:  # an exception that cannot be pickled
+            connection.send(("failed", RuntimeError("".join(traceback.format_exception(error)))))

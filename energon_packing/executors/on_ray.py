@@ -1,0 +1,185 @@
+"""Workers of a Ray cluster: actors of one CPU each, which are given one task at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+from energon_packing.errors import UserError
+from energon_packing.executors.work import Attempt, Attempts, Results, Work
+
+_OBJECT_STORE_BYTES = 100 << 20
+"""Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
+_MOST_FAILED_STARTS = 3
+_KNOCK_SECONDS = 10.0
+
+
+class RayWorkers:
+    """An executor as `Executor` describes it. Every node needs this package and sees the same paths.
+
+    Args:
+        count: workers; None for one per CPU of the cluster.
+        address: of the cluster, as ``ray.init`` takes it. None takes the environment's ``RAY_ADDRESS``, and without it
+            starts a cluster on this machine for as long as it is needed.
+
+    Raises:
+        UserError: Ray is not installed.
+    """
+
+    def __init__(self, count: int | None, address: str | None) -> None:
+        # Ray would say how it counts its users, and that a later version treats GPUs otherwise.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise UserError(
+                f"--executor ray needs Ray ({error}); install it with: pip install 'energon-packing[ray]'"
+            ) from error
+        self._ray: Any = ray
+        self._count = count
+        self._address = address or os.environ.get("RAY_ADDRESS") or None
+
+    def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
+        """See `Executor`."""
+        connected = self._connect()
+        actors: list[Any] = []
+        try:
+            yield from self._results(tasks, work, actors)
+        finally:
+            if connected:
+                self._ray.shutdown()
+            else:  # a cluster of the calling program
+                for actor in actors:
+                    self._ray.kill(actor)
+
+    def _connect(self) -> bool:
+        """Connects to the cluster; False if the calling program has done so.
+
+        Raises:
+            UserError: there is no cluster at the address.
+        """
+        if self._ray.is_initialized():
+            return False
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._address is None:
+            count = self._count or os.cpu_count() or 1
+            self._ray.init(
+                "local",
+                num_cpus=count,
+                num_gpus=0,
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **quiet,
+            )
+            return True
+        try:
+            _knock(self._address)
+            self._ray.init(self._address, **quiet)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"--address {self._address}: there is no Ray cluster that this machine can join "
+                f"({' '.join(str(error).split())[:200]}); 'ray status' shows a running one"
+            ) from error
+        return True
+
+    def _results[Task, Result](
+        self, tasks: Iterable[Task], work: Work[Task, Result], actors: list[Any]
+    ) -> Results[Task, Result]:
+        ray = self._ray
+        kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
+        count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        attempts = Attempts(tasks, work.name)
+        described = ray.put(work)
+        waiting: dict[Any, tuple[Any, Attempt[Task] | None]] = {}
+        free: list[Any] = []
+        failed_starts = 0
+
+        def start() -> None:
+            actor = kind.remote()
+            actors.append(actor)
+            waiting[actor.begin.remote(described)] = actor, None
+
+        first = attempts.take()
+        if first is None:
+            return
+        to_give: Attempt[Task] | None = first
+        start()
+        while True:
+            while free and to_give is not None:
+                actor = free.pop()
+                waiting[actor.do.remote(to_give.task)] = actor, to_give
+                to_give = attempts.take()
+            # A busy cluster starts some of them late or never, and the others do not wait for them.
+            while to_give is not None and len(actors) < count:
+                start()
+            if to_give is None and all(attempt is None for _, attempt in waiting.values()):
+                return
+            (done, *_), _ = ray.wait(list(waiting), num_returns=1)
+            actor, attempt = waiting.pop(done)
+            try:
+                result = ray.get(done)
+            except ray.exceptions.RayTaskError as error:
+                if isinstance(error.cause, ray.exceptions.RaySystemError):  # it could not even be unpickled there
+                    raise _cannot_start(_sentence(error.cause)) from error
+                raise (error.cause if isinstance(error.cause, Exception) else error) from error
+            except ray.exceptions.RayError as error:
+                actors.remove(actor)
+                how = f"ended: {_sentence(error)}"
+                if attempt is not None:
+                    attempts.died(attempt, how)
+                    to_give = to_give or attempts.take()
+                    continue
+                failed_starts += 1
+                if failed_starts >= _MOST_FAILED_STARTS:
+                    raise _cannot_start(how) from error
+                continue
+            free.append(actor)
+            if attempt is None:
+                failed_starts = 0
+            else:
+                yield attempt.task, result
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for minutes to reach an address where nothing listens.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
+
+
+def _cannot_start(why: str) -> UserError:
+    return UserError(
+        f"Ray cannot start workers for this command ({why}); install the same version of energon-packing on every node"
+    )
+
+
+def _sentence(error: Exception) -> str:
+    """The gist of Ray's long messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].removeprefix("System error: ")[:400].rstrip(".") if lines else type(error).__name__
+
+
+class _Worker:
+    """One actor."""
+
+    def __init__(self) -> None:
+        self._work: Work[Any, Any] | None = None
+
+    def begin(self, work: Work[Any, Any]) -> str:
+        """Gets ready; returns the name of its host."""
+        self._work = work
+        work.begin()
+        return socket.gethostname()
+
+    def do(self, task: Any) -> Any:
+        """Does a task."""
+        assert self._work is not None, "the actor was not told what to do"
+        return self._work.do(task)

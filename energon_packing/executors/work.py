@@ -1,0 +1,107 @@
+"""What executors have in common: the work that they do, and the account of tasks whose worker died."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from energon_packing.errors import UserError
+
+MOST_DEATHS = 2
+"""A task is given up when this many workers died at it."""
+
+
+type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
+"""Tasks with their results."""
+
+
+class Work[Task, Result](Protocol):
+    """What the workers of an executor do.
+
+    Forked processes inherit it as it is, and other machines get it pickled. Tasks and results are pickled, too, and
+    should be small: names and counts, not data. A worker may be killed at any moment and its task done again by
+    another, so a task writes whole files or none, and the same ones each time.
+    """
+
+    def begin(self) -> None:
+        """Called in a new worker, before its first task; opens anew what a fork may not share."""
+
+    def do(self, task: Task) -> Result:
+        """Does one task. What it raises ends the command."""
+
+    def name(self, task: Task) -> str:
+        """What a task is called in a sentence, such as ``measuring train-000001.tar``."""
+
+
+class Executor(Protocol):
+    """Does tasks."""
+
+    def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
+        """Yields each task with its result, in the order in which they are done.
+
+        Tasks are taken from the iterable only when a worker is free for them. A worker that dies costs its own task
+        once: another worker does it again. Close the iterator to end all workers at once.
+
+        Raises:
+            UserError: two workers died at the same task, or there are no workers.
+            Exception: what a task raised.
+        """
+
+
+class CallingProcess:
+    """Does the tasks in this process, one after the other."""
+
+    def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
+        """See `Executor`."""
+        work.begin()
+        for task in tasks:
+            yield task, work.do(task)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt[Task]:
+    """A task that was given out, and how many workers died at it."""
+
+    task: Task
+    deaths: int = 0
+
+
+class Attempts[Task]:
+    """Tasks that are still to be given out: those whose worker died first, then new ones.
+
+    Args:
+        tasks: taken one at a time.
+        name: what a task is called in a sentence.
+    """
+
+    def __init__(self, tasks: Iterable[Task], name: Callable[[Task], str]) -> None:
+        self._new = iter(tasks)
+        self._again: deque[Attempt[Task]] = deque()
+        self._name = name
+
+    def take(self) -> Attempt[Task] | None:
+        """The next task to give out; None if all are given out."""
+        if self._again:
+            return self._again.popleft()
+        for task in self._new:
+            return Attempt(task)
+        return None
+
+    def died(self, attempt: Attempt[Task], how: str) -> None:
+        """Notes that a worker died at a task.
+
+        Args:
+            how: such as ``was killed by SIGKILL``.
+
+        Raises:
+            UserError: it is not the first.
+        """
+        attempt.deaths += 1
+        if attempt.deaths >= MOST_DEATHS:
+            raise UserError(
+                f"{self._name(attempt.task)} was given up: {attempt.deaths} workers died at it, and the last one {how}"
+                "; if memory is short, use fewer --workers"
+            )
+        self._again.append(attempt)

@@ -1,0 +1,184 @@
+"""What every executor promises: each task once, a lost worker costs its task once, and mistakes are sentences."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from ranks_environment import ranks_environment
+
+from energon_packing.errors import ConfigError, SampleRejected, UserError
+from energon_packing.executors.choice import ExecutorConfig
+from energon_packing.executors.local import LocalProcesses
+from energon_packing.executors.work import CallingProcess
+
+HAS_RAY = importlib.util.find_spec("ray") is not None
+NEEDS_RAY = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'energon-packing[ray]'")
+HERE = Path(__file__).parent
+THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
+"""A ``PYTHONPATH`` with this module on it."""
+KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
+
+
+@dataclass
+class Squares:
+    """Squares a number, after what the task's word says happened to the worker."""
+
+    notes: Path
+    begun: bool = False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def do(self, task: tuple[int, str]) -> tuple[int, int]:
+        assert self.begun
+        number, word = task
+        note = self.notes / str(number)
+        first = not note.exists()
+        note.open("a").write("x")
+        if word == "dies" or (word == "dies once" and first):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if word == "fails":
+            raise SampleRejected("bad", f"number {number}")
+        time.sleep(0.3 if word == "slow" else 0)
+        return number * number, os.getpid()
+
+    def name(self, task: tuple[int, str]) -> str:
+        return f"squaring {task[0]}"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray of the calling program with two CPUs, which executors use and leave running."""
+    if HAS_RAY:
+        from energon_packing.executors.on_ray import RayWorkers
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", THIS)
+            RayWorkers(2, None)._connect()
+        yield
+        import ray
+
+        assert ray.is_initialized(), "an executor ended the cluster of its caller"
+        ray.shutdown()
+    else:
+        yield
+
+
+@pytest.fixture
+def executor_of(cluster):
+    return lambda kind, tasks=100: ExecutorConfig(kind=kind, workers=2).executor(tasks)
+
+
+def attempts(notes: Path) -> dict[int, int]:
+    return {int(note.name): len(note.read_text()) for note in notes.iterdir()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_task_is_done_once_by_several_workers_in_the_order_of_completion(executor_of, kind, tmp_path):
+    tasks = [(number, "slow" if number == 0 else "") for number in range(20)]
+    found = list(executor_of(kind).results(tasks, Squares(tmp_path)))
+    assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(20)]
+    assert len({process for _, (_, process) in found} | {os.getpid()}) == 3
+    assert found[0][0] != tasks[0]
+    assert set(attempts(tmp_path).values()) == {1}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_dies_costs_its_task_once(executor_of, kind, tmp_path):
+    tasks = [(number, "dies once" if number in (0, 5, 6, 19) else "slow") for number in range(20)]
+    found = dict(executor_of(kind).results(tasks, Squares(tmp_path)))
+    assert {task[0]: value for task, (value, _) in found.items()} == {n: n * n for n in range(20)}
+    assert attempts(tmp_path) == {n: 2 if n in (0, 5, 6, 19) else 1 for n in range(20)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_at_which_two_workers_died_is_given_up_by_name(executor_of, kind, tmp_path):
+    tasks = [(number, "dies" if number == 7 else "") for number in range(20)]
+    with pytest.raises(UserError, match="squaring 7 was given up: 2 workers died at it, and the last one "):
+        list(executor_of(kind).results(tasks, Squares(tmp_path)))
+    assert attempts(tmp_path)[7] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_task_raises_is_raised(executor_of, kind, tmp_path):
+    with pytest.raises(SampleRejected, match="number 3") as caught:
+        list(executor_of(kind).results([(3, "fails")], Squares(tmp_path)))
+    assert (caught.value.reason, caught.value.detail) == ("bad", "number 3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(executor_of, kind, tmp_path):
+    taken = []
+
+    def tasks():
+        for number in range(1000):
+            taken.append(number)
+            yield number, ""
+
+    results = executor_of(kind).results(tasks(), Squares(tmp_path))
+    _, (_, process) = next(results)
+    threading.Event().wait(0.3)  # time in which workers could run ahead
+    assert len(taken) <= 6
+    results.close()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{process}/cmdline").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{process}/cmdline").exists()
+
+
+def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from test_executors import Squares\n"
+        "from energon_packing.executors.local import LocalProcesses\n"
+        "tasks, work = ((n, 'slow') for n in range(1000)), Squares(Path(sys.argv[1]))\n"
+        "for _, (_, process) in LocalProcesses(2).results(tasks, work):\n"
+        "    print(process, flush=True)\n"
+    )
+    path = os.pathsep.join(
+        (str(Path(__file__).parent), ranks_environment()["PYTHONPATH"], str(Path(__file__).parents[1]))
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    running = subprocess.Popen(command, env=ranks_environment(PYTHONPATH=path), stdout=subprocess.PIPE, text=True)
+    worker = Path(f"/proc/{int(running.stdout.readline())}")
+    assert worker.exists()
+    running.kill()
+    running.wait()
+    deadline = time.monotonic() + 20
+    while worker.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not worker.exists()
+
+
+def test_few_tasks_or_no_workers_need_no_processes():
+    assert isinstance(ExecutorConfig(workers=4).executor(1), CallingProcess)
+    assert isinstance(ExecutorConfig(workers=0).executor(9), CallingProcess)
+    assert isinstance(ExecutorConfig(workers=4).executor(2), LocalProcesses)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"kind": "slurm"}, "--executor is 'slurm'; it must be one of local, ray"),
+        ({"workers": -1}, "--workers is -1"),
+        ({"address": "10.0.0.1:6379"}, "add --executor ray"),
+        ({"kind": "ray", "workers": 0}, "with --executor ray, --workers must be at least 1"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_refused(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        ExecutorConfig(**fields)
+
+
+def test_a_machine_without_ray_is_told_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"--executor ray needs Ray .*pip install 'energon-packing\[ray\]'"):
+        ExecutorConfig(kind="ray").executor(3)

@@ -188,7 +188,7 @@ def test_another_machine_that_would_measure_something_else_is_refused(dataset, r
     assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset).encoder).fingerprint
     own = measuring.measuring_fingerprint
     monkeypatch.setattr(measuring, "measuring_fingerprint", lambda *given: {**own(*given), "template": "another"})
-    with pytest.raises(UserError, match="would measure something else: template is another there and .* here"):
+    with pytest.raises(UserError, match=r"would measure something else: template is another there and .* here"):
         pickle.loads(sent)
 
 

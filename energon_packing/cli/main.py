@@ -77,6 +77,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.preview:preview",
         summary="Build real packs and show each of their samples.",
     ),
+    "state": Subcommand(
+        target="energon_packing.cli.state:state",
+        summary="Make the saved state of an online run portable.",
+    ),
     "validate": Subcommand(
         target="energon_packing.cli.validate:validate",
         summary="Check a configuration against Bridge's rules and ours.",

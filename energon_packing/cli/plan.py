@@ -70,7 +70,7 @@ def plan(
     from energon_packing.offline.planner import make_plan
 
     config = load_config(config_path, overrides)
-    limits, remeasure = _of_encoder(config, given)
+    limits, remeasure = encoder_parts(config, given)
     facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
     result = {
         "plan": str(out),
@@ -83,10 +83,10 @@ def plan(
     if as_json:
         click.echo(json.dumps(result, indent=2))
     else:
-        _print_summary(result)
+        print_summary(result)
 
 
-def _of_encoder(config: RunConfig, directories: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure]:
+def encoder_parts(config: RunConfig, directories: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure]:
     """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
     are measured again. The encoder is built only if one of the two is needed."""
 
@@ -124,7 +124,7 @@ def _explanation(given: tuple[Path, ...], key: str) -> dict[str, Any]:
     return explanation(Plan.open(given[0]), key)
 
 
-def _print_summary(result: dict[str, Any]) -> None:
+def print_summary(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

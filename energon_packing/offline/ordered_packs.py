@@ -12,6 +12,7 @@ from energon_packing.offline.blend import Blend
 from energon_packing.offline.epoch_packs import bound_of, packs_of, policy_of, show_padding
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.order import balanced_order, incomplete_group
+from energon_packing.offline.rest_of_epoch import RestThenBlend
 from energon_packing.offline.sources import Sources
 from energon_packing.packing.pack_limits import PackLimits
 
@@ -40,15 +41,24 @@ class OrderedPacks:
         return self.offsets.size - 1
 
 
-def ordered_packs(sources: Sources, samples: Samples, limits: PackLimits, config: RunConfig) -> OrderedPacks:
+def ordered_packs(
+    sources: Sources, samples: Samples, limits: PackLimits, config: RunConfig, rest: np.ndarray | None = None
+) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order.
+
+    Args:
+        rest: rows of `samples` that come first, as an epoch of their own; None begins with a whole epoch.
 
     Raises:
         ConfigError: the section ``plan`` does not suit the data sets.
         UserError: an epoch has no samples.
     """
     settings = config.plan
-    blend = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings)
+    whole = Blend.of(sources.datasets, sources.dataset_ends(), samples, settings)
+    blend: Blend | RestThenBlend = whole
+    epochs = settings.epochs
+    if rest is not None and rest.size:
+        blend, epochs = RestThenBlend(blend=whole, rows=rest), epochs + 1
     sample_costs = samples.sizes.cost
     small = np.int32 if len(samples) < 1 << 31 else np.int64
     order: list[np.ndarray] = []
@@ -57,7 +67,7 @@ def ordered_packs(sources: Sources, samples: Samples, limits: PackLimits, config
     ends: list[int] = []
     near: float | None = None
     bounds = 0
-    for epoch in range(settings.epochs):
+    for epoch in range(epochs):
         rows, counts, bound = _packed_epoch(blend, epoch, samples, limits, config)
         if rows.size == 0:
             raise UserError(f"epoch {epoch} of the plan has no samples; raise plan.datasets' weights or epochs.")
@@ -78,7 +88,7 @@ def ordered_packs(sources: Sources, samples: Samples, limits: PackLimits, config
 
 
 def _packed_epoch(
-    blend: Blend, epoch: int, samples: Samples, limits: PackLimits, config: RunConfig
+    blend: Blend | RestThenBlend, epoch: int, samples: Samples, limits: PackLimits, config: RunConfig
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0

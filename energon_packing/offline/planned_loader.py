@@ -89,7 +89,7 @@ class PlannedLoader(LoaderBase):
         """Returns the state after the last yielded pack; it is the same on every rank."""
         if not self._started:
             raise PackingError("the loader has no state before its first pack; read a pack first")
-        return {"format": STATE_FORMAT, "position": self._position, "fingerprint": dict(self._fingerprint)}
+        return planned_state(self._position, self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""
@@ -119,6 +119,16 @@ class PlannedLoader(LoaderBase):
     def share_unpinned(self) -> None:
         """See `LoaderBase.share_unpinned`."""
         self._pinned = False
+
+
+def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a run that goes on at a global position."""
+    return {"format": STATE_FORMAT, "position": position, "fingerprint": dict(fingerprint)}
+
+
+def plan_fingerprint(plan: Plan, encoder: PackingTaskEncoder) -> dict[str, Any]:
+    """What a state of a run on a plan must match."""
+    return {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
 
 
 class _Positions(torch.utils.data.Sampler[int]):
@@ -175,7 +185,7 @@ def planned_loader(
         prefetch=prefetch,
         repeat=config.data.repeat,
         keep_memory=config.data.keep_memory,
-        fingerprint={"plan": plan.facts.id, **encoder.encoder.fingerprint()},
+        fingerprint=plan_fingerprint(plan, encoder),
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
         agree=agree,

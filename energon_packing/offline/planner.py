@@ -25,6 +25,7 @@ from energon_packing.offline.plan import PlanFacts, write_plan
 from energon_packing.offline.plan_drops import write_drops
 from energon_packing.offline.plan_summary import summary_of
 from energon_packing.offline.remeasured import Remeasure
+from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
 from energon_packing.offline.sources import Sources
 from energon_packing.packing.pack_limits import PackLimits
 
@@ -37,6 +38,7 @@ def make_plan(
     limits: PackLimits | None = None,
     remeasure: Remeasure | None = None,
     force: bool = False,
+    left: Left | None = None,
 ) -> PlanFacts:
     """Makes a plan of all samples of these indexes.
 
@@ -47,6 +49,7 @@ def make_plan(
         limits: of a pack; None takes them from `config`, which has to be without a dummy image then.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
         force: whether to replace an existing plan.
+        left: what an online run has still to give in its epoch; the plan then begins with that.
 
     Raises:
         UserError: the plan exists or cannot be written, an index cannot be used, nothing is left to pack, more samples
@@ -61,8 +64,9 @@ def make_plan(
     sources = Sources.open(directories, config.encoder)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_drops(sources, samples, drops, config)
-    packs = ordered_packs(sources, samples, limits, config)
-    facts = _facts(sources, samples, drops, packs, limits, config)
+    rest = None if left is None else rows_left(left, sources, samples)
+    packs = ordered_packs(sources, samples, limits, config, rest)
+    facts = _facts(sources, samples, drops, packs, limits, config, left)
     try:
         write_drops(out, facts.id, drops, sources)
         write_plan(out, facts, _tables(sources, samples, packs, facts))
@@ -117,7 +121,13 @@ def _reasons(drops: list[Drop]) -> str:
 
 
 def _facts(
-    sources: Sources, samples: Samples, drops: list[Drop], packs: OrderedPacks, limits: PackLimits, config: RunConfig
+    sources: Sources,
+    samples: Samples,
+    drops: list[Drop],
+    packs: OrderedPacks,
+    limits: PackLimits,
+    config: RunConfig,
+    left: Left | None,
 ) -> PlanFacts:
     packing = config.packing
     decided = {
@@ -130,6 +140,7 @@ def _facts(
         "oversize": packing.oversize,
         "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
         "plan": to_mapping(config.plan),
+        **({} if left is None else {"rest": digest_of(left)}),
     }
     groups = _row_groups(packs.offsets)
     values: dict[str, Any] = {

@@ -1,0 +1,91 @@
+"""`energon-packing state convert`: from the states of an online run to a plan that goes on with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from energon_packing.config import load_config
+from energon_packing.errors import UserError
+
+_EXAMPLES = """\b
+Examples:
+  energon-packing measure data/chats --config run.yaml --out index
+  energon-packing state convert ckpt/energon/iter_0000100 --index index --config run.yaml --out rest.parquet
+  energon-packing state convert 0.pt 1.pt --index index --config run.yaml --out rest.parquet --json
+"""
+
+
+@click.group(epilog=_EXAMPLES)
+def state() -> None:
+    """Make the saved state of an online run portable."""
+
+
+@state.command(epilog=_EXAMPLES)
+@click.argument("states", metavar="STATE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--index", required=True, type=click.Path(path_type=Path), help="Index of the run's data set.")
+@click.option("--config", "config_path", metavar="CFG", required=True, type=click.Path(), help="YAML of the run.")
+@click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
+@click.option("--out", metavar="PLAN", required=True, type=click.Path(path_type=Path, dir_okay=False), help="To write.")
+@click.option("--states-out", metavar="DIR", type=click.Path(path_type=Path), help="Folder for Bridge's new state.")
+@click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def convert(
+    states: tuple[Path, ...],
+    index: Path,
+    config_path: str,
+    overrides: tuple[str, ...],
+    out: Path,
+    states_out: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Make a plan of what an online run has still to give, for any number of ranks and workers.
+
+    STATE are the states of all data-parallel ranks in their order, or the folder of a Bridge checkpoint that holds
+    them. The plan begins with the rest of the running epoch, in new packs; `plan.epochs` whole epochs follow. Every
+    sample occurs in the running epoch exactly once, before or after; packs that were in the window are made anew.
+    """
+    if out.suffix != ".parquet":
+        raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
+    import torch
+
+    from energon_packing.cli.plan import encoder_parts, print_summary
+    from energon_packing.energon.loader import build_task_encoder
+    from energon_packing.offline.online_state import left_in_epoch, read_states
+    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.planned_loader import plan_fingerprint, planned_state
+    from energon_packing.offline.planner import make_plan
+
+    config = load_config(config_path, overrides)
+    left = left_in_epoch(read_states(states), config)
+    limits, remeasure = encoder_parts(config, (index,))
+    facts = make_plan((index,), config, out, limits=limits, remeasure=remeasure, force=force, left=left)
+    if states_out is not None:
+        fingerprint = plan_fingerprint(Plan.open(out), build_task_encoder(config))
+        try:
+            states_out.mkdir(parents=True, exist_ok=True)
+            file = states_out / "train_dataloader_dprank000.pt"
+            torch.save({"dataloader_state_dict": planned_state(0, fingerprint)}, file)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"--states-out {states_out} cannot be written ({error})") from error
+    rest = sum(left.samples.values())
+    result = {
+        "plan": str(out),
+        "id": facts.id,
+        "from": {"ranks": left.ranks, "workers": left.workers, "packs": left.packs, "epoch": left.epoch, "left": rest},
+        "epoch_ends": list(facts.epoch_ends),
+        "max_data_parallel": facts.max_data_parallel,
+        "drops": dict(facts.drops),
+        **facts.summary,
+    }
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+        return
+    click.echo(
+        f"saved by {left.ranks} ranks x {left.workers} workers after {left.packs:,} packs each; {rest:,} samples of "
+        f"epoch {left.epoch} are left, in the first {facts.epoch_ends[0] if rest else 0:,} packs of the plan"
+    )
+    print_summary(result)

@@ -1,0 +1,295 @@
+"""What the saved states of an online run say about its running epoch: which samples it has still to give.
+
+Energon's loader divides the shards among ranks and workers, so its state fits no other number of them. But a state
+names all that a worker has not given yet: slices of shards that it has not opened, the position in those that it reads,
+and the samples in its shuffle buffer and its packing window. What is neither there nor in an epoch to come was given,
+or dropped and entered in the ledger.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from energon_packing.config import RunConfig
+from energon_packing.energon.fingerprint import check_fingerprint
+from energon_packing.energon.loader import build_dataset, build_task_encoder
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.rest_of_epoch import ALL, Left
+
+_BINDING = ("data", "split")
+"""Settings that a run must keep, by their names in its fingerprint."""
+_FREE_OF_PIECES = frozenset(
+    ("loader", "window", "balance_window", "policy", "shuffle_buffer", "seed", "repeat", "padding", "position_ids")
+)
+"""If samples are divided into pieces, all other settings must stay, since they may divide them otherwise."""
+_PASSING = frozenset(
+    ("GcDataset", "WatchdogDataset", "MapDataset", "RepeatDataset", "BatchDataset", "SimpleSavableDatasetWrapper")
+)
+"""Wrappers of Energon that hold no samples."""
+_HOLDING = frozenset(("ShuffleBufferDataset", "WindowPackingDataset", "SplitPieces"))
+_SOURCE = "WebdatasetSampleLoaderDataset"
+_BUFFERS = ("_active_buffer", "_window", "_planned")
+_RANK = re.compile(r"dprank(\d+)\.pt$")
+
+
+def read_states(paths: Sequence[Path]) -> list[Any]:
+    """The states of all ranks in their order, from a Bridge checkpoint or from files that ``torch.save`` wrote.
+
+    Args:
+        paths: a file per rank in their order, or one folder such as ``CHECKPOINT/energon/iter_0000100``.
+
+    Raises:
+        UserError: a file is missing or is no state.
+    """
+    files = list(paths)
+    if len(files) == 1 and files[0].is_dir():
+        named = {int(rank[1]): file for file in files[0].iterdir() if (rank := _RANK.search(file.name))}
+        missing = sorted(set(range(len(named))) - named.keys())
+        if not named or missing:
+            lacks = f"train_dataloader_dprank{missing[0] if named else 0:03d}.pt"
+            raise UserError(f"{files[0]} has no {lacks}; name the folder that holds the states of all ranks")
+        files = [named[rank] for rank in sorted(named)]
+    states = []
+    for file in files:
+        try:
+            loaded = torch.load(file, map_location="cpu", weights_only=False)
+        except FileNotFoundError as error:
+            raise UserError(f"{file} does not exist") from error
+        except Exception as error:
+            raise UserError(f"{file} is not a saved loader state ({type(error).__name__}: {error})") from error
+        state = loaded.get("dataloader_state_dict", loaded) if isinstance(loaded, Mapping) else loaded
+        if not hasattr(state, "worker_states"):
+            raise UserError(f"{file} is not the state of an online loader; the state of a plan needs no conversion")
+        states.append(state)
+    return states
+
+
+def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
+    """What the run of these states has still to give.
+
+    Args:
+        states: of all ranks, in their order, saved at the same step.
+        config: of the run, on the data set that it read.
+
+    Raises:
+        UserError: a state is missing, is of another step, or holds what cannot be counted, such as a blend.
+        ConfigError: the states are of other data, or of settings that cut samples otherwise.
+    """
+    if config.data.shuffle_over_epochs != 1:
+        raise ConfigError(
+            f"data.shuffle_over_epochs is {config.data.shuffle_over_epochs}; an epoch has an end only if it is 1."
+        )
+    encoder = build_task_encoder(config)
+    workers = [[_Worker.of(each, rank) for each in state.worker_states] for rank, state in enumerate(states)]
+    ranks, count = _size(workers[0][0])
+    if ranks != len(states):
+        raise UserError(
+            f"the run had {ranks} data-parallel ranks, but {len(states)} states are given; name all of them"
+        )
+    packs = {sum(worker.packs for worker in each) for each in workers}
+    if len(packs) > 1:
+        raise UserError(
+            f"the states are of different steps: their ranks had {sorted(packs)} packs; name one checkpoint"
+        )
+    own = encoder.fingerprint()
+    parts = []
+    for rank, each in enumerate(workers):
+        dataset = build_dataset(config, rank=rank, world_size=ranks, workers=count, task_encoder=encoder)
+        loader = _source_of(dataset)
+        if len(each) != max(count, 1):
+            raise UserError(f"the state of rank {rank} has {len(each)} workers, but the run had {count}")
+        for number, worker in enumerate(each):
+            check_fingerprint(worker.binding(worker.fingerprint), worker.binding(own))
+            parts.append(_Part(worker, loader, number, rank))
+    epochs = max(1, *(part.most_given() for part in parts))
+    left: Counter[tuple[str, int, int, int]] = Counter()
+    for part in parts:
+        left.update(part.left(epochs))
+    return Left(samples=left, epoch=epochs - 1, ranks=ranks, workers=count, packs=packs.pop())
+
+
+def _size(worker: _Worker) -> tuple[int, int]:
+    said = str(worker.fingerprint.get("loader", ""))
+    numbers = re.fullmatch(r"(\d+) ranks x (\d+) workers", said)
+    if numbers is None:
+        raise UserError(f"the states do not say for how many ranks and workers they are ({said!r})")
+    return int(numbers[1]), int(numbers[2])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Worker:
+    """The state of one worker, taken apart.
+
+    Attributes:
+        source: of the reader of shards.
+        held: number of the sample in the data set, first piece and stop, for all that buffers hold.
+        divides: whether the run may divide samples into pieces.
+        epoch: complete passes of the reader.
+        packs: that it has given.
+        fingerprint: of the run.
+    """
+
+    source: Mapping[str, Any]
+    held: tuple[tuple[int, int, int], ...]
+    divides: bool
+    epoch: int
+    packs: int
+    fingerprint: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, state: Any, rank: int) -> _Worker:
+        """Takes a state apart.
+
+        Raises:
+            UserError: it holds something else.
+        """
+        if not isinstance(state, Mapping):
+            if state.offset:
+                raise UserError(
+                    f"the state of rank {rank} is {state.offset} packs older than its step; save it with the loader of "
+                    "energon_packing, which keeps the state of every pack"
+                )
+            state = state.state.dataset_state
+        nodes = list(_nodes(state))
+        for node in nodes:
+            name = node["__class__"]
+            if name not in _PASSING | _HOLDING | {_SOURCE} or node.get("_generator_sample_key") is not None:
+                raise UserError(
+                    f"the run read through Energon's {name}, as a blend does; only the state of a run on one data set, "
+                    "packed from the window, can be converted"
+                )
+        of = {node["__class__"]: node for node in nodes}
+        if _SOURCE not in of or "WindowPackingDataset" not in of:
+            raise UserError("the state is not that of a run that packs from packing.window")
+        keys = [key for node in nodes for name in _BUFFERS if name in node for key in node[name]["_restore_keys"]]
+        held = [_sample_of(key) for key in keys]
+        split = of.get("SplitPieces")
+        if split is not None and split["_whole_key"] is not None:
+            held.append((int(split["_whole_key"][-1]), split["_next"], ALL))
+        packing = of["WindowPackingDataset"]
+        return cls(
+            source=of[_SOURCE],
+            held=tuple(held),
+            divides=split is not None,
+            epoch=of[_SOURCE]["_epoch_count"],
+            packs=packing["_pack_index"],
+            fingerprint=packing["fingerprint"],
+        )
+
+    def binding(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of a fingerprint that must be the run's."""
+        if not self.divides:
+            return {name: fingerprint.get(name) for name in _BINDING}
+        return {name: value for name, value in fingerprint.items() if name not in _FREE_OF_PIECES}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A worker and the part of the data set that it reads.
+
+    Attributes:
+        worker: its state.
+        loader: Energon's reader of its rank.
+        number, rank: of the worker.
+    """
+
+    worker: _Worker
+    loader: Any
+    number: int
+    rank: int
+
+    def most_given(self) -> int:
+        """How often the worker has given some sample at most; one of which it gave a piece counts as given."""
+        owed = self._owed()
+        return self.worker.epoch + 1 - min((owed[number, 0, ALL] for number in self._numbers()), default=0)
+
+    def left(self, epochs: int) -> Counter[tuple[str, int, int, int]]:
+        """What the worker has still to give until it has given each sample that often, see `Left`."""
+        shards, starts = self.loader.join_readers[0].shard_infos, self.loader.join_readers[0].shard_count_cumsum
+        owed = self._owed()
+        for number in self._numbers():
+            owed[number, 0, ALL] += epochs - self.worker.epoch - 1
+        placed: Counter[tuple[str, int, int, int]] = Counter()
+        for (number, first, stop), times in owed.items():
+            if times:
+                at = bisect_right(starts, number) - 1
+                placed[shards[at].name, number - starts[at], first, stop] += times
+        return placed
+
+    def _numbers(self) -> range:
+        """The samples that the worker reads."""
+        offsets = self.loader.workers_slice_offsets[self.number]
+        return range(int(offsets[0]), int(offsets[-1])) if len(offsets) else range(0)
+
+    def _owed(self) -> Counter[tuple[int, int, int]]:
+        """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`.
+
+        Raises:
+            UserError: the state does not add up, as one of another rank.
+        """
+        offsets = [int(offset) for offset in self.loader.workers_slice_offsets[self.number]]
+        own, source = self._numbers(), self.worker.source
+        unread: list[int] = []
+        pending, reading = source["_pending_slice_indexes"], [each for each in source["_active_slice_state"] if each]
+        if pending is None and source["_pending_slices_offset"] is None and not reading:
+            unread.extend(own)  # between two epochs
+        for slice_state in reading:
+            at = slice_state.index
+            if not (at + 1 < len(offsets) and offsets[at] <= slice_state.current <= offsets[at + 1]):
+                raise self._wrong()
+            unread.extend(range(slice_state.current, offsets[at + 1]))
+        for at in pending or ():
+            if at + 1 >= len(offsets):
+                raise self._wrong()
+            unread.extend(range(offsets[at], offsets[at + 1]))
+        inside = all(number in own for number, _, _ in self.worker.held)
+        if not inside or len(unread) + source["_epoch_sample_count"] != len(own):
+            raise self._wrong()
+        owed = Counter((number, 0, ALL) for number in unread)
+        owed.update(self.worker.held)
+        return owed
+
+    def _wrong(self) -> UserError:
+        return UserError(
+            f"the state of worker {self.number} of rank {self.rank} does not fit the part of the data set that this "
+            "worker reads; give the states in the order of the ranks, and the data set as it was"
+        )
+
+
+def _nodes(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    yield state
+    for inner in state.get("datasets", ()):
+        yield from _nodes(inner)
+
+
+def _sample_of(key: Sequence[Any]) -> tuple[int, int, int]:
+    """Number of the sample in the data set, and the pieces that a restore key names: all, or one."""
+    if key[-2] != "Webdataset":
+        raise UserError(
+            f"the state names a sample of {key[-2]}; only the state of a run on one data set can be converted"
+        )
+    if "SplitPieces" not in key:
+        return int(key[-1]), 0, ALL
+    piece = int(key[list(key).index("SplitPieces") + 1])
+    return int(key[-1]), piece, piece + 1
+
+
+def _source_of(dataset: Any) -> Any:
+    """The reader of shards under all wrappers."""
+    while type(dataset).__name__ != _SOURCE:
+        inner = getattr(dataset, "dataset", None)
+        if inner is None:
+            raise UserError(f"the data set is read through {type(dataset).__name__}; name a data set, not a blend")
+        dataset = inner
+    (reader,) = dataset.join_readers
+    if not hasattr(reader, "shard_infos"):
+        raise UserError("the data set is joined of several; only the state of a run on one data set can be converted")
+    return dataset

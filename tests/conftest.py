@@ -45,6 +45,7 @@ LONGEST_FIRST = (
     "wan/test_text_to_video_loader.py",
     "bench/test_bench_train.py",
     "bench/test_bench_loader.py",
+    "offline/test_resume_matrix.py",
 )
 """Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
 

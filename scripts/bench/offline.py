@@ -1,4 +1,4 @@
-"""Benchmarks of the offline road, part by part; see `bench.offline_plan`."""
+"""Benchmarks of the offline road, part by part; see `bench.offline_plan` and `bench.offline_resume`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-PARTS = ("plan",)
+PARTS = ("plan", "resume")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

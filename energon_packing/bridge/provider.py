@@ -27,7 +27,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
-from energon_packing.offline.open_loader import is_plan
+from energon_packing.offline.open_loader import has_global_packs
 from energon_packing.validate.views.container import finalised
 
 
@@ -144,10 +144,10 @@ class PackProvider(DatasetProvider):
                 stacklevel=2,
             )
             return
-        if is_plan(self.path) and not self.validation_path and self.do_validation and _evaluates(container):
+        if has_global_packs(self.path) and not self.validation_path and self.do_validation and _evaluates(container):
             raise ConfigError(
-                f"dataset.path {self.path} is a plan, which has no other split to evaluate on; name the data set in "
-                "dataset.validation_path, or set dataset.do_validation to false."
+                f"dataset.path {self.path} is a plan, or packed from one, which has no other split to evaluate on; "
+                "name the data set in dataset.validation_path, or set dataset.do_validation to false."
             )
         self.check_run(container)
         self.follow(container)
@@ -213,7 +213,7 @@ class PackProvider(DatasetProvider):
         config = self.run_config(self.parallel_config(context.pg_collection))
         train = validation = None
         if context.train_samples > 0:
-            if is_plan(config.data.path):
+            if has_global_packs(config.data.path):
                 provide_states(self, self._run, Replica.of(context.pg_collection))
             train = self._iterator(config, context.pg_collection)
         if self.do_validation and context.valid_samples > 0:

@@ -65,6 +65,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.measure:measure",
         summary="Measure all samples of data sets once, without pixels.",
     ),
+    "pack": Subcommand(
+        target="energon_packing.cli.pack:pack",
+        summary="Store the packs of a plan, ready to be trained on.",
+    ),
     "parity": Subcommand(
         target="energon_packing.cli.parity:parity",
         summary="Compare packs with their samples alone, on a model.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,8 +19,24 @@ from energon_packing.media.video import decode_frames
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
 
+class HasMedia(Protocol):
+    """What decoding reads of a `Measured`: its media, their geometry, and the settings that were lowered for them."""
+
+    @property
+    def media(self) -> tuple[Media, ...]:
+        """In conversation order."""
+
+    @property
+    def plans(self) -> tuple[MediaPlan, ...]:
+        """One per image or video."""
+
+    @property
+    def settings(self) -> tuple[tuple[str, int], ...]:
+        """Fields of the configuration that were lowered, by name."""
+
+
 def visual_inputs(
-    measured: Measured,
+    measured: HasMedia,
     read: Callable[[str], bytes],
     config: EncoderConfig,
     family: VisionFamily,
@@ -43,9 +59,20 @@ def visual_inputs(
     visual = family.pixels(measured.plans, decoded, raw=True) if forms else family.pixels(measured.plans, decoded)
     if family.plans_grids:
         check_grids(visual, measured)
-    forms = {name: form for name, form in forms.items() if name in visual}
+    return as_configured(visual, {name: form for name, form in forms.items() if name in visual}, config)
+
+
+def as_configured(
+    visual: Mapping[str, torch.Tensor], forms: Mapping[str, PixelForm], config: EncoderConfig
+) -> dict[str, Any]:
+    """Returns the fields ``visual_inputs`` and ``pixel_forms`` of a row, with pixels as ``config.pixels`` says.
+
+    Args:
+        visual: name -> tensor; those that ``forms`` names are bytes.
+        forms: how they become numbers.
+    """
     if config.pixels == "bytes":
-        return {"visual_inputs": visual, PIXEL_FORMS: forms} if forms else {"visual_inputs": visual}
+        return {"visual_inputs": dict(visual), PIXEL_FORMS: dict(forms)} if forms else {"visual_inputs": dict(visual)}
     visual = finish(visual, forms)
     if config.pixels == "bfloat16":
         visual |= {name: visual[name].bfloat16() for name in PIXELS if name in visual}
@@ -53,7 +80,7 @@ def visual_inputs(
 
 
 def decode_media(
-    measured: Measured, read: Callable[[str], bytes], config: EncoderConfig, family: VisionFamily
+    measured: HasMedia, read: Callable[[str], bytes], config: EncoderConfig, family: VisionFamily
 ) -> list[torch.Tensor]:
     """Decodes the media of a sample; of a video, only the planned frames.
 
@@ -112,7 +139,7 @@ def decodable(measured: Measured, config: EncoderConfig) -> Measured:
     return measured
 
 
-def check_grids(visual: Mapping[str, torch.Tensor], measured: Measured) -> None:
+def check_grids(visual: Mapping[str, torch.Tensor], measured: HasMedia) -> None:
     """Refuses pixels whose grids of patches differ from those measured.
 
     Raises:

@@ -18,7 +18,7 @@ from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.decoding import decodable, visual_inputs
+from energon_packing.encoders.decoding import HasMedia, decodable, visual_inputs
 from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
@@ -264,6 +264,10 @@ class ConversationEncoder(SampleEncoder):
             SampleRejected: ``missing_media``, ``corrupt_media``, ``media_too_large``, ``decode_timeout``, or
                 ``media_changed`` if an image or video does not have the size that was measured.
         """
+        return self.text_row(measured) | self.visual_fields(measured, read)
+
+    def text_row(self, measured: Measured) -> dict[str, Any]:
+        """Returns the row of `render` without the fields of `visual_fields`."""
         ids, weights = measured.expand()
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
         loss_mask = np.zeros(len(ids), dtype=np.float32)
@@ -277,10 +281,6 @@ class ConversationEncoder(SampleEncoder):
         positions = positions + measured.position_start
         row: dict[str, Any] = spread(measured.extras, learned)
         row |= {name: torch.from_numpy(array) for name, array in self.family.token_values(ids).items()}
-        if self.family.padded and measured.plans:
-            row[PADDED_MEDIA] = self.family.padded
-        if self.family.shared_placeholder and measured.plans:
-            row[SHARED_PLACEHOLDER] = True
         return row | {
             "key": measured.key,
             "expected_length": measured.length,
@@ -289,15 +289,24 @@ class ConversationEncoder(SampleEncoder):
             "labels": torch.from_numpy(labels),
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.from_numpy(np.ascontiguousarray(positions)),
-            **self._render_media(measured, read),
         }
 
-    def _render_media(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
+    def visual_fields(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
+        """Decodes the media of one sample; returns the fields of its row that come from them.
+
+        Raises:
+            SampleRejected: as for `render`.
+        """
         if not measured.plans:
             return {"visual_inputs": {}}
         # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
         family = self._resizer.family(measured.settings)
-        return visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
+        return self.joining_fields() | visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
+
+    def joining_fields(self) -> dict[str, Any]:
+        """Returns what `energon_packing.encoders.joinable_rows` reads of a row with media."""
+        fields: dict[str, Any] = {PADDED_MEDIA: self.family.padded} if self.family.padded else {}
+        return fields | ({SHARED_PLACEHOLDER: True} if self.family.shared_placeholder else {})
 
     def _check_modality(self, conversation: Conversation) -> None:
         if not self.accepts(conversation):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron.energon import WorkerConfig
@@ -66,12 +66,17 @@ def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> Re
         UserError, PackingError, FatalSampleError, MemoryError: the run must stop.
         DropBudgetExceeded: raised by the ledger.
     """
+    return attempt(sample.__key__, lambda: packer.postencode_sample(sample), ledger)
+
+
+def attempt(key: str, render: Callable[[], RenderedSample], ledger: Ledger) -> RenderedSample | None:
+    """As `render_or_drop`, for a sample that is rendered in another way."""
     try:
-        return packer.postencode_sample(sample)
+        return render()
     except SampleRejected as error:
-        ledger.drop(sample.__key__, error.reason, error.detail)
+        ledger.drop(key, error.reason, error.detail)
     except (UserError, PackingError, FatalSampleError, MemoryError):
         raise
     except Exception as error:  # whatever failed, only this sample is lost
-        ledger.drop(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
+        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}")
     return None

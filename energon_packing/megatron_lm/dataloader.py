@@ -14,7 +14,7 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
-from energon_packing.offline.open_loader import is_plan, open_loader
+from energon_packing.offline.open_loader import has_global_packs, open_loader
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -149,7 +149,7 @@ def train_valid_test_datasets_provider(
     train, valid, test = made
     if train is not None:
         # The state of a plan is the same on every rank, however many saved it.
-        rank = 0 if is_plan(config.data.path) else parallel_state.get_data_parallel_rank()
+        rank = 0 if has_global_packs(config.data.path) else parallel_state.get_data_parallel_rank()
         state = saved_state(args, data_parallel_rank=rank)
         if state is not None:
             train.restore_state(state)

@@ -155,7 +155,7 @@ class ShardMeasurer:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
             return {**_sizes(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
         files = []
-        for name in dict.fromkeys(_files(measured)):
+        for name in dict.fromkeys(media_names(measured)):
             position = store.position(name)
             if position is None:
                 return {**_sizes(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
@@ -196,7 +196,7 @@ def _sizes(measured: AnyMeasured | None) -> dict[str, Any]:
     }
 
 
-def _files(measured: AnyMeasured) -> Iterator[str]:
+def media_names(measured: AnyMeasured) -> Iterator[str]:
     """Names of the files that rendering reads."""
     segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
     for media in getattr(segment, "media", ()):

@@ -1,4 +1,4 @@
-"""The loader of a plan: this rank's packs in global order, from any position, for any number of ranks and workers."""
+"""The loader of a plan or a packed directory: global packs from any position, for any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.offline.measuring import measuring_fingerprint
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_packs import PlannedPacks
+from energon_packing.offline.positioned_packs import PositionedPacks
 
 STATE_FORMAT = "energon_packing plan 1"
 
 
 class PlannedLoader(LoaderBase):
-    """Iterates the packs of one data-parallel rank from a plan.
+    """Iterates the packs of one data-parallel rank from a plan, or from the packed directory that was made of it.
 
     The packs of a step are adjacent: with D ranks, rank r takes the positions r, r + D, r + 2 D and so on. So the state
     is one number, the position of the next step's first pack, and ranks and workers are free when a run continues.
 
     Args:
-        packs: of the plan.
+        packs: of the plan, whatever they are read from.
         rank, world_size: of the data-parallel group.
         workers: processes that make packs; 0 makes them in this one.
         prefetch: packs that each worker prepares in advance.
@@ -42,7 +43,7 @@ class PlannedLoader(LoaderBase):
 
     def __init__(
         self,
-        packs: PlannedPacks,
+        packs: PositionedPacks,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -174,23 +175,39 @@ def planned_loader(
     """
     plan = Plan.open(config.data.path)
     encoder = build_task_encoder(config) if task_encoder is None else task_encoder
-    if type(encoder) is not PackingTaskEncoder:
-        raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     check_plan(plan, config, encoder, split)
+    packs = PlannedPacks(plan, encoder, rank=rank)
+    base = {"rank": rank, "world_size": world_size, "prefetch": prefetch, "agree": agree, "group": data_parallel_group}
+    return loader_of(packs, plan, config, encoder, workers=workers, **base)
+
+
+def loader_of(
+    packs: PositionedPacks,
+    plan: Plan,
+    config: RunConfig,
+    encoder: PackingTaskEncoder,
+    *,
+    workers: int | None,
+    **base: Any,
+) -> PlannedLoader:
+    """The loader of the packs of a plan; its states fit every other loader of this plan.
+
+    Args:
+        packs: of the plan.
+        plan, config, encoder: that were compared by `check_plan`.
+        workers: replaces ``data.workers`` if it is given.
+        base: further arguments of `PlannedLoader`.
+    """
     return PlannedLoader(
-        PlannedPacks(plan, encoder, rank=rank),
-        rank=rank,
-        world_size=world_size,
+        packs,
         workers=config.data.workers if workers is None else workers,
-        prefetch=prefetch,
         repeat=config.data.repeat,
         keep_memory=config.data.keep_memory,
         fingerprint=plan_fingerprint(plan, encoder),
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
-        agree=agree,
-        group=data_parallel_group,
         capacity=encoder.capacity,
+        **base,
     )
 
 
@@ -198,8 +215,10 @@ def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split
     """Compares a run with the plan that it is to read.
 
     Raises:
-        ConfigError: a setting on which the packs depend differs; both values are named.
+        ConfigError: a setting on which the packs depend differs, and both values are named; or the run does not pack.
     """
+    if type(encoder) is not PackingTaskEncoder:
+        raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits = {dataset.split for dataset in plan.facts.datasets}
     if split is not None and splits != {split}:
         raise ConfigError(

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.utils.data
-
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.split_pieces import piece_of
@@ -16,9 +14,10 @@ from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.plan import Plan, PlannedSample
+from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia, SourcePart
-from energon_packing.offline.tar_files import TarFiles
+from energon_packing.offline.tar_files import TarFiles, inside
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
@@ -53,13 +52,13 @@ class PlannedSource:
             UserError: its shard is missing or is another than the one that was measured.
         """
         shard = self._dataset.shards[planned.shard]
-        path = self._root / shard.name
+        path = inside(self._root, shard.name)
         if planned.shard not in self._compared:
             self._compare(path, shard.identity)
             self._compared.add(planned.shard)
         record = self._files.read(path, planned.offset, planned.size)
         media = {
-            each.name: (self._media_root / self._dataset.media_shards[each.shard], each.offset, each.size)
+            each.name: (inside(self._media_root, self._dataset.media_shards[each.shard]), each.offset, each.size)
             for each in planned.media
         }
         key = planned.key
@@ -83,11 +82,8 @@ class PlannedSource:
         return self._media_index.media_metadata(key + name if name.startswith(".") else name)
 
 
-class PlannedPacks(torch.utils.data.Dataset[Pack]):
-    """Packs by their position: a map-style data set of ``len(plan)`` packs, which repeat after that.
-
-    A position gives the same pack wherever it is asked for. Samples that cannot be rendered are dropped and entered in
-    the ledger, as online; if none of a pack can be, a pack without samples takes its place.
+class PlannedPacks(PositionedPacks):
+    """The packs of a plan, each measured again and compared with the plan before it is rendered.
 
     Args:
         plan: of the packs.
@@ -96,34 +92,25 @@ class PlannedPacks(torch.utils.data.Dataset[Pack]):
     """
 
     def __init__(self, plan: Plan, encoder: PackingTaskEncoder, *, rank: int = 0) -> None:
+        super().__init__(encoder, rank=rank)
         self._plan = plan
-        self._encoder = encoder
-        self._rank = rank
         self._sources: list[PlannedSource] = []
-        self._ledger: Ledger | None = None
-        self._worker: int | None = None
 
     def __len__(self) -> int:
         return len(self._plan)
 
-    def __getitem__(self, position: int) -> Pack:
-        ledger = self._opened()
-        number = position % len(self._plan)
+    def _open(self) -> None:
+        files = TarFiles()
+        self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
+
+    def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         (planned,) = self._plan.packs(number, number + 1)
         samples = [self.measured(each) for each in planned.samples]
         ledger.read += len(samples)
         rendered = [made for sample in samples if (made := render_or_drop(self._encoder, sample, ledger)) is not None]
-        if rendered:
-            rendered = [rendered[at] for at in self._encoder.arrange(rendered)]
-            pack = self._encoder.pack_selected_samples(rendered)
-            ledger.emit(position, [sample.__key__ for sample in rendered], changed=pack.changed)
-        else:
-            pack = self._encoder.padding_pack()
-        pack.index = position
-        pack.dropped = ledger.take_dropped()
-        pack.worker = self._worker or 0
-        pack.delays = (0,) * len(rendered)
-        return pack
+        if not rendered:
+            return None
+        return self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])
 
     def measured(self, planned: PlannedSample) -> MeasuredSample:
         """Measures a sample of the plan again, and compares it with the plan.
@@ -145,20 +132,3 @@ class PlannedPacks(torch.utils.data.Dataset[Pack]):
                 f"{reason}; {REMEDY}"
             )
         return sample
-
-    def _opened(self) -> Ledger:
-        """Opens sources and ledger in the process that reads."""
-        info = torch.utils.data.get_worker_info()
-        worker = 0 if info is None else info.id
-        if self._ledger is None or worker != self._worker:
-            files = TarFiles()
-            self._sources = [PlannedSource(each, files) for each in self._plan.facts.datasets]
-            packing = self._encoder.packing
-            self._ledger = Ledger(
-                packing.ledger,
-                budget=packing.drop_budget,
-                name=f"rank{self._rank}-worker{worker}",
-                most_pending=packing.max_drops_without_pack,
-            )
-            self._worker = worker
-        return self._ledger

@@ -12,6 +12,17 @@ MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
 
 
+def inside(root: Path, name: str) -> Path:
+    """The path of a shard that a file of ours names.
+
+    Raises:
+        UserError: the name leaves its directory, as no file of ours does.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts:
+        raise UserError(f"{name!r} is not a name of a shard in {root}; measure and plan again")
+    return root / name
+
+
 class TarFiles:
     """Open tars, the least recently used closed first. Not for several threads or across a fork."""
 

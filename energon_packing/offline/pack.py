@@ -1,0 +1,314 @@
+"""``pack``: stores the packs of a plan as arrays, shard by shard, in several processes or commands."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from energon_packing.config import RunConfig, from_mapping
+from energon_packing.drop_budget import over_budget
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.open_loader import PACKED_FILE
+from energon_packing.offline.packed import (
+    DROPS_FILE,
+    PLAN_FILE,
+    Media,
+    PackedFacts,
+    ShardEntry,
+    Store,
+    shard_path,
+    stored_fingerprint,
+)
+from energon_packing.offline.parquet import remove_leftovers, replacing
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planned_loader import check_plan
+from energon_packing.offline.shard_borders import shard_firsts
+from energon_packing.offline.shard_file import ShardFile
+from energon_packing.offline.shard_index import ShardIndex
+from energon_packing.offline.shard_packer import ShardPacker, packing_encoder
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ``pack``, the packs that are done, and all packs of this command."""
+SHARD_PACKS = 1000
+"""Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackConfig:
+    """What to pack, and where to.
+
+    Attributes:
+        plan: the plan.
+        out: the directory; made, or continued.
+        store: ``tokens``, or ``pixels`` with rendered media.
+        media: whether media that are rendered later stay where they are, or are copied into ``out``.
+        shard_packs: packs of a shard at most.
+        workers: processes; 0 packs in this one.
+        rank, world_size: of several such commands on one file system, this one packs every `world_size`-th shard.
+    """
+
+    plan: Path
+    out: Path
+    store: Store = "tokens"
+    media: Media = "reference"
+    shard_packs: int = SHARD_PACKS
+    workers: int = 1
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.store == "pixels" and self.media == "copy":
+            raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")
+        if self.shard_packs < 1:
+            raise ConfigError(f"--shard-packs is {self.shard_packs}; it must be at least 1.")
+        if self.workers < 0:
+            raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackReport:
+    """What `pack` did.
+
+    Attributes:
+        facts: the manifest; without shards if some of other ranks are still missing.
+        packed, reused: shards that this command packed, and those that were there.
+        missing: shards that other ranks have not packed yet.
+    """
+
+    facts: PackedFacts
+    packed: int
+    reused: int
+    missing: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardTask:
+    """One shard to pack; everything that a process needs for it, on any machine that sees the paths.
+
+    Attributes:
+        directory: the packed directory, with plan and manifest.
+        number: of the shard.
+        wait: whether to wait for another command that is packing it.
+    """
+
+    directory: Path
+    number: int
+    wait: bool = False
+
+
+def run_of_plan(plan: Plan, overrides: RunConfig | None = None) -> RunConfig:
+    """The configuration that a plan was made with.
+
+    Raises:
+        UserError: this version does not know one of its settings.
+    """
+    if overrides is not None:
+        return overrides
+    try:
+        return from_mapping(RunConfig, plan.facts.config, where=str(plan.path))
+    except ConfigError as error:
+        raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
+
+
+def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport:
+    """Packs the shards that are missing, and completes the manifest once all are there.
+
+    Raises:
+        UserError: the plan or its data sets cannot be used, the directory is another plan's or cannot be written, or
+            more samples cannot be decoded than ``packing.drop_budget`` allows.
+    """
+    plan = Plan.open(config.plan)
+    run = run_of_plan(plan)
+    encoder = packing_encoder(run)
+    check_plan(plan, run, encoder, None)
+    facts = PackedFacts(
+        plan=plan.facts.id,
+        store=config.store,
+        media=config.media,
+        shard_packs=config.shard_packs,
+        firsts=shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs),
+        packs=len(plan),
+        encoder=stored_fingerprint(encoder, config.store),
+        media_uuids=_media_uuids(plan, config),
+    )
+    try:
+        _begin(config, facts)
+        remove_leftovers(config.out)
+    except OSError as error:
+        raise _unwritable(config.out, error) from error
+    packer = _packer(config.out, encoder)
+    done = {number: entry for number in range(len(facts.firsts)) if (entry := packer.found(number)) is not None}
+    reused = len(done)
+    mine = [
+        ShardTask(directory=config.out, number=number)
+        for number in range(config.rank, len(facts.firsts), config.world_size)
+        if number not in done
+    ]
+    total = sum(facts.packs_of(task.number) for task in mine)
+    progress("pack", 0, total)
+    packs = 0
+    for task, entry in _results(mine, config.workers):
+        done[task.number] = entry
+        packs += entry.packs
+        progress("pack", packs, total)
+    for number in set(range(len(facts.firsts))) - done.keys():  # of other ranks, which may have finished meanwhile
+        found = packer.found(number)
+        if found is not None:
+            done[number] = found
+    missing = len(facts.firsts) - len(done)
+    if not missing:
+        facts = replace(facts, shards=tuple(done[number] for number in sorted(done)))
+        _complete(config.out, facts, run)
+    return PackReport(facts=facts, packed=len(mine), reused=reused, missing=missing)
+
+
+def pack_shard(task: ShardTask) -> ShardEntry | None:
+    """Packs one shard, unless it is there.
+
+    Returns:
+        None if another command is packing it and the task does not wait.
+
+    Raises:
+        UserError: see `ShardPacker.pack`.
+    """
+    packer = _packer(task.directory)
+    with _locked(task.directory, task.number, wait=task.wait) as ours:
+        if not ours:
+            return None
+        return packer.found(task.number) or packer.pack(task.number)
+
+
+_packers: dict[Path, ShardPacker] = {}  # of this process, which packs many shards of a directory
+
+
+def _packer(directory: Path, encoder: PackingTaskEncoder | None = None) -> ShardPacker:
+    """The packer of a directory, made anew if the directory now holds other packs."""
+    facts = PackedFacts.read(directory)
+    known = _packers.get(directory)
+    if known is None or known.facts.settings != facts.settings:
+        plan = Plan.open(directory / PLAN_FILE)
+        known = ShardPacker(directory, facts, plan, encoder or packing_encoder(run_of_plan(plan)))
+        _packers.clear()
+        _packers[directory] = known
+    return known
+
+
+def _results(tasks: list[ShardTask], workers: int) -> Iterator[tuple[ShardTask, ShardEntry]]:
+    busy = []
+    for task in tasks:
+        entry = pack_shard(task)
+        if entry is None:
+            busy.append(task)
+        else:
+            yield task, entry
+    for task in busy:
+        entry = pack_shard(replace(task, wait=True))
+        assert entry is not None
+        yield task, entry
+
+
+def _begin(config: PackConfig, facts: PackedFacts) -> None:
+    """Makes the directory, or compares it with what is to be packed.
+
+    Raises:
+        UserError: it is something else, or other packs are in it.
+        OSError: it cannot be written.
+    """
+    out = config.out
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is there and is no directory; choose another --out")
+    if out.is_dir() and not (out / PACKED_FILE).exists():
+        others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name != PLAN_FILE]
+        if others:
+            raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with _locked(out, -1, wait=True):
+        if (out / PACKED_FILE).exists():
+            found = PackedFacts.read(out)
+            for name, value in found.settings.items():
+                if value != facts.settings[name]:
+                    raise UserError(_differing(out, name, value, facts.settings[name]))
+            return
+        with replacing(out / PLAN_FILE) as aside:
+            shutil.copyfile(config.plan, aside)
+        facts.save(out)
+
+
+def _differing(out: Path, name: str, found: object, asked: object) -> str:
+    if isinstance(found, dict) and isinstance(asked, dict):
+        inner = min(key for key in found.keys() | asked.keys() if found.get(key) != asked.get(key))
+        name, found, asked = f"{name}.{inner}", found.get(inner), asked.get(inner)
+    told = f"{found!r}, now it would be {asked!r}" if len(repr(found)) < 200 else "another"
+    return f"{out} holds other packs: {name} is {told}; choose another --out, or delete the directory"
+
+
+def _complete(out: Path, facts: PackedFacts, run: RunConfig) -> None:
+    """Writes the drops and the manifest with all shards."""
+    drops: Counter[str] = Counter()
+    for shard in facts.shards:
+        drops.update(shard.drops)
+    samples = sum(shard.samples for shard in facts.shards)
+    if over_budget(drops.total(), samples + drops.total(), run.packing.drop_budget):
+        reasons = ", ".join(f"{reason} {count}" for reason, count in drops.most_common(3))
+        raise UserError(
+            f"{drops.total()} of {samples + drops.total()} samples could not be decoded ({reasons}), more than "
+            f"packing.drop_budget={run.packing.drop_budget} of the plan allows; correct the data, or plan with a "
+            "higher budget"
+        )
+    try:
+        with _locked(out, -1, wait=True):
+            with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
+                file.write(json.dumps({"plan": facts.plan}) + "\n")
+                for shard in facts.shards:
+                    for entry in _drops(out, shard):
+                        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            facts.save(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
+
+
+def _drops(out: Path, shard: ShardEntry) -> Iterator[dict[str, object]]:
+    if not shard.drops:
+        return
+    opened = ShardFile(shard_path(out, shard.number))
+    opened.close()
+    for key, reason, detail in opened.facts["drops"]:
+        yield {"dropped": key, "reason": reason, "detail": detail, "shard": shard.number}
+
+
+def _media_uuids(plan: Plan, config: PackConfig) -> tuple[str | None, ...]:
+    if config.store == "pixels" or config.media == "copy":
+        return (None,) * len(plan.facts.datasets)
+    return tuple(ShardIndex.uuid_of(Path(each.media_root)) for each in plan.facts.datasets)
+
+
+def _unwritable(out: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{out} cannot be written ({error.strerror or error}); free space or choose another --out, then run "
+        "'energon-packing pack' again: it continues with the shards that are missing"
+    )
+
+
+@contextmanager
+def _locked(out: Path, shard: int, *, wait: bool) -> Iterator[bool]:
+    """Locks a shard among all commands that pack into a directory, or the directory itself for -1.
+
+    The lock is a byte of one file, so nothing is left over when a process dies, and it holds on network file systems
+    too. A process that waits for nothing gives whether it has the lock.
+    """
+    with (out / ".lock").open("r+b" if (out / ".lock").exists() else "w+b") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, shard + 1)
+        except (BlockingIOError, PermissionError):
+            yield False
+            return
+        yield True  # closing the file gives the lock back

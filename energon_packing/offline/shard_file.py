@@ -1,0 +1,168 @@
+"""A shard of packs: records of any size back to back, a table of their places, and what the shard is.
+
+::
+
+    records, each at a multiple of 64 bytes | table, int64 [records + 1] | facts, JSON | 8 bytes: length of the facts
+    | 32 bytes: SHA-256 of all before the table | 8 bytes: MAGIC
+
+A record is read by its number: 8 bytes of the table at least, and the record. No other byte of the file is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packing.errors import UserError
+from energon_packing.offline.stored_arrays import MOST_HEADER
+
+MAGIC = b"epacks01"
+_TAIL = 8 + 32 + 8
+_MAPPED = 4 << 20
+"""Records of this many bytes are mapped instead of read: their pixels are then copied once, not twice."""
+_CHUNK = 8 << 20
+
+
+class ShardWriter:
+    """Writes the records of a shard to a file that is not there yet under its name.
+
+    Args:
+        path: of the file, in a directory of its own; see `replacing`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+        self._digest = hashlib.sha256()
+        self._places = [0]
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, parts: list[bytes | memoryview]) -> None:
+        """Writes one record.
+
+        Raises:
+            OSError: the disk is full or read-only.
+        """
+        for part in parts:
+            self._digest.update(part)
+            self._file.write(part)
+        self._places.append(self._places[-1] + sum(len(part) for part in parts))
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Writes table and facts; the shard is complete then.
+
+        Raises:
+            OSError: the disk is full or read-only.
+        """
+        said = json.dumps(facts, sort_keys=True).encode()
+        self._file.write(np.asarray(self._places, dtype="<i8").tobytes())
+        self._file.write(said)
+        self._file.write(len(said).to_bytes(8, "little") + self._digest.digest() + MAGIC)
+
+
+class ShardFile:
+    """A shard, opened to read. May be opened again by several processes; an open one belongs to its process.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: it is missing, cut off, or no shard.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"{path} cannot be opened ({error.strerror}); run 'energon-packing pack' again") from error
+        try:
+            self.bytes = os.fstat(self._descriptor).st_size
+            tail = os.pread(self._descriptor, _TAIL, max(0, self.bytes - _TAIL))
+            said = int.from_bytes(tail[:8], "little")
+            if len(tail) < _TAIL or tail[-8:] != MAGIC or said > min(self.bytes - _TAIL, MOST_HEADER):
+                raise ValueError("it does not end as a shard does")
+            self.checksum = tail[8:40].hex()
+            self.facts: dict[str, Any] = json.loads(os.pread(self._descriptor, said, self.bytes - _TAIL - said))
+            self.packs = int(self.facts["packs"])
+            self._table_at = self.bytes - _TAIL - said - 8 * (self.packs + 1)
+            if self.packs < 0 or self._table_at < 0:
+                raise ValueError(f"a table of {self.packs} packs does not fit into it")
+            table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
+            self._places = np.frombuffer(table, dtype="<i8")
+            if self._places[0] != 0 or self._places[-1] != self._table_at or (np.diff(self._places) < 0).any():
+                raise ValueError("its table of packs is damaged")
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            self.close()
+            raise UserError(f"{path} is damaged ({error}); delete it and run 'energon-packing pack' again") from error
+
+    def record(self, number: int) -> memoryview:
+        """The bytes of a record, in memory that may be written to without effect on the file.
+
+        Raises:
+            UserError: the file became shorter meanwhile, or cannot be read.
+        """
+        begin, end = int(self._places[number]), int(self._places[number + 1])
+        if end - begin >= _MAPPED:
+            first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            mapping = mmap.mmap(self._descriptor, end - first, mmap.MAP_PRIVATE, offset=first)
+            mapping.madvise(mmap.MADV_WILLNEED)
+            return memoryview(mapping)[begin - first :]
+        buffer = memoryview(bytearray(end - begin))
+        read = 0
+        try:
+            while read < len(buffer):
+                more = os.preadv(self._descriptor, [buffer[read:]], begin + read)
+                if not more:
+                    raise OSError(0, "it ends early")
+                read += more
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read ({error.strerror}); put it back as it was") from error
+        return buffer
+
+    def digest(self) -> str:
+        """The checksum of what the file holds now; that of a whole shard is `checksum`.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return digest_of(self._chunks())
+
+    def _chunks(self) -> Iterator[bytes]:
+        for at in range(0, self._table_at, _CHUNK):
+            yield os.pread(self._descriptor, min(_CHUNK, self._table_at - at), at)
+
+    def close(self) -> None:
+        """Closes the file; records that were read stay."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def digest_of(chunks: Iterator[bytes]) -> str:
+    """SHA-256 of bytes in pieces, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return digest_of(iter(lambda: file.read(_CHUNK), b""))

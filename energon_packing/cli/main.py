@@ -89,6 +89,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.validate:validate",
         summary="Check a configuration against Bridge's rules and ours.",
     ),
+    "verify": Subcommand(
+        target="energon_packing.cli.verify:verify",
+        summary="Check that a packed directory holds what its plan says.",
+    ),
 }
 
 

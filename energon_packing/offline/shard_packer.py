@@ -17,7 +17,7 @@ from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.packer import render_or_drop
-from energon_packing.energon.samples import MeasuredSample
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
@@ -152,7 +152,8 @@ class ShardPacker:
         # Nothing stops the packing of a shard but an error; how much may be dropped is a matter of all shards.
         ledger = Ledger(None, budget=1.0, name="", most_pending=len(measured) + 1)
         ledger.read = len(measured)
-        samples, rendered = [], []
+        samples: list[StoredSample] = []
+        rendered: list[tuple[int, RenderedSample]] = []
         for source, sample in zip(planned.samples, measured, strict=True):
             made = render_or_drop(self._encoder, sample, ledger)
             known = self._known(source, sample)
@@ -175,7 +176,8 @@ class ShardPacker:
     ) -> StoredPack:
         """A pack whose media are rendered when it is read."""
         encoder = self._conversations
-        rows, samples = [], []
+        rows: list[dict[str, Any]] = []
+        samples: list[StoredSample] = []
         for source, sample in zip(planned.samples, measured, strict=True):
             known = self._known(source, sample)
             segments = _segments(sample)

@@ -177,7 +177,7 @@ def _encoded_weights(weights: np.ndarray, physical: np.ndarray) -> dict[str, np.
     """One bit per token and one weight per segment, or all weights."""
     learned = weights > 0
     highest = np.maximum.reduceat(weights, physical[:-1]) if physical.size > 1 else weights[:1]
-    short = {"learned": np.packbits(learned), "weights": highest.astype(np.float32)}
+    short: dict[str, np.ndarray] = {"learned": np.packbits(learned), "weights": highest.astype(np.float32)}
     return short if np.array_equal(_decoded_weights(short, physical), weights) else {"loss_mask": weights}
 
 

@@ -1,0 +1,57 @@
+"""`energon-packing verify`: whether a packed directory holds what its plan says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from energon_packing.cli.progress import ShownProgress
+
+_EXAMPLES = """\b
+Examples:
+  energon-packing verify packed
+  energon-packing verify packed --share 0.1 --seed 7
+  energon-packing verify packed --share 0
+
+Exit code 1 if anything differs. With --share 0 neither the data sets nor the processor are needed.
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
+    help="Of the packs, how many are made anew and compared.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses these packs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@click.pass_context
+def verify(ctx: click.Context, directory: Path, share: float, seed: int, as_json: bool) -> None:
+    """Check every shard of the packed directory DIR: checksums, invariants, the plan; and make a share of packs anew.
+
+    Names the first thing that is wrong with each shard: its pack, the sample and the field.
+    """
+    from energon_packing.offline.verify import VerifyConfig
+    from energon_packing.offline.verify import verify as run_verify
+
+    config = VerifyConfig(directory=directory, share=share, seed=seed)
+    with ShownProgress(Console(stderr=True), {"verify": "verifying"}, quiet=as_json) as shown:
+        report = run_verify(config, shown)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(report)))
+    else:
+        for finding in report.findings:
+            click.echo(str(finding))
+        click.echo(
+            f"{report.packs:,} packs with {report.samples:,} samples in {report.shards:,} shards, {report.remade:,} of "
+            f"the packs made anew: {f'{len(report.findings):,} shards differ' if report.findings else 'all as planned'}"
+        )
+    if report.findings:
+        ctx.exit(1)

@@ -1,0 +1,232 @@
+"""``verify``: whether a packed directory holds what its plan says, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.pack import run_of_plan
+from energon_packing.offline.pack_difference import first_difference
+from energon_packing.offline.packed import Packed, ShardEntry, media_path, shard_path
+from energon_packing.offline.packed_loader import check_stored
+from energon_packing.offline.packed_packs import PackedPacks
+from energon_packing.offline.plan import PlannedPack
+from energon_packing.offline.planned_loader import check_plan
+from energon_packing.offline.planned_packs import PlannedPacks
+from energon_packing.offline.shard_file import ShardFile, file_digest
+from energon_packing.offline.shard_packer import AT_ONCE, packing_encoder
+from energon_packing.offline.stored_pack import StoredPack
+from energon_packing.thd.checks import check_thd
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ``verify``, the packs that are done, and all packs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig:
+    """What to verify.
+
+    Attributes:
+        directory: the packed directory.
+        share: of the packs that are made anew from the data sets and compared; at least one is, unless it is 0.
+        seed: chooses them.
+    """
+
+    directory: Path
+    share: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"--share is {self.share:g}; it must be between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Why a shard is not what it should be.
+
+    Attributes:
+        shard: its number.
+        pack: global position of the pack; None if it is about the whole shard.
+        what: a sentence.
+    """
+
+    shard: int
+    pack: int | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"shard {self.shard}{'' if self.pack is None else f', pack {self.pack}'}: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        findings: the first of each shard that is not as it should be, in order.
+        shards, packs, samples: that were read.
+        remade: packs that were made anew and compared.
+    """
+
+    findings: tuple[Finding, ...]
+    shards: int
+    packs: int
+    samples: int
+    remade: int
+
+
+def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> VerifyReport:
+    """Reads every shard whole, and makes a share of the packs anew.
+
+    Raises:
+        UserError: the directory is no packed one, or not complete; or its data sets are needed and cannot be used.
+    """
+    packed = Packed.open(config.directory)
+    verifier = ShardVerifier(packed, _chosen(len(packed.plan), config))
+    findings = []
+    done = 0
+    progress("verify", 0, packed.facts.packs)
+    for entry in packed.facts.shards:
+        finding = verifier.verify(entry)
+        if finding is not None:
+            findings.append(finding)
+        done += entry.packs
+        progress("verify", done, packed.facts.packs)
+    return VerifyReport(
+        findings=tuple(findings),
+        shards=len(packed.facts.shards),
+        packs=packed.facts.packs,
+        samples=sum(entry.samples for entry in packed.facts.shards),
+        remade=verifier.remade,
+    )
+
+
+def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
+    """The packs that are made anew, ascending."""
+    count = min(packs, int(np.ceil(config.share * packs)))
+    return np.sort(np.random.default_rng(config.seed).choice(packs, count, replace=False))
+
+
+class ShardVerifier:
+    """Verifies shards of one directory.
+
+    Args:
+        packed: the directory.
+        chosen: packs that are made anew, ascending.
+
+    Attributes:
+        remade: number of packs that were.
+
+    Raises:
+        UserError: packs are to be made anew, and the encoder is not that of the plan any more.
+    """
+
+    def __init__(self, packed: Packed, chosen: np.ndarray) -> None:
+        self._packed = packed
+        self._chosen = chosen
+        self.remade = 0
+        if chosen.size:
+            run = run_of_plan(packed.plan)
+            encoder = packing_encoder(run)
+            check_plan(packed.plan, run, encoder, None)
+            check_stored(packed, encoder)
+            self._planned = PlannedPacks(packed.plan, encoder)
+            self._stored = PackedPacks(packed, encoder)
+
+    def verify(self, entry: ShardEntry) -> Finding | None:
+        """The first thing that is wrong with a shard; None if nothing is.
+
+        Raises:
+            UserError: a pack is to be made anew, and its data sets are missing or changed.
+        """
+        for pack, what in self._wrong(entry):
+            return Finding(shard=entry.number, pack=pack, what=what)
+        return None
+
+    def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:
+        path = shard_path(self._packed.directory, entry.number)
+        try:
+            shard = ShardFile(path)
+        except UserError as error:
+            yield None, str(error)
+            return
+        try:
+            for name in ("bytes", "checksum", "packs"):
+                if getattr(shard, name) != getattr(entry, name):
+                    yield None, f"{path} has {name} {getattr(shard, name)}, the manifest says {getattr(entry, name)}"
+            if shard.facts.get("plan") != self._packed.facts.plan:
+                yield None, f"{path} was packed from another plan"
+            yield from self._wrong_bytes(shard, entry)
+            yield from self._wrong_packs(shard, entry)
+        finally:
+            shard.close()
+        low, high = np.searchsorted(self._chosen, [entry.first, entry.first + entry.packs])
+        for number in self._chosen[low:high].tolist():
+            self.remade += 1
+            difference = first_difference(self._planned[number], self._stored[number])
+            if difference is not None:
+                yield number, f"made anew from its data sets it differs in {difference}"
+
+    def _wrong_bytes(self, shard: ShardFile, entry: ShardEntry) -> Iterator[tuple[None, str]]:
+        media = media_path(self._packed.directory, entry.number)
+        try:
+            if shard.digest() != shard.checksum:
+                yield None, f"{shard.path} is damaged: its checksum is not {shard.checksum}"
+            if entry.media_bytes and media.stat().st_size != entry.media_bytes:
+                yield None, f"{media} has {media.stat().st_size} bytes instead of {entry.media_bytes}"
+            if entry.media_bytes and file_digest(media) != entry.media_checksum:
+                yield None, f"{media} is damaged: its checksum is not {entry.media_checksum}"
+        except OSError as error:
+            yield None, f"{error.filename or shard.path} cannot be read ({error.strerror})"
+
+    def _wrong_packs(self, shard: ShardFile, entry: ShardEntry) -> Iterator[tuple[int, str]]:
+        multiple = int(self._packed.plan.facts.decided["multiple"])
+        stop = entry.first + entry.packs
+        samples = 0
+        for start in range(entry.first, stop, AT_ONCE):
+            for planned in self._packed.plan.packs(start, min(start + AT_ONCE, stop)):
+                try:
+                    stored = StoredPack.from_bytes(shard.record(planned.number - entry.first))
+                except ValueError as error:
+                    yield planned.number, f"it is damaged: {error}"
+                    return
+                samples += len(stored.order)
+                yield from ((planned.number, what) for what in _unplanned(stored, planned))
+                if stored.batch is not None:
+                    broken = check_thd(stored.batch, multiple=multiple if stored.finished else 1)
+                    yield from ((planned.number, what) for what in broken)
+                yield from ((planned.number, what) for what in _outside(stored, entry))
+        if samples != entry.samples:
+            yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
+
+
+def _unplanned(stored: StoredPack, planned: PlannedPack) -> Iterator[str]:
+    """How a stored pack differs from its rows in the plan."""
+    names = [sample.key for sample in stored.samples]
+    expected = [sample.name for sample in planned.samples]
+    if names != expected:
+        at = next((at for at, pair in enumerate(zip(names, expected, strict=False)) if pair[0] != pair[1]), None)
+        yield (
+            f"it has {len(names)} samples, the plan {len(expected)}"
+            if at is None
+            else (f"its sample {at} is {names[at]}, in the plan it is {expected[at]}")
+        )
+        return
+    lengths = iter(() if stored.batch is None else stored.batch.sample_lengths)
+    for at in stored.order:
+        own = tuple(next(lengths) for _ in range(stored.samples[at].segments))
+        if own != planned.samples[at].segment_lengths:
+            yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].segment_lengths}"
+
+
+def _outside(stored: StoredPack, entry: ShardEntry) -> Iterator[str]:
+    """Media of a pack that do not lie in the copied file."""
+    for sample in stored.samples:
+        for file in sample.files:
+            if file.shard < 0 and not 0 <= file.offset <= file.offset + file.size <= entry.media_bytes:
+                yield f"media {file.name} of sample {sample.key} would lie outside the copied media"

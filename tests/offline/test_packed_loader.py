@@ -1,0 +1,261 @@
+"""Three ways to the packs of a plan: from the data sets, from packed tokens, from packed pixels. They are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, glm46v, internvl, pixtral
+from test_planned_loader import digests, planned
+
+from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import processor_path
+from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.pack_difference import first_difference
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.verify import VerifyConfig, verify
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
+SMALL = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
+MADE = {
+    "internvl": lambda: internvl(28, 4),
+    "glm4v": lambda: glm4v(SMALL, SMALL),
+    "gemma3": lambda: gemma3(56, 4),
+    "pixtral": lambda: pixtral(256),
+    "ernie4_5_vl": lambda: ernie4_5_vl({**SMALL, "shortest_edge": 2 * 28 * 28}, {**SMALL, "longest_edge": 9408}),
+}
+
+
+def packed(run, folder, way, **settings):
+    """The run on its plan, packed in one of the ways."""
+    out = folder / way
+    report = pack(PackConfig(**({"plan": Path(run.data.path), "out": out, "workers": 0} | WAYS[way] | settings)))
+    assert report.missing == 0
+    return on(run, out)
+
+
+def on(run, path):
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+
+
+def check_same(expected, found):
+    """Everything about every pack: `field_digests` is the oracle of the rows, the rest is compared by value."""
+    assert len(found) == len(expected)
+    for ours, theirs in zip(expected, found, strict=True):
+        assert field_digests(theirs.batch.finished()) == field_digests(ours.batch.finished())
+        assert theirs.batch.visual_counts == ours.batch.visual_counts
+        assert (theirs.batch.sample_keys, theirs.batch.fillers) == (ours.batch.sample_keys, ours.batch.fillers)
+        for field in dataclasses.fields(ours):
+            if field.name not in ("batch", "worker"):
+                assert getattr(theirs, field.name) == getattr(ours, field.name), field.name
+        assert first_difference(ours, theirs) is None
+
+
+@pytest.fixture(scope="module")
+def plan_of(dataset, run_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("packed")
+    return planned(run_of(dataset), dataset, folder)
+
+
+@pytest.fixture(scope="module")
+def packed_runs(plan_of):
+    """Way -> the run on packs that were stored in that way, four in a shard."""
+    return {way: packed(plan_of, Path(plan_of.data.path).parent, way, shard_packs=4) for way in WAYS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(way, plan_of, packed_runs):
+    expected = list(open_loader(plan_of))
+    assert sum(bool(each.batch.visual_inputs) for each in expected) > 5
+    assert sum("pixel_values_videos" in (each.batch.visual_inputs or {}) for each in expected) > 2
+    assert any(key.startswith("pair") for each in expected for key in each.keys)
+    check_same(expected, list(open_loader(packed_runs[way])))
+    check_same(expected, list(open_loader(packed_runs[way], workers=2)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*MADE, "huggingface", "qwen3_vl"])
+def test_every_family_has_the_same_packs_three_ways(name, way, dataset, run_of, tmp_path_factory):
+    """Positions on three axes where the family has them, token types, padded images, images and videos of one token."""
+    folder = tmp_path_factory.getbasetemp() / f"family-{name}"
+    processor = folder / "processor"
+    if not processor.exists():
+        folder.mkdir()
+        if name in MADE:
+            MADE[name]().save_pretrained(processor)
+        else:
+            shutil.copytree(processor_path("qwen3_vl"), processor)
+    family = "huggingface" if name == "huggingface" else "auto"
+    positions = "mrope" if name in ("glm4v", "ernie4_5_vl", "qwen3_vl") else "1d"
+    encoder = EncoderConfig(processor=str(processor), family=family, position_ids=positions)
+    run = dataclasses.replace(run_of(dataset), encoder=encoder)
+    run = planned(run, dataset, folder)
+    expected = list(open_loader(run))
+    assert sum(bool(each.batch.visual_inputs) for each in expected) > 2
+    check_same(expected, list(open_loader(packed(run, folder, way))))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("packing", "encoder"),
+    [
+        ({"oversize": "split", "split_positions": "continue"}, {"position_ids": "mrope"}),
+        ({"oversize": "truncate", "pad_to_max_length": True}, {}),
+        ({"dummy_image": True}, {"loss_weighting": "square"}),
+        ({"seq_length": 512}, {"limits": LimitsConfig(max_tokens=4096, when_over=("resize", "truncate"))}),
+    ],
+    ids=["split", "truncate", "dummy_image", "resize"],
+)
+def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(packing, encoder, way, dataset, run_of, tmp_path):
+    run = run_of(dataset, encoder=encoder, **packing)
+    run = planned(dataclasses.replace(run, parallel=ParallelConfig(context_parallel=2)), dataset, tmp_path)
+    expected = list(open_loader(run))
+    assert sum(len(each.changed) for each in expected) > 0 or "dummy_image" in packing
+    run_packed = packed(run, tmp_path, way)
+    check_same(expected, list(open_loader(run_packed)))
+    # A plan for context parallelism 2 serves 1, and rows of another width: the packs are assembled again.
+    change = {"packing": dataclasses.replace(run.packing, pad_to_max_length=not run.packing.pad_to_max_length)}
+    change["parallel"] = ParallelConfig()
+    expected = list(open_loader(dataclasses.replace(run, **change)))
+    check_same(expected, list(open_loader(dataclasses.replace(run_packed, **change))))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pixels", ["float32", "bfloat16"])
+def test_pixels_are_what_the_run_asks_for_whatever_is_stored(pixels, way, plan_of, packed_runs):
+    def asked(run):
+        return list(open_loader(dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, pixels=pixels))))
+
+    expected = asked(plan_of)
+    kinds = {str(each.batch.visual_inputs["pixel_values"].dtype) for each in expected if _images(each)}
+    assert kinds == {f"torch.{pixels}"}
+    check_same(expected, asked(packed_runs[way]))
+
+
+def _images(made):
+    return "pixel_values" in (made.batch.visual_inputs or {})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(way, tmp_path):
+    from PIL import Image
+
+    Image.new("RGB", (60, 80), (200, 30, 90)).save(tmp_path / "image.png")
+    records = []
+    for at in range(12):
+        record = {"id": f"k{at}", "conversations": [{"from": "human", "value": "<image>Q?"}], "images": ["image.png"]}
+        record |= {
+            "chosen": {"from": "gpt", "value": "Because " * (at + 1)},
+            "rejected": {"from": "gpt", "value": "No"},
+        }
+        records.append(record | {"extras": {"reward": {"chosen": 0.5 + at, "rejected": -at}}})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    convert(ConvertConfig(sources=(tmp_path / "a.jsonl",), out=tmp_path / "data", split={"train": 1.0}, workers=0))
+    from energon_packing.config import DataConfig, PackingConfig, RunConfig
+
+    run = RunConfig(
+        data=DataConfig(path=str(tmp_path / "data"), workers=0, repeat=False),
+        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), extra_fields=("reward", "preference")),
+        packing=PackingConfig(seq_length=256),
+    )
+    run = planned(run, tmp_path / "data", tmp_path)
+    expected = list(open_loader(run))
+    assert all(each.batch.extra["reward"].any() for each in expected)
+    check_same(expected, list(open_loader(packed(run, tmp_path, way))))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 0), (8, 1)])
+def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(way, ranks, workers, plan_of, packed_runs):
+    def endless(run):
+        return dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=True))
+
+    stored, source = endless(packed_runs[way]), endless(plan_of)
+    whole = digests(itertools.islice(open_loader(source), 32))
+    for begun, continued in ((source, stored), (stored, source)):
+        before = open_loader(begun, rank=3, world_size=4)
+        for _ in itertools.islice(before, 2):
+            pass
+        state = before.save_state()
+        merged = []
+        for rank in range(ranks):
+            loader = open_loader(continued, rank=rank, world_size=ranks, workers=workers)
+            loader.restore_state(state)
+            merged.append(digests(itertools.islice(loader, 24 // ranks)))
+            assert loader.save_state() == state | {"position": 32}
+        assert [each for step in zip(*merged, strict=True) for each in step] == whole[8:]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(way, dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied), copied, tmp_path)
+    plan = Plan.open(run.data.path)
+    sample = next(each for made in plan.packs(0, len(plan)) for each in made.samples if each.media)
+    source, media = plan.facts.datasets[sample.dataset], sample.media[0]
+    with (Path(source.media_root) / source.media_shards[media.shard]).open("r+b") as file:
+        file.seek(media.offset)
+        file.write(b"\0" * media.size)
+    expected = list(open_loader(run))
+    dropped = [(entry.key, entry.reason) for each in expected for entry in each.dropped]
+    assert sample.key in dict(dropped)
+    report = pack(PackConfig(plan=Path(run.data.path), out=tmp_path / way, workers=0, **WAYS[way]))
+    check_same(expected, list(open_loader(on(run, tmp_path / way))))
+    if way == "pixels":  # decoded, and so dropped, when it was packed
+        assert sum(sum(shard.drops.values()) for shard in report.facts.shards) == len(dropped)
+        lines = [json.loads(line) for line in (tmp_path / way / "drops.jsonl").read_text().splitlines()]
+        assert lines[0] == {"plan": plan.facts.id}
+        assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
+
+
+def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(dataset, run_of, tmp_path):
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    run = planned(run_of(copied), copied, tmp_path)
+    runs = {way: packed(run, tmp_path, way) for way in WAYS}
+    expected = list(open_loader(run))
+    uuid = next(
+        path
+        for path in copied.rglob("index.uuid")
+        if "media" in str(path) or len(list(copied.rglob("index.uuid"))) == 1
+    )
+    before = uuid.read_text()
+    uuid.write_text("another")
+    with pytest.raises(UserError, match="changed since .* was packed with --media reference"):
+        list(open_loader(runs["tokens"]))
+    uuid.write_text(before)
+    check_same(expected, list(open_loader(runs["tokens"])))
+    shutil.rmtree(copied)
+    with pytest.raises(UserError, match=r"cannot be read"):
+        list(open_loader(runs["tokens"]))
+    for way in ("copied", "pixels"):
+        check_same(expected, list(open_loader(runs[way])))
+        assert not verify(VerifyConfig(directory=Path(runs[way].data.path), share=0)).findings
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"encoder": {"position_ids": "1d"}}, "was packed with position_ids=auto"),
+        ({"encoder": {"loss_weighting": "sample"}}, "was packed with loss_weighting="),
+        ({"encoder": {"train_on": "all"}}, "train_on"),
+        ({"packing": {"seq_length": 4096}}, "seq_length 2048, but this run has 4096"),
+        ({"packing": {"oversize": "split"}}, "oversize='drop'"),
+    ],
+)
+def test_a_run_whose_settings_are_not_those_of_the_stored_packs_is_refused_by_name(change, sentence, packed_runs):
+    run = packed_runs["tokens"]
+    changed = {name: dataclasses.replace(getattr(run, name), **values) for name, values in change.items()}
+    with pytest.raises(ConfigError, match=sentence):
+        open_loader(dataclasses.replace(run, **changed))

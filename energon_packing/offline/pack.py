@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import filecmp
 import json
 import shutil
 from collections import Counter
@@ -137,6 +138,7 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         shard_packs=config.shard_packs,
         firsts=shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs),
         packs=len(plan),
+        padded_rows=run.packing.pad_to_max_length,
         encoder=stored_fingerprint(encoder, config.store),
         media_uuids=_media_uuids(plan, config),
     )
@@ -237,10 +239,12 @@ def _begin(config: PackConfig, facts: PackedFacts) -> None:
             for name, value in found.settings.items():
                 if value != facts.settings[name]:
                     raise UserError(_differing(out, name, value, facts.settings[name]))
-            return
-        with replacing(out / PLAN_FILE) as aside:
-            shutil.copyfile(config.plan, aside)
-        facts.save(out)
+        # Plans are equal wherever their data sets are, so a continued one may say where they are now.
+        if not (out / PLAN_FILE).exists() or not filecmp.cmp(config.plan, out / PLAN_FILE, shallow=False):
+            with replacing(out / PLAN_FILE) as aside:
+                shutil.copyfile(config.plan, aside)
+        if not (out / PACKED_FILE).exists():
+            facts.save(out)
 
 
 def _differing(out: Path, name: str, found: object, asked: object) -> str:

@@ -72,6 +72,7 @@ class PackedFacts:
         shard_packs: the setting by which packs were divided among shards.
         firsts: first pack of each shard.
         packs: of all shards.
+        padded_rows: ``packing.pad_to_max_length`` of the rows that are stored finished.
         encoder: what tokens, targets and positions depend on, by name; with ``pixels``, what pixels depend on too.
         media_uuids: for each data set, the identifier of the index of its media; None if they are in ``DIR``.
         shards: the entry of every shard; empty while some are missing.
@@ -83,6 +84,7 @@ class PackedFacts:
     shard_packs: int
     firsts: tuple[int, ...]
     packs: int
+    padded_rows: bool
     encoder: Mapping[str, str]
     media_uuids: tuple[str | None, ...]
     shards: tuple[ShardEntry, ...] = ()

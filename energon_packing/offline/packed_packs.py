@@ -54,11 +54,8 @@ class PackedPacks(PositionedPacks):
             raise ConfigError(f"{packed.directory} holds conversations; {type(encoder.encoder).__name__} renders none")
         self._packed = packed
         self._conversations = encoder.encoder
-        facts = packed.plan.facts
-        self._as_stored = (
-            int(facts.decided["multiple"]) == encoder.multiple
-            and facts.config["packing"]["pad_to_max_length"] == encoder.packing.pad_to_max_length
-        )
+        stored = int(packed.plan.facts.decided["multiple"]), packed.facts.padded_rows
+        self._as_stored = stored == (encoder.multiple, encoder.packing.pad_to_max_length)
         self._firsts = np.asarray(packed.facts.firsts)
         self._shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._files = TarFiles()

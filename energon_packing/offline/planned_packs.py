@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles, inside
+from energon_packing.packing.pack_limits import PackLimits
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
@@ -95,6 +97,7 @@ class PlannedPacks(PositionedPacks):
         super().__init__(encoder, rank=rank)
         self._plan = plan
         self._sources: list[PlannedSource] = []
+        self._measurer = _measuring_as(plan, encoder)
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -119,7 +122,7 @@ class PlannedPacks(PositionedPacks):
             UserError: its record or its length is another than the plan's.
         """
         self._opened()
-        sample = self._encoder.preencode_sample(self._sources[planned.dataset].sample(planned))
+        sample = self._measurer.preencode_sample(self._sources[planned.dataset].sample(planned))
         if planned.piece >= 0 and sample.split is not None and planned.piece < len(sample.split.pieces):
             sample = piece_of(sample, planned.piece)
         if sample.problem is not None and sample.problem.fatal is not None:
@@ -132,3 +135,23 @@ class PlannedPacks(PositionedPacks):
                 f"{reason}; {REMEDY}"
             )
         return sample
+
+
+def _measuring_as(plan: Plan, encoder: PackingTaskEncoder) -> PackingTaskEncoder:
+    """The encoder with the limits of the plan's packs, under which long samples were cut, split or resized.
+
+    Those of the run may be wider: a smaller alignment multiple leaves more room in a row.
+    """
+    decided = plan.facts.decided
+    measurer = copy.copy(encoder)
+    measurer.multiple = int(decided["multiple"])
+    measurer.limits = PackLimits(
+        tokens=decided["seq_length"] - decided["reserved"],
+        multiple=measurer.multiple,
+        images=decided["max_images_per_pack"],
+        patches=decided["max_patches_per_pack"],
+        segments=decided["max_segments_per_pack"],
+        cost=decided["max_cost_per_pack"],
+        lone_room=decided["reserved"] == 0,
+    )
+    return measurer

@@ -139,7 +139,14 @@ class ShardPacker:
     def _settings(self, number: int) -> dict[str, Any]:
         first, stop = self._span(number)
         facts = self.facts
-        return {"store": facts.store, "media": facts.media, "first": first, "stop": stop, **facts.encoder}
+        return {
+            "store": facts.store,
+            "media": facts.media,
+            "first": first,
+            "stop": stop,
+            "padded_rows": facts.padded_rows,
+            **facts.encoder,
+        }
 
     def _planned_packs(self, first: int, stop: int) -> Iterator[PlannedPack]:
         for start in range(first, stop, AT_ONCE):

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, glm46v, internvl, pixtral
+from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
 from test_planned_loader import digests, planned
 
 from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
@@ -232,7 +232,7 @@ def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(datas
     )
     before = uuid.read_text()
     uuid.write_text("another")
-    with pytest.raises(UserError, match="changed since .* was packed with --media reference"):
+    with pytest.raises(UserError, match=r"changed since .* was packed with --media reference"):
         list(open_loader(runs["tokens"]))
     uuid.write_text(before)
     check_same(expected, list(open_loader(runs["tokens"])))

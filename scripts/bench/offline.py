@@ -1,4 +1,4 @@
-"""Benchmarks of the offline road, part by part; see `bench.offline_plan` and `bench.offline_resume`."""
+"""Benchmarks of the offline road, part by part; see the modules ``bench.offline_PART``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-PARTS = ("plan", "resume")
+PARTS = ("plan", "pack", "loader", "resume")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

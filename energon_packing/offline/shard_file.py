@@ -3,7 +3,7 @@
 ::
 
     records, each at a multiple of 64 bytes | table, int64 [records + 1] | facts, JSON | 8 bytes: length of the facts
-    | 32 bytes: SHA-256 of all before the table | 8 bytes: MAGIC
+    | 32 bytes: SHA-256 of all before them | 8 bytes: MAGIC
 
 A record is read by its number: 8 bytes of the table at least, and the record. No other byte of the file is touched.
 """
@@ -66,9 +66,10 @@ class ShardWriter:
             OSError: the disk is full or read-only.
         """
         said = json.dumps(facts, sort_keys=True).encode()
-        self._file.write(np.asarray(self._places, dtype="<i8").tobytes())
-        self._file.write(said)
-        self._file.write(len(said).to_bytes(8, "little") + self._digest.digest() + MAGIC)
+        for part in (np.asarray(self._places, dtype="<i8").tobytes(), said, len(said).to_bytes(8, "little")):
+            self._digest.update(part)
+            self._file.write(part)
+        self._file.write(self._digest.digest() + MAGIC)
 
 
 class ShardFile:
@@ -140,8 +141,9 @@ class ShardFile:
         return digest_of(self._chunks())
 
     def _chunks(self) -> Iterator[bytes]:
-        for at in range(0, self._table_at, _CHUNK):
-            yield os.pread(self._descriptor, min(_CHUNK, self._table_at - at), at)
+        end = self.bytes - 32 - len(MAGIC)
+        for at in range(0, end, _CHUNK):
+            yield os.pread(self._descriptor, min(_CHUNK, end - at), at)
 
     def close(self) -> None:
         """Closes the file; records that were read stay."""

@@ -140,10 +140,10 @@ def run(kinds: Sequence[str], samples: dict[str, int], seq_length: int, repeat: 
                 if done.returncode:
                     raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
                 found[way].append(json.loads(done.stdout.splitlines()[-1]))
-            rates = {
-                name: {way: statistics.median(each["packs"] / each[name] for each in runs) for way, runs in found.items()}
+            seconds, cpu = (
+                {way: statistics.median(each["packs"] / each[name] for each in runs) for way, runs in found.items()}
                 for name in ("seconds", "cpu_seconds")
-            }
+            )
             for way, runs in found.items():
                 size = sum(file.stat().st_size for file in (place / way).glob("*.bin")) if way in STORED else 0
                 yield {
@@ -152,14 +152,14 @@ def run(kinds: Sequence[str], samples: dict[str, int], seq_length: int, repeat: 
                     "packs": runs[0]["packs"],
                     "samples": runs[0]["samples"],
                     "tokens": runs[0]["tokens"],
-                    "packs_per_second": round(rates["seconds"][way], 1),
-                    "packs_per_cpu_second": round(rates["cpu_seconds"][way], 1),
+                    "packs_per_second": round(seconds[way], 1),
+                    "packs_per_cpu_second": round(cpu[way], 1),
                     "bytes_per_token": round(size / runs[0]["tokens"], 2),
                     "restart_seconds": max((each["restart_seconds"] for each in runs), default=None)
                     if way != "online"
                     else None,
-                    "of_online": round(rates["cpu_seconds"][way] / rates["cpu_seconds"]["online"], 2),
-                    "of_online_by_clock": round(rates["seconds"][way] / rates["seconds"]["online"], 2),
+                    "of_online": round(cpu[way] / cpu["online"], 2),
+                    "of_online_by_clock": round(seconds[way] / seconds["online"], 2),
                     "reach": REACH[kind].get(way),
                 }
 

@@ -1,0 +1,323 @@
+"""``pack`` and ``verify`` as commands: nothing half written, whoever kills, shares or damages what."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from forking_python import quick_python
+from ranks_environment import ranks_environment
+from test_planned_loader import planned
+
+from energon_packing.cli.main import cli
+from energon_packing.errors import UserError
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.packed import PackedFacts
+from energon_packing.offline.shard_file import ShardFile, ShardWriter
+from energon_packing.offline.stored_pack import StoredPack
+from energon_packing.offline.verify import VerifyConfig, verify
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+
+@pytest.fixture(scope="module")
+def plan_of(dataset, run_of, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pack")
+    return planned(run_of(dataset), dataset, folder)
+
+
+def options(run, out, **more):
+    return PackConfig(**({"plan": Path(run.data.path), "out": out, "workers": 0, "shard_packs": 2} | more))
+
+
+@pytest.fixture(scope="module")
+def whole(plan_of, tmp_path_factory):
+    """Two packs in a shard, with copied media, packed by one command that nobody stopped."""
+    out = tmp_path_factory.mktemp("whole") / "packed"
+    report = pack(options(plan_of, out, media="copy"))
+    assert report.packed == len(report.facts.firsts) > 5
+    return out
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "copied")
+    return tmp_path / "copied"
+
+
+def contents(directory):
+    """Name -> digest of every file, leftovers included; the lock holds nothing."""
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.iterdir())
+        if path.name != ".lock"
+    }
+
+
+def command(run, out, *more):
+    words = ["-m", "energon_packing.cli.main", "pack", str(run.data.path), "--out", str(out), "--media", "copy"]
+    return [quick_python(), *words, "--shard-packs", "2", "--json", *more]
+
+
+def invoke(*words):
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+def test_a_second_pack_does_nothing_and_ranks_share_the_shards(plan_of, whole, tmp_path):
+    before = contents(whole)
+    report = pack(options(plan_of, whole, media="copy"))
+    assert (report.packed, report.missing) == (0, 0)
+    assert report.reused == len(report.facts.shards)
+    assert contents(whole) == before
+    out = tmp_path / "packed"
+    reports = [pack(options(plan_of, out, media="copy", rank=rank, world_size=3)) for rank in (2, 0, 1)]
+    assert [bool(each.missing) for each in reports] == [True, True, False]
+    assert sum(each.packed for each in reports) == len(reports[-1].facts.shards)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
+def test_a_pack_that_is_killed_anywhere_continues_and_ends_as_if_it_had_not_been(seed, plan_of, whole, tmp_path):
+    drawn = random.Random(seed)
+    out = tmp_path / "packed"
+    kills = 0
+    for _ in range(50):
+        process = subprocess.Popen(
+            command(plan_of, out, "--workers", "2"),
+            env=ranks_environment(),
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        # Counted from the first file, so that the kill meets the packing and not the start of the program.
+        while process.poll() is None and not (out / "packed.json").exists():
+            time.sleep(0.01)
+        if kills < 4:
+            time.sleep(drawn.uniform(0, 0.4))
+            kills += process.poll() is None
+            process.kill()
+        output, _ = process.communicate()
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL
+    assert process.returncode == 0
+    assert kills
+    assert contents(out) == contents(whole)
+    assert json.loads(output)["shards"]["missing"] == 0
+
+
+def test_two_commands_at_once_share_the_shards(plan_of, whole, tmp_path):
+    out = tmp_path / "packed"
+    both = [
+        subprocess.Popen(command(plan_of, out, "--workers", "0"), env=ranks_environment(), stdout=subprocess.PIPE)
+        for _ in range(2)
+    ]
+    reports = [json.loads(process.communicate()[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all(each["shards"]["missing"] == 0 for each in reports)
+    assert contents(out) == contents(whole)
+
+
+def test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes(
+    plan_of, whole, dataset, run_of, tmp_path
+):
+    before = contents(whole)
+    other = planned(run_of(dataset), dataset, tmp_path, seed=5)
+    for arguments, said in (
+        ((other.data.path, "--media", "copy", "--shard-packs", 2), "holds other packs: plan is"),
+        ((plan_of.data.path, "--shard-packs", 2), "holds other packs: media is 'copy', now it would be 'reference'"),
+        ((plan_of.data.path, "--media", "copy"), "holds other packs: "),
+    ):
+        done = invoke("pack", *arguments, "--out", whole, "--workers", 0)
+        assert done.exit_code == 2
+        assert said in done.output
+        assert "choose another --out, or delete the directory" in done.output
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("")
+    done = invoke("pack", plan_of.data.path, "--out", tmp_path / "other", "--workers", 0)
+    assert (done.exit_code, "is no packed directory (it has thesis.tex)" in done.output) == (2, True)
+    done = invoke("pack", plan_of.data.path, "--out", tmp_path / "p", "--store", "pixels", "--media", "copy")
+    assert (done.exit_code, "--store pixels holds the rendered media" in done.output) == (2, True)
+    assert contents(whole) == before
+
+
+def test_a_source_that_is_missing_or_changed_is_refused_by_name_and_no_half_shard_is_left(dataset, run_of, tmp_path):
+    data = tmp_path / "data"
+    shutil.copytree(dataset, data)
+    run = planned(run_of(data), data, tmp_path)
+    tar = next(data.rglob("train-000001.tar"))
+    content = tar.read_bytes()
+    tar.unlink()
+    out = tmp_path / "packed"
+    with pytest.raises(UserError, match=r"train-000001\.tar, a shard of the plan, is missing"):
+        pack(options(run, out))
+    assert not [name for name in contents(out) if name.startswith(".")]
+    with pytest.raises(UserError, match="is not complete; run 'energon-packing pack' again"):
+        open_loader(_on(run, out))
+    tar.write_bytes(content + b"\0" * 512)
+    with pytest.raises(UserError, match=r"train-000001\.tar changed since it was measured"):
+        pack(options(run, out))
+    tar.write_bytes(content)
+    report = pack(options(run, out))
+    assert report.missing == 0
+    fresh = tmp_path / "fresh"
+    pack(options(run, fresh))
+    assert contents(out) == contents(fresh)
+
+
+def _on(run, path):
+    import dataclasses
+
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+
+
+def test_a_full_disk_and_a_read_only_place_are_one_sentence_and_nothing_half_written(plan_of, whole, tmp_path):
+    out = tmp_path / "packed"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    largest = max(path.stat().st_size for path in whole.glob("*.bin"))
+    assert largest > max((whole / name).stat().st_size for name in ("packed.json", "plan.parquet"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, before[1]))  # no file may be as large as the largest shard
+    try:
+        done = invoke("pack", plan_of.data.path, "--out", out, "--media", "copy", "--shard-packs", 2, "--workers", 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2
+    assert "cannot be written (File too large)" in done.output
+    assert "it continues with the shards that are missing" in done.output
+    there = contents(out)
+    assert not [name for name in there if name.startswith(".")]
+    expected = contents(whole)
+    assert {name: there[name] for name in there if name.startswith("shard")}.items() <= expected.items()
+    assert (
+        invoke("pack", plan_of.data.path, "--out", out, "--media", "copy", "--shard-packs", 2, "--workers", 0).exit_code
+        == 0
+    )
+    assert contents(out) == expected
+    done = invoke("pack", plan_of.data.path, "--out", "/proc/packed", "--workers", 0)
+    assert (done.exit_code, "/proc/packed cannot be written" in done.output) == (2, True)
+
+
+def test_what_is_whole_is_verified_and_every_flipped_byte_is_found(copied):
+    done = invoke("verify", copied, "--share", 0.3)
+    assert done.exit_code == 0, done.output
+    assert "all as planned" in done.output
+    drawn = random.Random(1)
+    for path in sorted(copied.glob("*.bin")):
+        content = path.read_bytes()
+        if not content:
+            continue
+        at = drawn.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << drawn.randrange(8))]) + content[at + 1 :])
+        findings = verify(VerifyConfig(directory=copied, share=0)).findings
+        assert [finding.shard for finding in findings] == [int(path.stem[-5:])], f"byte {at} of {path.name}"
+        assert path.name in findings[0].what
+        path.write_bytes(content)
+    assert not verify(VerifyConfig(directory=copied, share=0)).findings
+
+
+def test_a_shard_that_is_cut_off_or_gone_is_named_and_packed_again_after_it_is_deleted(plan_of, whole, copied):
+    first, second = copied / "shard-00001.bin", copied / "media-00003.bin"
+    first.write_bytes(first.read_bytes()[:-100])
+    second.unlink()
+    done = invoke("verify", copied, "--share", 0, "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.output)["findings"]
+    assert [(each["shard"], each["pack"]) for each in found] == [(1, None), (3, None)]
+    assert "delete it and run 'energon-packing pack' again" in found[0]["what"]
+    run = _on(plan_of, copied)
+    with pytest.raises(UserError, match=r"shard-00001\.bin is damaged"):
+        list(open_loader(run))
+    with pytest.raises(UserError, match=r"shard-00001\.bin is damaged"):
+        pack(options(plan_of, copied, media="copy"))
+    first.unlink()
+    with pytest.raises(UserError, match=r"shard-00001\.bin cannot be opened"):
+        list(open_loader(run))
+    report = pack(options(plan_of, copied, media="copy"))
+    assert report.packed == 2
+    assert contents(copied) == contents(whole)
+
+
+def changed(directory, number, change):
+    """Writes a shard anew with a record changed, so that all checksums are right."""
+    path = directory / f"shard-{number:05}.bin"
+    shard = ShardFile(path)
+    records = [StoredPack.from_bytes(shard.record(at)) for at in range(shard.packs)]
+    path.unlink()
+    with ShardWriter(path) as writer:
+        for at, record in enumerate(records):
+            writer.add((change(record) if at == 1 else record).to_bytes())
+        writer.finish(shard.facts)
+    entry = ShardFile(path)
+    manifest = json.loads((directory / "packed.json").read_text())
+    manifest["shards"][number] |= {"checksum": entry.checksum, "bytes": entry.bytes}
+    (directory / "packed.json").write_text(json.dumps(manifest))
+
+
+def test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field(copied):
+    import dataclasses
+
+    import torch
+
+    assert PackedFacts.read(copied).packs_of(2) == 2
+    first = PackedFacts.read(copied).firsts[2]
+    keys = []
+
+    def other_token(record):
+        keys.extend(record.batch.sample_keys)
+        tokens = record.batch.tokens.clone()
+        tokens[0, 0] += 1
+        return dataclasses.replace(record, batch=dataclasses.replace(record.batch, tokens=tokens))
+
+    changed(copied, 2, other_token)
+    assert not verify(VerifyConfig(directory=copied, share=0)).findings
+    (finding,) = verify(VerifyConfig(directory=copied, share=1)).findings
+    assert (finding.shard, finding.pack) == (2, first + 1)
+    assert f"tokens of sample {keys[0]}: " in finding.what
+
+    def other_boundary(record):
+        padding = torch.zeros_like(record.batch.padding_mask)
+        padding[0, -1] = True
+        return dataclasses.replace(record, batch=dataclasses.replace(record.batch, padding_mask=padding))
+
+    changed(copied, 2, other_boundary)
+    (finding,) = verify(VerifyConfig(directory=copied, share=0)).findings
+    assert finding.pack == first + 1
+    assert finding.what.startswith("padding_")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "is not a manifest of format 1"),
+        ({"plan": "another"}, "is not the plan that"),
+        ({"firsts": [0, 9999]}, "is damaged"),
+        ({"firsts": []}, "is damaged"),
+        ({"store": "floats"}, "is damaged"),
+        ({"shards": [{"number": 0}]}, "is damaged"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_manifest_that_cannot_be_is_refused_by_verify_and_by_the_loader(change, said, plan_of, copied):
+    file = copied / "packed.json"
+    text = file.read_text()
+    file.write_text(text[:-50] if change is None else json.dumps(json.loads(text) | change))
+    done = invoke("verify", copied)
+    assert (done.exit_code, said in done.output) == (2, True), done.output
+    with pytest.raises(UserError, match=said):
+        open_loader(_on(plan_of, copied))
+
+
+def test_what_is_no_packed_directory_is_refused_by_verify(tmp_path):
+    done = invoke("verify", tmp_path)
+    assert (done.exit_code, "is not a packed directory" in done.output) == (2, True)
+    assert os.listdir(tmp_path) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -12,6 +13,7 @@ MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def inside(root: Path, name: str) -> Path:
     """The path of a shard that a file of ours names.
 

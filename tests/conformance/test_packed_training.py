@@ -1,0 +1,99 @@
+"""Bridge's train loop on the same packs three ways: from a plan, from packed tokens, and from packed pixels."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import bridge_ranks
+import pytest
+
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge_cpu import stand_ins
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.planner import make_plan
+
+if not stand_ins.needed():
+    pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
+
+STEPS, GLOBAL_BATCH, SAVED_AT, PACKS = 20, 2, 10, 14
+WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run from the plan, one from each packed directory, and one that begins on the plan and ends on packed tokens
+    with twice as many ranks."""
+    folder = tmp_path_factory.mktemp("packed-training")
+    source = make_data(folder / "made", conversations=80, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
+    encoder = EncoderConfig(
+        processor=str(processor_path("qwen3_vl")),
+        min_pixels=32 * 32,
+        video_min_pixels=32 * 32,
+        max_pixels=64 * 64,
+        video_max_pixels=64 * 64,
+    )
+    run = RunConfig(
+        data=DataConfig(path=str(folder / "data")),
+        encoder=encoder,
+        packing=PackingConfig(seq_length=bridge_ranks.SEQ_LENGTH, drop_budget=1.0),
+        parallel=ParallelConfig(context_parallel=2),
+        plan=PlanConfig(max_data_parallel=4, seed=1),
+    )
+    measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
+    make_plan([folder / "index"], run, folder / "plan.parquet")
+    for way, settings in WAYS.items():
+        pack(PackConfig(plan=folder / "plan.parquet", out=folder / way, workers=0, shard_packs=5, **settings))
+    weights = str(folder / "weights")
+    common = {"weights": weights, "steps": STEPS, "global_batch": GLOBAL_BATCH}
+
+    def on(path):
+        return {"dataset": {"path": str(folder / path), "validation_path": str(folder / "data"), "num_workers": 1}}
+
+    runs = [{"name": "weights", "steps": 1, "save": weights, "save_interval": 1}]
+    runs += [{"name": "planned", **on("plan.parquet"), **common}]
+    runs += [{"name": way, **on(way), **common} for way in WAYS]
+    saved = {"save": str(folder / "legs"), "save_interval": SAVED_AT}
+    runs += [{"name": "begun", **on("plan.parquet"), **common, **saved, "kill_after": SAVED_AT + 1}]
+    runs += [{"name": "ended", **on("tokens"), **common, **saved, "world": 2}]
+    bridge_ranks.launch(runs, folder, folder / "data", timeout=850)
+    return folder
+
+
+def report(folder, name, world=1):
+    found = bridge_ranks.reports(folder, name, world)
+    for each in found:
+        assert each["error"] is None, each["error"][2]
+    return found
+
+
+def trained(reports):
+    """Digests of the training packs of each step, over the data-parallel ranks in order."""
+    each = [[pack["digest"] for pack in found["packs"] if not pack["validation"]] for found in reports]
+    return [digest for step in zip(*each, strict=True) for digest in step]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_twenty_steps_have_the_same_packs_and_the_same_losses_whatever_is_read(way, folder):
+    (planned,), (packed,) = report(folder, "planned"), report(folder, way)
+    assert len(planned["losses"]) == STEPS
+    assert trained([packed]) == trained([planned])
+    assert len(set(trained([planned]))) == PACKS  # which repeat, as the plan has one epoch of them
+    assert packed["losses"] == planned["losses"]
+
+
+def test_a_run_that_began_on_the_plan_ends_on_packed_tokens_with_other_ranks(folder):
+    (whole,) = report(folder, "planned")
+    ended = report(folder, "ended", 2)
+    assert trained(ended) == trained([whole])[SAVED_AT * GLOBAL_BATCH :]
+    assert ended[0]["losses"] == pytest.approx(whole["losses"][SAVED_AT:], abs=2e-4)

@@ -84,6 +84,10 @@ class DataConfig:
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
     (docs/bench.md). Takes effect with glibc only."""
+    accept_changed: tuple[str, ...] = ()
+    """What may differ between a restored loader state and this run, by the names in the message that refuses it, such
+    as ``encoder.max_pixels`` or ``data set``; a section's name stands for all its settings. ``missing_state`` lets a
+    run that continues begin its data anew. docs/resume.md says what is then still exact."""
 
     @property
     def depth(self) -> int:

@@ -167,10 +167,11 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         accounts: HookAccounts,
         fingerprint: dict[str, Any],
         worker_config: WorkerConfig,
+        accept_changed: Sequence[str] = (),
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.accounts = accounts
-        self.fingerprint = fingerprint
+        self.fingerprint, self.accept_changed = fingerprint, tuple(accept_changed)
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -216,7 +217,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         Raises:
             ConfigError: the state was saved with different settings.
         """
-        check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
+        check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         super().restore_state(state)
         self._restored = state
 
@@ -240,6 +241,7 @@ def disjoint_buffers(
     accounts: HookAccounts,
     fingerprint: dict[str, Any],
     worker_config: WorkerConfig,
+    accept_changed: Sequence[str] = (),
 ) -> AccountedPacks:
     """Builds Energon's packing of disjoint buffers, with every lost sample accounted for.
 
@@ -248,6 +250,7 @@ def disjoint_buffers(
         buffer_size: Energon's ``packing_buffer_size``.
         accounts: the hooks.
         fingerprint: names and values that a saved state must match.
+        accept_changed: names of these that may differ.
 
     Raises:
         ConfigError: a buffer size below 1.
@@ -269,6 +272,7 @@ def disjoint_buffers(
         packed,
         accounts=accounts,
         fingerprint={**fingerprint, "packing_buffer_size": buffer_size},
+        accept_changed=accept_changed,
         worker_config=worker_config,
     )
 

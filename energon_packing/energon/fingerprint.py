@@ -1,22 +1,137 @@
-"""Refuses to resume from a loader state that was saved with different settings; the message names the setting."""
+"""What a loader state must match: every setting of a run but those that are named here, and what the data are.
+
+`settings_of` takes every field of a section, so a new one is in the fingerprint unless somebody adds it to `FREE` or
+`BY_CONTENT`. ``tests/energon/test_fingerprint.py`` changes each field in turn and compares the streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from energon_packing.config import to_mapping
 from energon_packing.errors import ConfigError
 
+FREE = frozenset(
+    {
+        # How packs are made ready, and how freed memory is used.
+        *("data.packs_ahead", "data.keep_memory"),
+        # How a state is compared, when a run stops, and where it writes.
+        *("data.accept_changed", "packing.drop_budget", "packing.max_drops_without_pack", "packing.ledger"),
+        # Whether code of a processor may run; what it makes is in the encoder's own fingerprint.
+        "encoder.trust_remote_code",
+        # The devices of the models of text to video.
+        "encoder.device",
+    }
+)
+"""Settings that cannot change a pack."""
 
-def check_fingerprint(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+BY_CONTENT = {
+    "data.path": "data set",
+    "data.split": "split",
+    "data.workers": "workers",
+    "encoder.processor": "tokenizer",
+    "encoder.chat_template": "chat_template",
+    "encoder.family": "family",
+    "encoder.pixels": "pixels",
+    "encoder.vae": "latent encoder",
+    "encoder.text_encoder": "caption encoder",
+    **dict.fromkeys(
+        (
+            *("parallel.tensor_parallel", "parallel.context_parallel", "parallel.sequence_parallel"),
+            *("parallel.eval_context_parallel", "parallel.pipeline_parallel", "parallel.expert_parallel"),
+            *("parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"),
+        ),
+        "multiple",
+    ),
+}
+"""Settings that name something, with the entry of the fingerprint that says what it was."""
+
+READERS = ("ranks", "workers")
+"""Entries that nobody can accept as changed: Energon's states hold one part per reader."""
+
+
+def settings_of(section: str, config: Any, *, left_out: Collection[str] = ()) -> dict[str, str]:
+    """Every field of a section by its dotted name, as JSON, without `FREE` and `BY_CONTENT`.
+
+    Args:
+        section: name of the section.
+        config: its frozen dataclass.
+        left_out: further dotted names, which the caller states in its own way.
+    """
+    skipped = {*FREE, *BY_CONTENT, *left_out}
+    values = {f"{section}.{name}": value for name, value in to_mapping(config).items()}
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in skipped}
+
+
+def check_fingerprint(
+    saved: Any, own: Mapping[str, Any], accepted: Sequence[str] = (), *, where: str = "The saved loader state"
+) -> list[str]:
     """Compares the settings of a saved state with those of this run.
 
+    Args:
+        saved: fingerprint of the state.
+        own: of this run.
+        accepted: names that may differ (``data.accept_changed``); a section stands for all its settings, and
+            ``data set`` for all data sets of a blend.
+        where: what the message calls the state.
+
+    Returns:
+        A line with both values for each accepted difference.
+
     Raises:
-        ConfigError: a setting differs; the message names the first one in alphabetical order, with both values.
+        ConfigError: a setting differs; the message names the first one in alphabetical order, with both values. Or one
+            was accepted whose change leaves nothing to restore.
     """
-    for name in sorted(saved.keys() | own.keys()):
-        if saved.get(name) != own.get(name):
+    if not isinstance(saved, Mapping):
+        raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
+    for name in READERS:
+        if name in accepted and saved.get(name) != own.get(name):
             raise ConfigError(
-                f"The saved loader state was made with {name}={saved.get(name)!r}, but this run has "
-                f"{own.get(name)!r}; restore the setting, or start the data over."
+                f"data.accept_changed names {name!r}, but {where[0].lower()}{where[1:]} has one part per reader of "
+                f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
+                "(docs/offline.md), whose state fits any number."
             )
+    lines = []
+    for name in sorted(saved.keys() | own.keys()):
+        if saved.get(name) == own.get(name):
+            continue
+        if not any(name == each or name.startswith((f"{each}.", f"{each} ")) for each in accepted):
+            raise ConfigError(f"{where} was {_difference(name, saved, own)}; {_way_out(name)}, or start the data over.")
+        lines.append(_difference(name, saved, own))
+    return lines
+
+
+def _difference(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    made = f"made with {name}={_shown(saved[name])}" if name in saved else f"made without any {name}"
+    return f"{made}, but this run has {_shown(own[name]) if name in own else 'none'}"
+
+
+def _way_out(name: str) -> str:
+    if name == "rank":
+        return "give each data-parallel rank the state that it saved"
+    if name in READERS:
+        return "restore the number"
+    # A comma would end the element of a list on the command line.
+    return f"restore it, set data.accept_changed=[{json.dumps(name)}] to go on regardless (docs/resume.md)"
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def tell_of_accepted(lines: Sequence[str]) -> None:
+    """Warns about what differs between a restored state and its run.
+
+    Args:
+        lines: of `check_fingerprint`.
+    """
+    if lines:
+        warnings.warn(
+            f"A loader state was restored that was {'; '.join(lines)} (data.accept_changed). From here on packs differ "
+            "from those of an uninterrupted run; docs/resume.md says what is still exact.",
+            stacklevel=3,
+        )

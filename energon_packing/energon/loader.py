@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
+import dataclasses
+import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
+from energon_packing.energon.data_identity import data_identity
 from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -26,6 +28,7 @@ FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
 sample."""
 NEXT_PACK_SECONDS = 300
+STATE_FORMAT = "energon_packing loader 2"
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
@@ -38,6 +41,8 @@ class PackLoader(LoaderBase):
         epoch_end, padding, agree, group, capacity: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
+        fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
+        accept_changed: names of it that may differ, see ``data.accept_changed``.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class PackLoader(LoaderBase):
         capacity: int | None = None,
         keep_memory: bool = True,
         ahead: int = 0,
+        fingerprint: Mapping[str, Any] | None = None,
+        accept_changed: Sequence[str] = (),
     ) -> None:
         super().__init__(
             world_size=dataset.worker_config.world_size,
@@ -77,6 +84,7 @@ class PackLoader(LoaderBase):
         if keep_memory:
             in_workers(self._loader)
         self._started = False
+        self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 
     def _own_packs(self) -> Iterator[Pack]:
         iterator = iter(self._loader)
@@ -99,7 +107,12 @@ class PackLoader(LoaderBase):
         """
         if not self._started:
             raise PackingError("the loader has no state before its first pack; read a pack first")
-        return self._loader.save_state_rank()
+        return self._state_of(self._loader)
+
+    def _state_of(self, loader: Any) -> dict[str, Any]:
+        # A copy: without workers, Energon hands out lists that it goes on using.
+        loaded = copy.deepcopy(loader.save_state_rank())
+        return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": loaded}
 
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since.
@@ -113,7 +126,7 @@ class PackLoader(LoaderBase):
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
         then = copy.copy(self._loader)
         then._worker_sample_counters = list(self._loader._worker_sample_counters)
-        return then.save_state_rank
+        return functools.partial(self._state_of, then)
 
     def share_unpinned(self) -> None:
         """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
@@ -121,8 +134,44 @@ class PackLoader(LoaderBase):
         self._loader.pin_memory = False
 
     def restore_state(self, state: Any) -> None:
-        """Continues after the pack at which ``state`` was saved; call before iterating."""
-        self._loader.restore_state_rank(state)
+        """Continues after the pack at which ``state`` was saved; call before iterating. The state stays as it is, so it
+        can be restored again.
+
+        Raises:
+            ConfigError: it is not the state of such a loader, it is damaged, or it was saved with other settings, data
+                or readers; the first difference is named with both values.
+
+        Warns:
+            UserWarning: it differs in what ``data.accept_changed`` names.
+        """
+        if not (isinstance(state, Mapping) and state.get("format") == STATE_FORMAT and "loader" in state):
+            raise ConfigError(
+                f"The loader state is {_kind_of(state)}, not what a loader of this version saved; give the state of "
+                "this run, or start the data over."
+            )
+        differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
+        loaded = copy.deepcopy(state["loader"])  # Energon keeps parts of it and changes them
+        parts = getattr(loaded, "worker_states", None)
+        if not isinstance(parts, list) or len(parts) != max(self._loader.num_workers, 1):
+            raise ConfigError("The loader state is damaged: it lacks the parts of its workers; start the data over.")
+        try:
+            self._loader.restore_state_rank(loaded)
+        except (UserError, PackingError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"The loader state cannot be restored ({type(error).__name__}: {error}): it is damaged, or was saved "
+                "by another version of Energon; start the data over."
+            ) from error
+        tell_of_accepted(differs)
+
+
+def _kind_of(state: Any) -> str:
+    """What somebody handed over in place of a state."""
+    if isinstance(state, Mapping):
+        made = state.get("format")
+        return f"one of format {made!r}" if isinstance(made, str) else f"a mapping of {len(state)} other entries"
+    return "empty" if state is None else f"a {type(state).__name__}"
 
 
 def build_dataset(
@@ -203,7 +252,10 @@ def build_loader(
     if not config.data.path:
         raise ConfigError(NO_PATH)
     if task_encoder is None:
-        task_encoder = build_task_encoder(config)
+        split = arguments.get("split") or config.data.split
+        task_encoder = build_task_encoder(
+            dataclasses.replace(config, data=dataclasses.replace(config.data, split=split))
+        )
     dataset = build_dataset(config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, **arguments)
     return PackLoader(
         dataset,
@@ -215,6 +267,8 @@ def build_loader(
         capacity=task_encoder.capacity,
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
+        fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),
+        accept_changed=config.data.accept_changed,
     )
 
 
@@ -224,26 +278,30 @@ def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
     Raises:
         ConfigError: the processor or a size cannot be used.
     """
-    return PackingTaskEncoder(config.encoder, config.packing, config.parallel, fingerprint=data_fingerprint(config))
+    return PackingTaskEncoder(
+        config.encoder,
+        config.packing,
+        config.parallel,
+        fingerprint=functools.partial(data_fingerprint, config),
+        accept_changed=config.data.accept_changed,
+    )
 
 
 def data_fingerprint(config: RunConfig) -> dict[str, Any]:
-    """Returns what identifies the data and their order: shard counts of the data set, split, shuffle buffer, seed."""
-    digest = hashlib.sha256()
-    root = Path(config.data.path)
-    for file in sorted(
-        [*root.glob(".nv-meta/.info.json"), *root.glob("*/.nv-meta/.info.json"), *root.glob("dataset.yaml")]
-    ):
-        digest.update(file.read_bytes())
-    if root.is_file() and root.suffix in (".yaml", ".yml"):  # a plan has an id of its own
-        digest.update(root.read_bytes())
-    return {
-        "data": digest.hexdigest()[:16],
-        "split": config.data.split,
-        "shuffle_buffer": config.data.shuffle_buffer,
-        "seed": config.data.seed,
-        "repeat": config.data.repeat,
-    }
+    """Returns what identifies the data and their order: every setting of ``data`` that can change a pack, and what the
+    data sets are, see `data_identity`.
+
+    Raises:
+        UserError: there is no data set at ``data.path``, or it cannot be read.
+    """
+    data = config.data
+    settings = {"split": data.split, **settings_of("data", data)}
+    try:
+        return settings | data_identity(data.path, data.split)
+    except OSError as error:
+        raise UserError(
+            f"The data set {data.path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.energon import Cooker, WorkerConfig, stateless
 
 from energon_packing import thd
-from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, ParallelConfig
+from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
@@ -30,6 +30,7 @@ from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
 from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers, needs_dummy
+from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.lowered_limits import lower_limits
 from energon_packing.energon.samples import (
@@ -62,7 +63,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
         processor: an already loaded processor; None loads ``encoder.processor``.
         cookers: for data sets that ``convert`` did not write; they are tried before our own. A cooker returns a
             `ConversationSample`.
-        fingerprint: further names and values that a saved state must match.
+        fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
+            is built.
+        accept_changed: names that a restored state may differ in, see ``data.accept_changed``.
 
     Raises:
         ConfigError: the processor cannot be used, or ``seq_length`` is not a multiple of the alignment.
@@ -81,9 +84,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
         *,
         processor: Any = None,
         cookers: Sequence[Cooker[Any]] = (),
-        fingerprint: dict[str, Any] | None = None,
+        fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
+        accept_changed: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self.accept_changed = tuple(accept_changed)
         self.packing = packing
         self.multiple = (parallel or ParallelConfig()).multiple
         if packing.seq_length % self.multiple:
@@ -113,30 +118,20 @@ class PackingTaskEncoder(WindowTaskEncoder):
         )
         self.cookers = (*cookers, RECORD_COOKER)
         self._of_datasets = DatasetLimits(packing)
-        self._extra_fingerprint = dict(fingerprint or {})
+        self._extra_fingerprint = fingerprint or {}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names and values that a saved loader state must match."""
-        encoders = [encoder.fingerprint() for encoder in self.encoders]
+        """Names and values that a saved loader state must match; see `settings_of`."""
+        found: dict[str, Any] = {}
+        for number, encoder in enumerate(self.encoders, 1):
+            own = {**encoder.fingerprint(), **settings_of("encoder", encoder.config)}
+            found |= own if number == 1 else {f"{name} of encoder {number}": value for name, value in own.items()}
         return {
-            **encoders[0],
-            **{
-                f"{name} of encoder {number}": value
-                for number, found in enumerate(encoders[1:], 2)
-                for name, value in found.items()
-            },
-            "seq_length": self.packing.seq_length,
+            **found,
+            **settings_of("packing", self.packing),
             "multiple": self.multiple,
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
-            "window": self.packing.window,
-            "balance_window": self.packing.balance_window,
-            "oversize": self.packing.oversize,
-            "oversize_split": f"at a {self.packing.split_at}, positions {self.packing.split_positions}",
-            "policy": self.packing.policy,
-            "dummy_image": self.packing.dummy_image,
-            **{name: getattr(self.packing, name) for name in PACK_LIMITS},
-            "position_ids": self.encoder.config.position_ids,
-            **self._extra_fingerprint,
+            **self.extra_fingerprint(),
         }
 
     def aligned(self, measured: AnyMeasured) -> int:
@@ -341,6 +336,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 ledger=functools.partial(self.make_ledger, worker_config),
             ),
             fingerprint=self.loader_fingerprint(worker_config),
+            accept_changed=self.accept_changed,
             worker_config=worker_config,
         )
 

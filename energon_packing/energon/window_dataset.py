@@ -38,6 +38,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         balance_window: number of finished plans that are reordered before emission; 1 keeps the order.
         packer: chooses, renders and assembles the packs, and creates this worker's ledger.
         fingerprint: names and values that a saved state must match.
+        accept_changed: names of these that may differ.
     """
 
     _savable_fields = (
@@ -61,6 +62,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         packer: Packer,
         fingerprint: dict[str, Any],
         worker_config: WorkerConfig,
+        accept_changed: Sequence[str] = (),
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.window = window
@@ -68,6 +70,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.packer = packer
         self._ledger: Ledger | None = None
         self.fingerprint = fingerprint
+        self.accept_changed = tuple(accept_changed)
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -252,7 +255,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         Raises:
             ConfigError: the state was saved with different settings; the first that differs is named with both values.
         """
-        check_fingerprint(state.get("fingerprint", {}), self.fingerprint)
+        check_fingerprint(state.get("fingerprint"), self.fingerprint, self.accept_changed)
         super().restore_state(state)
         self._restored = state
 

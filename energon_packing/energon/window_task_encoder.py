@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from megatron.energon import TaskEncoder, WorkerConfig, stateless
@@ -36,11 +36,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     Attributes:
         packing: the section of the configuration.
         limits: what a pack holds.
+        accept_changed: names of the fingerprint that a restored state may differ in.
     """
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
     packing: PackingConfig | TextToVideoPackingConfig
     limits: PackLimits | ClipLimits
+    accept_changed: tuple[str, ...] = ()
+    _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
     @property
     def capacity(self) -> int:
@@ -50,6 +53,12 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def fingerprint(self) -> dict[str, Any]:
         """Names and values that a saved loader state must match."""
         raise NotImplementedError
+
+    def extra_fingerprint(self) -> dict[str, Any]:
+        """The part of the fingerprint that was handed over; a function is called once."""
+        if callable(self._extra_fingerprint):
+            self._extra_fingerprint = self._extra_fingerprint()
+        return dict(self._extra_fingerprint)
 
     def plan_cost(self, plan: Sequence[Any]) -> float:
         """Cost of the measured samples of one pack."""
@@ -127,9 +136,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         return packed
 
     def loader_fingerprint(self, worker_config: WorkerConfig) -> dict[str, Any]:
-        """Returns `fingerprint` with the number of readers that share the data."""
-        loader = f"{worker_config.world_size} ranks x {worker_config.num_workers} workers"
-        return {**self.fingerprint(), "loader": loader}
+        """Returns `fingerprint` with the reader's own rank, and the number of readers that share the data."""
+        readers = {"rank": worker_config.rank, "ranks": worker_config.world_size, "workers": worker_config.num_workers}
+        return {**self.fingerprint(), **readers}
 
     def windowed(self, dataset: SavableDataset[Any], worker_config: WorkerConfig) -> SavableDataset[Any]:
         """Returns packs from a sliding window over measured samples."""
@@ -139,6 +148,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             balance_window=self.packing.balance_window,
             packer=self,
             fingerprint=self.loader_fingerprint(worker_config),
+            accept_changed=self.accept_changed,
             worker_config=worker_config,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from energon_packing.conversation import Media
+from energon_packing.energon.fingerprint import settings_of
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.media.tensor import read_tensor
 from energon_packing.media.video import decode_frames
@@ -102,11 +102,7 @@ class TextToVideoEncoder:
 
     def fingerprint(self) -> dict[str, Any]:
         """What the rows depend on, by name; a loader state saved with another fingerprint is refused."""
-        settings = {f"encoder.{name}": value for name, value in dataclasses.asdict(self.config).items()}
-        for name in ("encoder.vae", "encoder.text_encoder", "encoder.device"):
-            del settings[name]  # the two models have their own fingerprints, and the device does not count
-        settings["encoder.patch"] = list(self.config.patch)
-        return settings | {
+        return settings_of("encoder", self.config) | {
             "latent encoder": None if self.latent_encoder is None else self.latent_encoder.name,
             "caption encoder": None if self.caption_encoder is None else self.caption_encoder.name,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 from energon_packing.config import PackingConfig, RunConfig
@@ -44,7 +45,7 @@ def build_text_to_video_loader(
             config,
             latent_encoder=latent_encoder,
             caption_encoder=caption_encoder,
-            fingerprint=data_fingerprint(run),
+            fingerprint=functools.partial(data_fingerprint, run),
         )
     dataset = build_dataset(
         run, task_encoder=cast("Any", task_encoder), data_parallel_group=data_parallel_group, **arguments
@@ -59,4 +60,6 @@ def build_text_to_video_loader(
         capacity=task_encoder.capacity,
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
+        fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),
+        accept_changed=config.data.accept_changed,
     )

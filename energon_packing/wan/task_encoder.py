@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron.energon.cache import FileStore
 
 from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
+from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
@@ -92,7 +93,8 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         config: of the run.
         latent_encoder, caption_encoder: models of your own, see `TextToVideoEncoder`.
         cookers: for data sets that ``convert`` did not write; a cooker returns a `TextToVideoSample`.
-        fingerprint: more names and values that a saved state must match.
+        fingerprint: further names and values that a saved state must match, or a function that gives them when a loader
+            is built.
 
     Raises:
         ConfigError: a model cannot be used.
@@ -108,7 +110,7 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
         latent_encoder: LatentEncoder | None = None,
         caption_encoder: CaptionEncoder | None = None,
         cookers: Sequence[Cooker[Any]] = (),
-        fingerprint: dict[str, Any] | None = None,
+        fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.packing, self.multiple = config.packing, config.multiple
@@ -124,24 +126,18 @@ class TextToVideoTaskEncoder(WindowTaskEncoder):
             lone_room=config.encoder.compat == "none",
         )
         self.cookers = (*cookers, TEXT_TO_VIDEO_COOKER)
-        self._extra_fingerprint = dict(fingerprint or {})
+        self._extra_fingerprint = fingerprint or {}
+        self.accept_changed = config.data.accept_changed
 
     def fingerprint(self) -> dict[str, Any]:
         """Names and values that a saved loader state must match."""
-        names = (
-            "seq_length",
-            "window",
-            "balance_window",
-            "oversize",
-            "policy",
-            "max_text_tokens_per_pack",
-            "max_segments_per_pack",
-            "max_cost_per_pack",
-        )
-        settings = {name: getattr(self.packing, name) for name in names}
-        if self.multiple > 1:
-            settings["padding"] = "visible before the last clip"
-        return {**self.encoder.fingerprint(), **settings, "multiple": self.multiple, **self._extra_fingerprint}
+        return {
+            **self.encoder.fingerprint(),
+            **settings_of("packing", self.packing),
+            **({"padding": "visible before the last clip"} if self.multiple > 1 else {}),
+            "multiple": self.multiple,
+            **self.extra_fingerprint(),
+        }
 
     @stateless
     def preencode_sample(self, sample: TextToVideoSample) -> MeasuredClipSample:

@@ -1,0 +1,230 @@
+"""Every setting of a run, changed in turn: where the stream of packs changes, a state of the old stream is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from energon_packing.config import (
+    DataConfig,
+    EncoderConfig,
+    LimitsConfig,
+    PackingConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.fingerprint import BY_CONTENT, FREE, READERS
+from energon_packing.energon.loader import build_loader
+from energon_packing.errors import ConfigError
+from energon_packing.thd.pixels import finish
+
+full = pytest.mark.full
+PACKS = 14  # more than an epoch of the small data set
+BASE: dict[str, Any] = {
+    "data.workers": 0,
+    "data.shuffle_buffer": 4,
+    "packing.seq_length": 2048,
+    "packing.window": 6,
+    "packing.drop_budget": 1.0,
+}
+MROPE = {"encoder.position_ids": "mrope"}
+SPLIT = {"packing.oversize": "split", "packing.seq_length": 256}
+
+# Each field: another value, what both sides have besides, and whether packs change. A new field needs a row.
+CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
+    "data.path": ("COPY", {}, False),
+    "data.split": ("val", {}, True),
+    "data.workers": (2, {}, True),
+    "data.shuffle_buffer": (5, {}, True),
+    "data.shuffle_over_epochs": (2, {}, True),
+    "data.repeat": (False, {}, True),
+    "data.epoch_end": ("pad", {"data.repeat": False}, False),  # one rank has nobody to wait for
+    "data.seed": (1, {}, True),
+    "data.packs_ahead": (5, {}, False),
+    "data.keep_memory": (False, {}, False),
+    "data.accept_changed": (("encoder",), {}, False),
+    "encoder.processor": ("qwen3_vl", {}, True),
+    "encoder.family": ("qwen2_5_vl", {}, False),  # what ``auto`` found
+    "encoder.modality": ("text", {}, True),
+    "encoder.chat_template": ("chatml", {}, True),
+    "encoder.thinking": ("trim_empty", {}, False),  # the demo has no empty spans
+    "encoder.train_on": ("all", {}, True),
+    "encoder.train_line_break": ("always", {}, True),
+    "encoder.tool_definitions": ("optional", {}, False),
+    "encoder.loss_weighting": ("sample", {}, True),
+    "encoder.loss_scale": (7, {}, True),
+    "encoder.trust_remote_code": (True, {}, False),
+    "encoder.position_ids": ("mrope", {}, True),
+    "encoder.tokens_per_second": (25, MROPE, True),
+    "encoder.min_pixels": (40_000, {}, True),
+    "encoder.max_pixels": (20_000, {}, True),
+    "encoder.video_min_pixels": (200_000, {"encoder.video_max_pixels": 400_000}, True),
+    "encoder.video_max_pixels": (20_000, {}, True),
+    "encoder.video_fps": (8.0, {}, True),
+    "encoder.video_min_frames": (8, {}, True),
+    "encoder.video_max_frames": (4, {"encoder.video_fps": 8.0}, True),
+    "encoder.pixels": ("bfloat16", {}, True),
+    "encoder.jpeg_scaled_decoding": (1.0, {"encoder.min_pixels": 3136, "encoder.max_pixels": 10_000}, True),
+    "encoder.max_source_pixels": (50_000, {}, True),
+    "encoder.max_decoded_bytes": (200_000, {}, True),
+    "encoder.decode_seconds": (1e-9, {}, True),
+    "encoder.limits.max_images": (0, {}, True),
+    "encoder.limits.max_frames": (3, {}, True),
+    "encoder.limits.max_visual_tokens": (60, {}, True),
+    "encoder.limits.max_tokens": (200, {}, True),
+    "encoder.limits.when_over": (("truncate",), {"encoder.limits.max_tokens": 200}, True),
+    "encoder.limits.min_active_ratio": (0.5, {}, True),
+    "encoder.extra_fields": (("preference",), {}, True),
+    "packing.seq_length": (1024, {}, True),
+    "packing.window": (9, {}, True),
+    "packing.policy": ("next_fit", {}, True),
+    "packing.max_images_per_pack": (1, {}, True),
+    "packing.max_patches_per_pack": (600, {}, True),
+    "packing.max_segments_per_pack": (2, {}, True),
+    "packing.max_cost_per_pack": (1000.0, {}, True),
+    "packing.balance_window": (4, {}, True),
+    "packing.oversize": ("truncate", {"packing.seq_length": 256}, True),
+    "packing.split_at": ("token", SPLIT, True),
+    "packing.split_positions": ("continue", SPLIT, True),
+    "packing.pad_to_max_length": (True, {}, True),
+    "packing.dummy_image": (True, {}, True),
+    "packing.drop_budget": (0.9, {}, False),
+    "packing.max_drops_without_pack": (5000, {}, False),
+    "packing.ledger": ("LEDGER", {}, False),
+    "parallel.tensor_parallel": (2, {"parallel.sequence_parallel": True}, True),
+    "parallel.context_parallel": (2, {}, True),
+    "parallel.pipeline_parallel": (2, {}, False),
+    "parallel.expert_parallel": (2, {}, False),
+    "parallel.sequence_parallel": (True, {"parallel.tensor_parallel": 2}, True),
+    "parallel.eval_context_parallel": (2, {}, True),
+    "parallel.cp_comm_type": ("p2p", {}, False),
+    "parallel.hierarchical_context_parallel_sizes": ((2,), {}, False),
+}
+SECTIONS = {"data": DataConfig, "encoder": EncoderConfig, "packing": PackingConfig, "parallel": ParallelConfig}
+REFUSED = {"encoder.pan_and_scan": True}  # by the family; tests/families/test_gemma3_against_processor.py has its own
+FAST = (
+    *("data.shuffle_over_epochs", "data.workers", "encoder.tokens_per_second", "encoder.max_source_pixels"),
+    *("encoder.max_decoded_bytes", "packing.pad_to_max_length", "packing.window", "packing.ledger", "data.path"),
+)
+"""Fields of the fast tier."""
+SAID_BY_PACKS = ("encoder.family", "encoder.processor", "encoder.chat_template")
+
+
+def fields(section: str, config: type) -> list[str]:
+    found = [f"{section}.{entry.name}" for entry in dataclasses.fields(config)]
+    if config is EncoderConfig:
+        found.remove("encoder.limits")
+        found += [f"encoder.limits.{entry.name}" for entry in dataclasses.fields(LimitsConfig)]
+    return found
+
+
+FIELDS = [name for section, config in SECTIONS.items() for name in fields(section, config)]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A data set of 30 conversations, and its copy."""
+    root = tmp_path_factory.mktemp("fingerprint")
+    source = make_data(root / "raw", conversations=30, seed=5, defects=False)
+    for name in ("data", "copy"):
+        convert(ConvertConfig(sources=(source,), out=root / name, split={"train": 0.8, "val": 0.2}, workers=0))
+    return root
+
+
+def made(root: Any, values: dict[str, Any]) -> RunConfig:
+    """The configuration of dotted names."""
+    values = {"data.path": str(root / "data"), "encoder.processor": "qwen2_5_vl", **BASE, **values}
+    values |= {"data.path": str(root / "copy")} if values["data.path"] == "COPY" else {}
+    values |= {"packing.ledger": str(root / "ledger")} if values.get("packing.ledger") else {}
+    values["encoder.processor"] = str(processor_path(values["encoder.processor"]))
+    limits = {name.split(".")[2]: value for name, value in values.items() if name.startswith("encoder.limits.")}
+
+    def section(name: str) -> dict[str, Any]:
+        return {key.split(".")[1]: value for key, value in values.items() if key.startswith(f"{name}.")}
+
+    encoder = {name: value for name, value in section("encoder").items() if name != "limits"}
+    return RunConfig(
+        data=DataConfig(**section("data")),
+        encoder=EncoderConfig(**encoder, limits=LimitsConfig(**limits)),
+        packing=PackingConfig(**section("packing")),
+        parallel=ParallelConfig(**section("parallel")),
+    )
+
+
+class Streams:
+    """Streams of configurations by their dotted names, each read once."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._known: dict[str, Any] = {}
+
+    def of(self, values: dict[str, Any]) -> tuple[list[str], Any, dict[str, Any]]:
+        """Digests of the first packs, a state, and the fingerprint."""
+        known = json.dumps(values, sort_keys=True, default=str)
+        if known not in self._known:
+            loader = build_loader(made(self.root, values))
+            digests, state = [], None
+            for pack in itertools.islice(loader, PACKS):
+                digests.append(digest(pack))
+                if len(digests) == 2:
+                    state = loader.save_state()
+            self._known[known] = digests, state, state["fingerprint"]
+        return self._known[known]
+
+
+def digest(pack: Any) -> str:
+    """Of everything that a step reads."""
+    batch = pack.batch
+    found = hashlib.sha256(repr((pack.keys, batch.total_tokens)).encode())
+    tensors = {**batch.token_tensors, **finish(batch.visual_inputs or {}, batch.pixel_forms or {})}
+    tensors |= {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_padded": batch.cu_seqlens_padded}
+    for name, value in sorted(tensors.items()):
+        if value is not None:
+            found.update(f"{name}{tuple(value.shape)}".encode() + value.double().numpy().tobytes())
+    return found.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def streams(small: Any) -> Streams:
+    return Streams(small)
+
+
+def test_every_field_has_a_change_here() -> None:
+    assert sorted([*CHANGES, *REFUSED]) == sorted(FIELDS)
+    assert FREE - set(FIELDS) == {"encoder.device"}
+    assert set(BY_CONTENT) - set(FIELDS) == {"encoder.vae", "encoder.text_encoder"}
+    sections = {entry.name for entry in dataclasses.fields(RunConfig)}
+    assert sections - set(SECTIONS) == {"training", "plan"}  # the loader of a data set reads neither
+    assert "not by the loader" in str(TrainingConfig.__doc__)
+
+
+@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=full) for name in CHANGES])
+def test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream(streams: Streams, name: str) -> None:
+    value, besides, changes = CHANGES[name]
+    before, state, old = streams.of(besides)
+    after, _, new = streams.of({**besides, name: value})
+    assert (before != after) == changes, "the table says otherwise"
+    if name in FREE or not (changes or name not in BY_CONTENT):
+        assert old == new
+    else:
+        assert old != new
+        with pytest.raises(ConfigError) as caught:
+            build_loader(made(streams.root, {**besides, name: value})).restore_state(state)
+        told = BY_CONTENT.get(name, "encoder.limits" if ".limits." in name else name)
+        assert f"{told}=" in str(caught.value) or told in READERS or name in SAID_BY_PACKS
+    if name in FREE:
+        assert not changes
+
+
+def test_a_setting_that_a_family_refuses_is_refused_in_any_value(streams: Streams) -> None:
+    for name, value in REFUSED.items():
+        with pytest.raises(ConfigError, match=name):
+            streams.of({name: value})

@@ -51,7 +51,8 @@ def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, 
     except yaml.YAMLError:  # Energon, which reads it next, says what is wrong
         return
     splits = content.get("splits") if isinstance(content, dict) else None
-    chosen = splits.get(split) if isinstance(splits, dict) else content
+    # An inner metadataset may be asked for another split, so all of its splits count.
+    chosen = splits.get(split) if isinstance(splits, dict) and split is not None else content
     for named in _texts(chosen):
         child = _child(place, named)
         if child is not None and str(child) not in seen:

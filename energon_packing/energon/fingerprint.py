@@ -49,6 +49,22 @@ BY_CONTENT = {
 }
 """Settings that name something, with the entry of the fingerprint that says what it was."""
 
+_PIXELS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "pan_and_scan")
+_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
+FOLLOWS: dict[str, tuple[str, ...]] = {
+    **{name: (f"encoder.{name}",) for name in ("train_on", "thinking", "train_line_break", "tool_definitions")},
+    **{name: (f"encoder.{name}",) for name in ("modality", "extra_fields", "jpeg_scaled_decoding", "limits")},
+    "vision_limits": tuple(f"encoder.{name}" for name in (*_PIXELS, *_FRAMES)),
+    **dict.fromkeys(("video_fps", "video_frames", "video_frame_limits"), tuple(f"encoder.{name}" for name in _FRAMES)),
+    "position_ids": ("encoder.position_ids", "encoder.tokens_per_second"),
+    "loss_weighting": ("encoder.loss_weighting", "encoder.loss_scale"),
+    "stop_tokens": ("chat_template",),
+    "padding": ("multiple",),
+    # Limits of a sample are lowered to those of a pack.
+    "encoder.limits": ("packing.seq_length", "packing.max_images_per_pack"),
+}
+"""Entries that differ because another one does; who accepts that one accepts these."""
+
 READERS = ("ranks", "workers")
 """Entries that nobody can accept as changed: Energon's states hold one part per reader."""
 
@@ -82,8 +98,8 @@ def check_fingerprint(
         A line with both values for each accepted difference.
 
     Raises:
-        ConfigError: a setting differs; the message names the first one in alphabetical order, with both values. Or one
-            was accepted whose change leaves nothing to restore.
+        ConfigError: a setting differs; the message names the first one, with both values. Or one was accepted whose
+            change leaves nothing to restore.
     """
     if not isinstance(saved, Mapping):
         raise ConfigError(f"{where} does not say with which settings it was made; start the data over.")
@@ -94,14 +110,20 @@ def check_fingerprint(
                 f"{saved.get(name)} {name}, and this run has {own.get(name)}; restore the number, or train from a plan "
                 "(docs/offline.md), whose state fits any number."
             )
+    differs = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    causes = {name for name in differs if _accepts(accepted, name)}
     lines = []
-    for name in sorted(saved.keys() | own.keys()):
-        if saved.get(name) == own.get(name):
-            continue
-        if not any(name == each or name.startswith((f"{each}.", f"{each} ")) for each in accepted):
+    for name in sorted(differs, key=lambda name: name in FOLLOWS):
+        if causes.intersection(FOLLOWS.get(name, ())):
+            causes.add(name)
+        elif name not in causes:
             raise ConfigError(f"{where} was {_difference(name, saved, own)}; {_way_out(name)}, or start the data over.")
         lines.append(_difference(name, saved, own))
     return lines
+
+
+def _accepts(accepted: Sequence[str], name: str) -> bool:
+    return any(name == each or name.startswith((f"{each}.", f"{each} ")) for each in accepted)
 
 
 def _difference(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -1,0 +1,272 @@
+"""States that do not belong to a run: of other readers, of other data, damaged ones; and one that is restored twice."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.energon.data_identity import data_identity
+from energon_packing.energon.loader import build_loader
+from energon_packing.errors import ConfigError
+
+
+def config_of(run_config: Any, path: Path | None = None, **data: Any) -> Any:
+    made = run_config(data={"repeat": True, **data}, seq_length=2048, window=8)
+    return made if path is None else dataclasses.replace(made, data=dataclasses.replace(made.data, path=str(path)))
+
+
+def state_of(config: Any, packs: int = 2, **arguments: Any) -> Any:
+    loader = build_loader(config, **arguments)
+    list(itertools.islice(loader, packs))
+    return loader.save_state()
+
+
+def keys_after(config: Any, state: Any, packs: int = 6, **arguments: Any) -> list[Any]:
+    loader = build_loader(config, **arguments)
+    loader.restore_state(state)
+    return [pack.keys for pack in itertools.islice(loader, packs)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"rank": 1}, "rank=0, but this run has 1; give each data-parallel rank"),
+        ({"world_size": 3}, "ranks=2, but this run has 3; restore the number"),
+        ({"workers": 1}, "workers=., but this run has 1; restore the number"),
+    ],
+)
+def test_a_state_of_another_reader_is_refused_in_one_sentence(run_config, workers, other, told):
+    readers = {"rank": 0, "world_size": 2, "workers": workers}
+    state = state_of(config_of(run_config), **readers)
+    with pytest.raises(ConfigError, match=told):
+        build_loader(config_of(run_config), **readers | other).restore_state(state)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_state_in_memory_can_be_restored_twice_and_saving_does_not_change_it(run_config, workers):
+    config = config_of(run_config, workers=workers)
+    loader = build_loader(config)
+    packs = iter(loader)
+    list(itertools.islice(packs, 3))
+    state = loader.save_state()
+    before = repr(state)
+    rest = [pack.keys for pack in itertools.islice(packs, 6)]
+    assert repr(state) == before
+    assert keys_after(config, state) == rest
+    assert keys_after(config, state) == rest
+    assert repr(state) == before
+
+
+FOREIGN = [None, 7, "state", b"", [], {}, {"format": "energon_packing plan 1", "position": 3}, {"packs": 3}, object()]
+
+
+@pytest.mark.parametrize("state", FOREIGN, ids=lambda state: type(state).__name__)
+def test_what_is_no_state_is_refused_in_one_sentence(run_config, state):
+    with pytest.raises(ConfigError, match="not what a loader of this version saved"):
+        build_loader(config_of(run_config)).restore_state(state)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_state_with_a_part_replaced_is_refused_or_restored_but_never_another_error(damage_target, data):
+    config, state, rest = damage_target
+    broken = copy.deepcopy(state)
+    where: Any = broken
+    for _ in range(data.draw(st.integers(1, 9))):
+        inner = vars(where) if hasattr(where, "__dict__") and not isinstance(where, dict) else where
+        if not isinstance(inner, dict | list) or not inner:
+            break
+        at = data.draw(st.sampled_from(list(inner) if isinstance(inner, dict) else list(range(len(inner)))))
+        parent, where = inner, inner[at]
+    parent[at] = data.draw(st.sampled_from([None, 0, -1, "x", [], {}, (1, 2), 10**30, [None] * 3]))
+    with contextlib.suppress(ConfigError):
+        assert len(keys_after(config, broken, packs=2)) == 2
+    assert keys_after(config, state, packs=2) == rest[:2]
+
+
+@pytest.fixture(scope="module")
+def damage_target(run_config_of):
+    config = config_of(run_config_of)
+    loader = build_loader(config)
+    list(itertools.islice(loader, 3))
+    state = loader.save_state()
+    return config, state, keys_after(config, state)
+
+
+@pytest.mark.parametrize("accepted", ["encoder.max_pixels", "encoder"])
+def test_an_accepted_setting_restores_with_a_warning_and_reads_on_where_the_state_was(run_config, accepted):
+    plain = config_of(run_config, shuffle_buffer=1)
+    other = dataclasses.replace(plain, encoder=dataclasses.replace(plain.encoder, max_pixels=50_000))
+    state = state_of(plain, packs=4)
+    with pytest.raises(ConfigError, match=r'data.accept_changed=\["encoder.max_pixels"\]'):
+        build_loader(other).restore_state(state)
+    willing = dataclasses.replace(other, data=dataclasses.replace(other.data, accept_changed=(accepted,)))
+    emitted = {key for pack in itertools.islice(build_loader(plain), 4) for key in pack.keys}
+    loader = build_loader(willing)
+    with pytest.warns(UserWarning, match="max_pixels=null, but this run has 50000"):
+        loader.restore_state(state)
+    # What the state had not emitted follows, each sample once: the order of reading is that of the data, not of packs.
+    later: list[str] = []
+    for pack in itertools.islice(loader, 8):
+        later += pack.keys
+    again = loader.save_state()
+    assert len(later) == len(set(later))
+    assert not emitted & set(later)
+    build_loader(other).restore_state(again)  # the new state is one of the new setting
+
+
+@pytest.mark.parametrize("name", ["workers", "ranks"])
+def test_numbers_of_readers_cannot_be_accepted(run_config, name):
+    state = state_of(config_of(run_config), world_size=2, workers=2)
+    willing = config_of(run_config, accept_changed=(name,))
+    with pytest.raises(ConfigError, match=f"accept_changed names '{name}'.*docs/offline.md"):
+        build_loader(willing, world_size=1, workers=1).restore_state(state)
+
+
+@pytest.fixture
+def copied(dataset, tmp_path):
+    """A copy of the data set, which a test may change."""
+    shutil.copytree(dataset, tmp_path / "data")
+    return tmp_path / "data"
+
+
+def reordered(data: Path) -> None:
+    """The records of a shard in the opposite order, indexed again by Energon itself; counts stay as they are."""
+    for shard in (data / "text").glob("train-*.tar"):
+        with tarfile.open(shard) as tar:
+            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
+        rewritten(shard, members[::-1])
+    prepared(data / "text")
+
+
+def edited(data: Path) -> None:
+    """One text in another wording, indexed again."""
+    shard = next((data / "text").glob("train-*.tar"))
+    with tarfile.open(shard) as tar:
+        members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
+    members[0] = (members[0][0], members[0][1].replace(b"a", b"b"))
+    rewritten(shard, members)
+    prepared(data / "text")
+
+
+def rewritten(shard: Path, members: Any) -> None:
+    import io
+
+    with tarfile.open(shard, "w") as tar:
+        for member, content in members:
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def prepared(directory: Path) -> None:
+    """Energon gives a prepared data set a new identifier."""
+    import uuid
+
+    (directory / ".nv-meta" / "index.uuid").write_text(str(uuid.uuid4()))
+
+
+def cut(data: Path) -> None:
+    """A media shard of another length, with no word in any index."""
+    shard = next((data / "media").glob("*.tar"))
+    shard.write_bytes(shard.read_bytes() + b"\0" * 512)
+
+
+def first_key(data: Path) -> None:
+    """Another first record in a shard of the same length."""
+    shard = next((data / "text").glob("train-*.tar"))
+    content = bytearray(shard.read_bytes())
+    content[0] ^= 1
+    shard.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [(reordered, "text"), (edited, "text"), (cut, "media"), (first_key, "text")],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_changed_data_beneath_equal_shard_counts_are_refused_by_name(run_config, copied, change, named):
+    config = config_of(run_config, copied)
+    state = state_of(config)
+    change(copied)
+    with pytest.raises(ConfigError, match=rf"made with data set \d \({named}\)=index "):
+        build_loader(config).restore_state(state)
+    willing = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changed=("data set",)))
+    with pytest.warns(UserWarning, match="data set"):
+        build_loader(willing).restore_state(state)
+
+
+def test_swapped_shards_of_a_data_set_are_refused(run_config, demo_shards):
+    config = config_of(run_config, demo_shards)
+    state = state_of(config)
+    first, second = sorted((demo_shards / "text").glob("train-*.tar"))[:2]
+    first.rename(aside := first.with_suffix(".aside"))
+    second.rename(first)
+    aside.rename(second)
+    with pytest.raises(ConfigError, match=r"data set \d \(text\)"):
+        build_loader(config).restore_state(state)
+
+
+@pytest.fixture
+def demo_shards(tmp_path):
+    """A data set of several shards."""
+    from energon_packing.demo import make_data
+
+    source = make_data(tmp_path / "raw", conversations=60, defects=False)
+    convert(
+        ConvertConfig(
+            sources=(source,), out=tmp_path / "data", split={"train": 0.8, "val": 0.2}, workers=0, samples_per_shard=12
+        )
+    )
+    return tmp_path / "data"
+
+
+def test_every_child_of_nested_metadatasets_counts_and_moving_all_of_them_does_not(tmp_path, dataset):
+    for name in ("one", "two"):
+        shutil.copytree(dataset, tmp_path / "all" / name)
+    inner = {"splits": {"train": {"blend": [{"weight": 1, "path": "./two/text", "aux": {"media": "./two/media"}}]}}}
+    outer = {
+        "splits": {
+            "train": {"blend": [{"weight": 1, "path": "./one/text"}, {"weight": 2, "path": "./inner.yaml"}]},
+            "val": {"path": "./one/media"},
+        }
+    }
+    head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    (tmp_path / "all" / "inner.yaml").write_text(yaml.safe_dump(head | inner, sort_keys=False))
+    (tmp_path / "all" / "outer.yaml").write_text(yaml.safe_dump(head | outer, sort_keys=False))
+    found = data_identity(str(tmp_path / "all" / "outer.yaml"), "train")
+    assert [name.split()[-1] for name in found] == ["set", "(text)", "(inner.yaml)", "(text)", "(media)"]
+    (tmp_path / "all").rename(tmp_path / "moved")
+    assert data_identity(str(tmp_path / "moved" / "outer.yaml"), "train") == found
+    prepared(tmp_path / "moved" / "two" / "media")
+    now = data_identity(str(tmp_path / "moved" / "outer.yaml"), "train")
+    assert [name for name in found if found[name] != now[name]] == ["data set 4 (media)"]
+
+
+def test_the_identity_of_data_reads_one_header_of_a_shard(dataset, monkeypatch):
+    read = []
+    opened = Path.open
+
+    def counting(self: Path, *arguments: Any, **others: Any) -> Any:
+        stream = opened(self, *arguments, **others)
+        if self.suffix == ".tar":
+            taken = stream.read
+            stream.read = lambda size=-1: read.append(size) or taken(size)  # type: ignore[method-assign]
+        return stream
+
+    monkeypatch.setattr(Path, "open", counting)
+    data_identity(str(dataset), "train")
+    assert set(read) == {512}
+    assert len(read) == len(list(dataset.glob("*/*.tar")))

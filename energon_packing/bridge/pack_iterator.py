@@ -65,16 +65,26 @@ class BridgePackIterator:
     Args:
         reader: yields the batches.
         form: turns each batch into what Bridge's steps read; packed rows by default.
+        unless_restored: why no batch may be taken before a state is restored; None if one may.
     """
 
-    def __init__(self, reader: OneReader | EveryReader, form: Callable[[Any], dict[str, Any]] = to_bridge) -> None:
+    def __init__(
+        self,
+        reader: OneReader | EveryReader,
+        form: Callable[[Any], dict[str, Any]] = to_bridge,
+        *,
+        unless_restored: str | None = None,
+    ) -> None:
         self._reader = reader
         self._form = form
+        self._unless_restored = unless_restored
 
     def __iter__(self) -> BridgePackIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
+        if self._unless_restored is not None:
+            raise ConfigError(self._unless_restored)
         batch: Any = next(self._reader)
         if isinstance(batch, PackedBatch) and batch.pixel_forms and torch.cuda.is_available():
             # Bytes travel to the device, where `to_bridge` makes the processor's numbers of them.
@@ -88,3 +98,4 @@ class BridgePackIterator:
     def restore_state(self, state: Any) -> None:
         """Continues after the batch at which the state was saved; call on every rank, before the first batch."""
         self._reader.restore_state(state)
+        self._unless_restored = None

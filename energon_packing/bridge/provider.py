@@ -22,6 +22,7 @@ from energon_packing.bridge.dataset_checks import (
 )
 from energon_packing.bridge.elastic_states import provide_states
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
+from energon_packing.bridge.resumed_state import expected_state
 from energon_packing.config import ParallelConfig
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
@@ -208,24 +209,29 @@ class PackProvider(DatasetProvider):
         a collective call: all ranks make it, as in Bridge's ``setup``.
 
         Raises:
-            UserError: no data set at ``path``, a missing split, or an unusable processor.
+            UserError: no data set at ``path``, a missing split, an unusable processor, or a run that continues without
+                its loader's state.
         """
         config = self.run_config(self.parallel_config(context.pg_collection))
         train = validation = None
         if context.train_samples > 0:
+            replica = Replica.of(context.pg_collection)
             if has_global_packs(config.data.path):
-                provide_states(self, self._run, Replica.of(context.pg_collection))
-            train = self._iterator(config, context.pg_collection)
+                provide_states(self, self._run, replica)
+            expected = expected_state(self, replica=replica, accepted=config.data.accept_changed)
+            train = self._iterator(config, context.pg_collection, replica, expected)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             groups = self._evaluation_groups or context.pg_collection
             path = self.validation_path or config.data.path
-            config = replace(config, data=replace(config.data, workers=workers, path=path))
-            validation = self._iterator(config, groups, split=self.validation_split)
+            split = self.validation_split
+            config = replace(config, data=replace(config.data, workers=workers, path=path, split=split))
+            validation = self._iterator(config, groups, Replica.of(groups), split=split)
         return train, validation, None
 
-    def _iterator(self, config: Any, groups: Any, **what: Any) -> BridgePackIterator:
-        replica = Replica.of(groups)
+    def _iterator(
+        self, config: Any, groups: Any, replica: Replica, expected: str | None = None, **what: Any
+    ) -> BridgePackIterator:
         depth = config.data.depth
         source = None
         if replica.is_reader or self.readers == "every":
@@ -244,7 +250,7 @@ class PackProvider(DatasetProvider):
             reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
-        return BridgePackIterator(reader, self.make_form(config))
+        return BridgePackIterator(reader, self.make_form(config), unless_restored=expected)
 
 
 def _evaluates(container: Any) -> bool:

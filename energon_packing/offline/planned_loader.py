@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.utils.data
 
 from energon_packing.config import RunConfig
 from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
@@ -38,6 +39,7 @@ class PlannedLoader(LoaderBase):
         repeat: begin again after the last pack; else the iteration ends there.
         keep_memory: see ``data.keep_memory``.
         fingerprint: what a saved state must match.
+        accept_changed: names of it that may differ, see ``data.accept_changed``.
         base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
     """
 
@@ -52,6 +54,7 @@ class PlannedLoader(LoaderBase):
         repeat: bool = True,
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
+        accept_changed: Sequence[str] = (),
         **base: Any,
     ) -> None:
         super().__init__(world_size=world_size, **base)
@@ -59,7 +62,7 @@ class PlannedLoader(LoaderBase):
         self._rank, self._world_size = rank, world_size
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
-        self._fingerprint = dict(fingerprint or {})
+        self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
         self._position = 0  # of the first pack of the next step, over all ranks
         self._started = False
         self._pinned = torch.cuda.is_available()
@@ -108,14 +111,12 @@ class PlannedLoader(LoaderBase):
                 "The saved loader state is not that of a plan: data.path was another data set then; name it again, or "
                 "start the data over."
             )
-        saved = state.get("fingerprint", {})
-        for name in sorted({*saved, *self._fingerprint}):
-            if saved.get(name) != self._fingerprint.get(name):
-                raise ConfigError(
-                    f"The saved loader state was made with {name}={saved.get(name)!r}, but this run has "
-                    f"{self._fingerprint.get(name)!r}; restore that plan or setting, or start the data over."
-                )
-        self._position, self._started = int(state["position"]), True
+        differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
+        position = state.get("position")
+        if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+            raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        self._position, self._started = position, True
+        tell_of_accepted(differs)
 
     def share_unpinned(self) -> None:
         """See `LoaderBase.share_unpinned`."""
@@ -204,6 +205,7 @@ def loader_of(
         repeat=config.data.repeat,
         keep_memory=config.data.keep_memory,
         fingerprint=plan_fingerprint(plan, encoder),
+        accept_changed=config.data.accept_changed,
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
         capacity=encoder.capacity,

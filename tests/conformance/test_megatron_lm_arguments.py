@@ -20,9 +20,10 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Run
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.state_file import read_state as state_in_file
 from energon_packing.errors import ConfigError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
-from energon_packing.megatron_lm.loader_state import read_state, saved_state
+from energon_packing.megatron_lm.loader_state import MISSING, saved_state
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_lm.md"
 # What Megatron-LM's own parser makes of a plain command line, as far as we read it.
@@ -144,6 +145,10 @@ def test_the_pages_arguments_are_understood_by_validate_and_a_broken_one_is_not(
     assert "4 tokens" in good.output  # TP 2 with sequence parallelism and CP 2
     file.write_text(text.replace("--calculate-per-token-loss", ""))
     assert CliRunner().invoke(cli, ["validate", str(file), "--world-size", "4", "--no-data"]).exit_code == 1
+
+
+def read_state(path: Path) -> object:
+    return state_in_file(path, missing=MISSING)
 
 
 def state_of(path: Path, value: object) -> Path:

@@ -101,5 +101,5 @@ def test_a_state_made_with_crops_is_refused_without_them_and_the_other_way_round
     next(iter(loader))
     state = loader.save_state()
     other = build_loader(crops(None if before else True))
-    with pytest.raises(ConfigError, match="encoder.pan_and_scan="):  # without workers the state is taken over at once
+    with pytest.raises(ConfigError, match=r"encoder\.pan_and_scan="):  # without workers the state is taken over at once
         other.restore_state(state)

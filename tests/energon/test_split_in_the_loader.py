@@ -140,7 +140,7 @@ def test_another_way_of_splitting_is_refused_with_a_saved_state(split_config):
         other.restore_state(state)
         next(iter(other))
 
-    with pytest.raises(ConfigError, match="packing.split_at="):
+    with pytest.raises(ConfigError, match=r"packing\.split_at="):
         go_on()
 
 

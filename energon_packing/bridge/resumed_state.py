@@ -1,0 +1,98 @@
+"""Finds out whether Bridge is about to continue a run, and whether it will find the loader's state.
+
+Bridge restores a state after it has built the iterators, and starts the data over with no more than a line in its log
+where it finds none: 0.6.2 where the folder of the states is missing, its main branch also where that of the iteration
+is. A damaged file ends in an error of the unpickler.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from energon_packing.bridge.elastic_states import FILE
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.state_file import read_state
+from energon_packing.errors import ConfigError
+
+MISSING_STATE = "missing_state"
+"""Of ``data.accept_changed``: a run that continues may begin its data anew."""
+_FRAMES = 60
+"""Calls between Bridge's ``setup`` and a data set, at most."""
+
+
+def step_and_folder() -> tuple[int, str | None] | None:
+    """The step from which Bridge's ``setup`` is about to continue, and the folder of the loader's states that its
+    checkpoint names; None if no ``setup`` is calling.
+
+    A data set is told neither, so both are read from the callers' variables ``train_state`` and ``checkpoint_manager``,
+    which a test looks up in the sources of Bridge.
+    """
+    step: int | None = None
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        known = frame.f_locals
+        found = getattr(known.get("train_state"), "step", None)
+        step = found if isinstance(found, int) else step
+        context = getattr(known.get("checkpoint_manager"), "checkpointing_context", None)
+        if isinstance(context, dict) and step is not None:
+            return step, context.get("dataloader_state_dir")
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None if step is None else (step, None)
+
+
+def expected_state(dataset: Any, *, replica: Replica, accepted: tuple[str, ...]) -> str | None:
+    """Checks the state that Bridge will restore in the training iterator that is being built.
+
+    Args:
+        dataset: its ``dataloader_load`` names the folder of the states, if it is set.
+        replica: of this rank; its reader looks at the file.
+        accepted: ``data.accept_changed``.
+
+    Returns:
+        What to say if Bridge never restores it; None if the run begins, or may begin its data anew.
+
+    Raises:
+        ConfigError: the run continues, and there is no state, or it is damaged.
+    """
+    found = step_and_folder()
+    if found is None or not found[0]:
+        return None
+    step, folder = found
+    given = getattr(dataset, "dataloader_load", None)
+    folder = folder if given is None else given
+    anew = (
+        f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
+        "so that Bridge looks for none)."
+    )
+    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(replica.rank)
+    if path is not None and (not replica.is_reader or "://" in str(folder)):
+        return None if MISSING_STATE in accepted else _never_restored(step, str(path), anew)
+    if path is not None:
+        if path.is_file():
+            read_state(path, missing=anew)
+            return _never_restored(step, str(path), anew)
+        if MISSING_STATE not in accepted:
+            raise ConfigError(
+                f"The run continues at step {step}, but there is no state of the loader at {path}, so the data would "
+                f"start over; continue from a checkpoint that has one, name its folder in dataset.dataloader_load, or "
+                f"{anew}"
+            )
+    elif MISSING_STATE not in accepted:
+        raise ConfigError(
+            f"The run continues at step {step}, but neither its checkpoint nor dataset.dataloader_load names a folder "
+            f"of loader states, so the data would start over; name it, or {anew}"
+        )
+    warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
+    return None
+
+
+def _never_restored(step: int, where: str, anew: str) -> str:
+    return (
+        f"The run continues at step {step}, but Bridge did not restore the state of the loader at {where}, so the data "
+        f"would start over; {anew}"
+    )

@@ -1,0 +1,151 @@
+"""A run of Bridge that continues without the state of its loader: refused before a step, or begun anew on request."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+from types import SimpleNamespace
+
+import bridge_ranks
+import pytest
+from bridge_sources import BridgeSource, sources
+
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+from energon_packing.bridge_cpu import stand_ins
+from energon_packing.errors import ConfigError
+
+STEPS = 4
+TEXT = {"family": "text", "steps": STEPS}
+STATE = "energon/iter_0000002/train_dataloader_dprank000.pt"
+
+
+@pytest.mark.parametrize("source", sources())
+def test_bridge_has_the_names_that_tell_whether_a_run_continues(source: BridgeSource) -> None:
+    setup, loaders = source.text("training/setup.py"), source.text("data/loaders.py")
+    assert "train_state=state.train_state," in setup[setup.index("setup_data_iterators(\n") :][:300]
+    assert 'getattr(checkpoint_manager, "checkpointing_context", {})' in setup
+    assert 'ckpt_ctx.get("dataloader_state_dir")' in setup
+    assert "train_state: TrainState," in loaders
+    saving = source.text("training/checkpointing.py")
+    assert 'f"train_dataloader_dprank{dp_rank:03d}.pt"' in saving
+    assert "dataloader starts from the beginning" in saving  # what it would do in silence
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("resumed")
+    source = make_data(folder / "made", conversations=40, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
+    return folder
+
+
+@pytest.fixture
+def dataset(data):
+    stand_ins.install()
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    made = PackedEnergonDatasetConfig(
+        path=str(data / "data"), processor=str(processor_path("text")), seq_length=256, num_workers=0
+    )
+    made.encoder.modality, made.packing.drop_budget, made.packing.window = "text", 1.0, 8
+    return made
+
+
+def setup(dataset, step, folder):
+    """Calls as Bridge does, with its variables."""
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    checkpoint_manager = SimpleNamespace(checkpointing_context={"dataloader_state_dir": folder and str(folder)})
+    assert checkpoint_manager is not None
+
+    def setup_data_iterators(train_state):
+        context = DatasetBuildContext(train_samples=100, valid_samples=0, test_samples=0, pg_collection=None)
+        assert train_state is not None
+        return dataset.build_datasets(context)[0]
+
+    return setup_data_iterators(SimpleNamespace(step=step))
+
+
+def test_a_run_that_begins_needs_no_state(dataset, tmp_path):
+    assert next(setup(dataset, 0, None))["tokens"].shape[-1] > 1
+    assert next(setup(dataset, 0, tmp_path / "energon"))["tokens"].shape[-1] > 1
+
+
+def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(dataset, tmp_path):
+    import torch
+
+    folder = tmp_path / "energon"
+    for given in (None, folder):
+        with pytest.raises(ConfigError, match=r"continues at step 2.*the data would start over.*missing_state"):
+            setup(dataset, 2, given)
+    dataset.dataloader_load = ""
+    with pytest.raises(ConfigError, match="continues at step 2"):
+        setup(dataset, 2, folder)
+    dataset.data.accept_changed = ["missing_state"]
+    with pytest.warns(UserWarning, match="begins its data anew"):
+        iterator = setup(dataset, 2, None)
+    state = (next(iterator), iterator.save_state())[1]
+    dataset.data.accept_changed, dataset.dataloader_load = (), None
+    # Bridge's main branch also starts anew where the folder is there, but not that of the iteration.
+    (folder / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"no state of the loader at .*iter_0000002"):
+        setup(dataset, 2, folder)
+    file = folder / "iter_0000002" / "train_dataloader_dprank000.pt"
+    file.parent.mkdir()
+    for content in (b"", b"not a state"):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"dprank000\.pt is not the state of a loader"):
+            setup(dataset, 2, folder)
+    torch.save({"dataloader_state_dict": state}, file)
+    iterator = setup(dataset, 2, folder)
+    with pytest.raises(ConfigError, match="Bridge did not restore the state"):
+        next(iterator)
+    iterator.restore_state(state)
+    assert next(iterator)["tokens"].shape[-1] > 1
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
+def test_bridge_itself_continues_with_the_state_and_is_stopped_without_it(data):
+    stop = {**TEXT, "save_interval": 2}
+    whole = {"name": "whole", **TEXT, "weights": str(data / "weights")}
+    runs = [
+        {"name": "weights", **TEXT, "steps": 1, "save": str(data / "weights"), "save_interval": 1},
+        whole,
+        {"name": "killed", "weights": str(data / "weights"), **stop, "save": str(data / "kept"), "kill_after": 3},
+    ]
+    bridge_ranks.launch(runs, data, data / "data", timeout=250)
+    for name in ("gone", "cut", "anew"):
+        shutil.copytree(data / "kept", data / name)
+    shutil.rmtree(data / "gone" / "energon")
+    shutil.rmtree(data / "anew" / "energon")
+    (data / "cut" / STATE).write_bytes((data / "kept" / STATE).read_bytes()[:500])
+    again = [
+        {"name": f"{name}-resumed", **stop, "save": str(data / name), "save_interval": 100}
+        for name in ("kept", "gone", "cut", "anew")
+    ]
+    again[-1] |= {"dataset": {"data.accept_changed": ["missing_state"]}}
+    bridge_ranks.launch(again, data, data / "data", timeout=250)
+    found = {run["name"]: bridge_ranks.reports(data, run["name"], 1)[0] for run in [whole, *again]}
+    losses = found["whole"]["losses"]
+    assert found["kept-resumed"]["losses"] == losses[2:]
+    for name, told in (("gone", "no state of the loader at"), ("cut", "dprank000.pt is not the state of a loader")):
+        kind, sentence, _ = found[f"{name}-resumed"]["error"]
+        assert kind == "ConfigError"
+        assert told in sentence
+        assert found[f"{name}-resumed"]["losses"] == []
+    anew = found["anew-resumed"]
+    assert anew["error"] is None
+    first, begun = (
+        [pack["digest"] for pack in report["packs"] if not pack["validation"]] for report in (found["whole"], anew)
+    )
+    assert list(itertools.islice(begun, 2)) == first[:2]

@@ -102,7 +102,7 @@ def run(images: int, kilobytes: int, repeat: int, workers: int, directory: Path 
             seconds = {}
             for way in ("reference", "copy"):
                 start = time.perf_counter()
-                report = pack(PackConfig(plan=plan, out=place / way, media=way, workers=workers))  # type: ignore[arg-type]
+                report = pack(PackConfig(plan=plan, out=place / way, media=way, workers=workers))
                 seconds[way] = time.perf_counter() - start
                 media = sum(shard.media_bytes for shard in report.facts.shards)
                 shutil.rmtree(place / way)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.convert.config import DEFAULT_FRAME_FPS, DEFAULT_SPLIT, ConvertConfig, default_workers, parse_split
+from energon_packing.convert.column_map import ColumnMap, parse_names
+from energon_packing.convert.config import (
+    DEFAULT_FRAME_FPS,
+    DEFAULT_SPLIT,
+    ConvertConfig,
+    MissingPlaceholder,
+    RecordFormat,
+    default_workers,
+    parse_split,
+)
+from energon_packing.convert.dataset_info import read_dataset_info
 from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, ConversionReport
+from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
@@ -25,12 +36,15 @@ Examples:
   energon-packing convert llava.json --media-root images --out data --workers 16
   energon-packing convert a.json b.jsonl --out data --split train=0.9,val=0.05,test=0.05
   energon-packing convert chats/ --out data --resume --json
+  energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
+  energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
+  energon-packing convert chats.jsonl --out data --dry-run
   energon-packing convert clips.jsonl --format text-to-video --media-root clips --out data
 """
 
 
 @click.command(name="convert", epilog=_EXAMPLES)
-@click.argument("sources", metavar="SRC...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("sources", metavar="SRC...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory to write the data set to.")
 @click.option(
     "--media-root",
@@ -40,10 +54,30 @@ Examples:
 @click.option(
     "--format",
     "record_format",
-    type=click.Choice(["auto", "sharegpt", "openai", "text-to-video"]),
+    type=click.Choice(get_args(RecordFormat)),
     default="auto",
     show_default=True,
-    help="Layout of the records; auto detects the conversation layout of each record.",
+    help="Layout of the records; auto detects that of each record, text-to-video aside.",
+)
+@click.option("--columns", default="", help="Other names of columns: messages=dialog,images=pics.")
+@click.option("--roles", default="", help="Other names of roles: human=person,gpt=bot.")
+@click.option(
+    "--dataset-info",
+    type=click.Path(path_type=Path),
+    help="LLaMA-Factory's dataset_info.json; --dataset names the entry. SRC defaults to its file.",
+)
+@click.option("--dataset", help="Entry of --dataset-info.")
+@click.option(
+    "--kto-label",
+    help="Column that says whether an answer is wanted; kept as the extra value 'preference' (1 or -1).",
+)
+@click.option(
+    "--missing-placeholder",
+    type=click.Choice(get_args(MissingPlaceholder)),
+    default="reject",
+    show_default=True,
+    help="Records with images or videos that no text has a placeholder for: reject them, or put the media before or "
+    "after the first question.",
 )
 @click.option(
     "--layout",
@@ -99,8 +133,9 @@ Examples:
     type=float,
     default=0.5,
     show_default=True,
-    help="Exit with 1 if a larger share of the records is rejected.",
+    help="Exit with 1 if a larger share of the records is rejected; above 1, a larger number of them.",
 )
+@click.option("--dry-run", is_flag=True, help="Read and check everything, print the report, and write nothing.")
 @click.option(
     "--resume", is_flag=True, help="Skip a finished conversion; reuse the media checks of an interrupted one."
 )
@@ -113,6 +148,12 @@ def convert(
     out: Path,
     media_root: Path | None,
     record_format: Any,
+    columns: str,
+    roles: str,
+    dataset_info: Path | None,
+    dataset: str | None,
+    kto_label: str | None,
+    missing_placeholder: Any,
     layout: Any,
     split: str,
     samples_per_shard: int,
@@ -124,17 +165,33 @@ def convert(
     frame_fps: float,
     extra_columns: tuple[str, ...],
     max_rejects: float,
+    dry_run: bool,
     resume: bool,
     overwrite: bool,
     as_json: bool,
 ) -> None:
     """Convert conversation files to an Energon data set.
 
-    SRC are JSON arrays, JSON Lines files or directories of them. Records are ShareGPT (conversations of from/value) or
-    OpenAI (messages of role/content). Bad records go to OUT/rejects.jsonl with their reason; the others are converted.
+    SRC are JSON arrays, JSON Lines files or directories of them. The layout of each record is detected: ShareGPT,
+    OpenAI, Alpaca and others; docs/convert.md has the table. Bad records go to OUT/rejects.jsonl with their reason; the
+    others are converted.
 
     Exit code 0: done. 1: more records were rejected than --max-rejects allows. 2: nothing usable, or a bad option.
     """
+    column_map = ColumnMap(columns=parse_names("--columns", columns), roles=parse_names("--roles", roles))
+    if (dataset_info is None) != (dataset is None):
+        raise ConfigError("--dataset-info and --dataset belong together: the file, and the name of an entry in it")
+    if dataset_info is not None and dataset is not None:
+        if column_map or kto_label or record_format != "auto":
+            raise ConfigError("--dataset-info sets columns, roles, labels and format; leave out the options for them")
+        entry = read_dataset_info(dataset_info, dataset)
+        column_map, kto_label, record_format = entry.column_map, entry.kto_label, entry.format
+        media_root = media_root or entry.media_root
+        if not sources and entry.source is None:
+            raise ConfigError(f"--dataset {dataset} is not a local file; download it and name its files as SRC")
+        sources = sources or ((entry.source,) if entry.source is not None else ())
+    if not sources:
+        raise click.UsageError("Missing argument 'SRC...'.")
     config = ConvertConfig(
         sources=sources,
         out=out,
@@ -150,7 +207,11 @@ def convert(
         max_media_bytes=max_media_mib << 20,
         frame_fps=frame_fps,
         extra_columns=extra_columns,
+        column_map=column_map,
+        kto_label=kto_label,
+        missing_placeholder=missing_placeholder,
         max_rejects=max_rejects,
+        dry_run=dry_run,
         resume=resume,
         overwrite=overwrite,
     )
@@ -164,22 +225,24 @@ def convert(
         click.echo(json.dumps(report.to_json(), ensure_ascii=False))
     else:
         _print_report(report)
-    if report.reject_share > max_rejects:
-        click.echo(
-            f"Error: {report.reject_share:.1%} of the records were rejected, more than --max-rejects {max_rejects:g}; "
-            f"see {out / REJECTS_FILE}",
-            err=True,
-        )
+    if report.too_many_rejects(max_rejects):
+        share = f"{report.reject_share:.1%} of the" if max_rejects <= 1 else f"{sum(report.rejected.values()):,}"
+        see = "the report" if dry_run else out / REJECTS_FILE
+        message = f"Error: {share} records were rejected, more than --max-rejects {max_rejects:g}; see {see}"
+        click.echo(message, err=True)
         context.exit(1)
 
 
 def _print_report(report: ConversionReport) -> None:
     title = "Conversion (already complete, nothing to do)" if report.skipped else "Conversion"
+    title = "Dry run (nothing was written)" if report.dry_run else title
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column()
     table.add_column(justify="right")
     table.add_row("records read", f"{report.read:,}")
-    table.add_row("samples written", f"{report.written:,}")
+    table.add_row("samples" if report.dry_run else "samples written", f"{report.written:,}")
+    for layout, count in report.samples_of_layouts().items():
+        table.add_row(f"  layout {layout}", f"{count:,}")
     for split, count in report.splits.items():
         table.add_row(f"  {split}", f"{count:,}")
     table.add_row("rejected", f"{sum(report.rejected.values()):,}")
@@ -192,7 +255,8 @@ def _print_report(report: ConversionReport) -> None:
         table.add_row("stored tensors named", f"{report.tensors:,}")
     table.add_row("distinct media files", f"{report.media_files:,} ({report.media_bytes / 1e6:,.1f} MB stored)")
     table.add_row("text", f"{report.record_bytes / 1e6:,.1f} MB")
-    table.add_row("shards", f"{report.shards:,}")
+    if not report.dry_run:
+        table.add_row("shards", f"{report.shards:,}")
     table.add_row("seconds", f"{report.seconds:,.1f}")
     console = Console()
     console.print(table)
@@ -202,6 +266,10 @@ def _print_report(report: ConversionReport) -> None:
     if len(lines) > _MOST_LINES:
         rest = f"{len(lines) - _MOST_LINES} more ignored columns are listed in {Path(report.out) / CONVERSION_FILE}"
         console.print(f"warning: {rest}", soft_wrap=True, highlight=False, markup=False)
+    if report.dry_run:
+        for reason, first in report.first_rejects.items():
+            console.print(f"first {reason}: {first}", soft_wrap=True, highlight=False, markup=False)
+        return
     console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False)
     if report.rejected:
         console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False)

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+from energon_packing.convert.chunks import Chunk, RawRecord
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.key_names import key_digest, wanted_key
 from energon_packing.convert.layout import media_names
 from energon_packing.convert.media_checks import MediaChecker, Stamp
-from energon_packing.convert.media_files import MediaFile, resolve_media
-from energon_packing.convert.plain_records import plain_record
+from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.plain_records import plain_layout, plain_record
 from energon_packing.convert.record_media import FileReference
 from energon_packing.convert.record_text import encode_record
 from energon_packing.convert.records import ParsedRecord, parse_record
-from energon_packing.convert.sources import Chunk, RawRecord, read_chunk
+from energon_packing.convert.sources import read_chunk
 from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
 from energon_packing.errors import SampleRejected
@@ -49,6 +51,7 @@ class ChunkAudit:
         rejects: in order.
         warnings: index of a good record -> its warnings.
         ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
+        layouts: name of a layout -> good records that have it.
         mentions: kind of media -> how often the good records name one.
         named: good records with media: number among the good ones -> names in the media store, one per mention.
         files: the distinct files that those records name, by name.
@@ -68,6 +71,7 @@ class ChunkAudit:
     rejects: list[RejectedRecord] = field(default_factory=list)
     warnings: dict[int, list[str]] = field(default_factory=dict)
     ignored: dict[str, int] = field(default_factory=dict)
+    layouts: Counter[str] = field(default_factory=Counter)
     mentions: Counter[str] = field(default_factory=Counter)
     named: dict[int, list[str]] = field(default_factory=dict)
     files: dict[str, Found] = field(default_factory=dict)
@@ -83,13 +87,15 @@ class _WithMedia:
     paths: list[str]
 
 
-_Good = tuple[bytes, tuple[str, ...]]
-"""A record as JSON, and the columns that nothing reads."""
+_Good = tuple[bytes, tuple[str, ...], str]
+"""A record as JSON, the columns that nothing reads, and the name of its layout."""
 _Audited = _Good | _WithMedia | SampleRejected
 """A good record, one that waits for its media, or why it is rejected."""
 
 
-def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: MediaChecker) -> ChunkAudit:
+def audit_chunk(
+    chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: MediaChecker, embedded: EmbeddedFiles
+) -> ChunkAudit:
     """Parses and checks the records of a chunk and the media that they name.
 
     Args:
@@ -97,6 +103,7 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
         spool: gets the JSON of the good records, one after the other.
         config: options of the conversion.
         checker: of this process.
+        embedded: makes files of the media that records hold.
 
     Raises:
         UserError: the source cannot be read.
@@ -117,7 +124,7 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
         places.append(raw.where)
         if warnings:
             audit.warnings[index] = warnings
-        audited.append(_audit(raw, index, config, root, audit))
+        audited.append(_audit(raw, index, config, root, audit, embedded))
     audit.digests = b"".join(digests)
     waiting = [record for record in audited if isinstance(record, _WithMedia)]
     checker.recall(
@@ -132,7 +139,8 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
             reason, detail = record.reason, _short(record.detail)
             audit.rejects.append(RejectedRecord(index=index, where=places[index], reason=reason, detail=detail))
             continue
-        content, ignored = record
+        content, ignored, layout = record
+        audit.layouts[layout] += 1
         for name in ignored:  # in the order of the records
             audit.ignored[name] = audit.ignored.get(name, 0) + 1
         contents.append(content)
@@ -144,25 +152,37 @@ def audit_chunk(chunk: Chunk, spool: BinaryIO, config: ConvertConfig, checker: M
     return audit
 
 
-def _audit(raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit) -> _Audited:
+def _audit(
+    raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit, embedded: EmbeddedFiles
+) -> _Audited:
     if raw.error is not None:
         return raw.error
     try:
         parsed: ParsedRecord | ParsedVideoRecord
         if config.format == "text-to-video":
             parsed = parse_text_to_video(raw.value)
-        elif not config.extra_columns and (content := plain_record(raw.value, config.format)) is not None:
-            return content, ()
+        elif (
+            not (config.extra_columns or config.column_map or config.kto_label)
+            and (content := plain_record(raw.value, config.format)) is not None
+        ):
+            return content, (), plain_layout(raw.value)
         else:
             parsed = parse_record(
-                raw.value, config.format, extra_columns=config.extra_columns, frame_fps=config.frame_fps
+                raw.value,
+                config.format,
+                extra_columns=config.extra_columns,
+                frame_fps=config.frame_fps,
+                column_map=config.column_map,
+                kto_label=config.kto_label,
+                missing_placeholder=config.missing_placeholder,
             )
         if parsed.warnings:
             audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
         media: Sequence[FileReference | VideoReference] = parsed.media
         if media:
-            return _WithMedia(parsed=parsed, media=media, paths=[resolve_media(file.path, root) for file in media])
-        return encode_record(parsed.record(audit.keys[index], [], [])), parsed.ignored
+            paths = [embedded.place(file.path, root, raw.members) for file in media]
+            return _WithMedia(parsed=parsed, media=media, paths=paths)
+        return encode_record(parsed.record(audit.keys[index], [], [])), parsed.ignored, parsed.layout
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
 
@@ -184,7 +204,7 @@ def _with_media(
     audit.named[len(audit.sizes)] = names
     for file, stamp in found:
         audit.files.setdefault(file.name, (file, stamp))
-    return content, parsed.ignored
+    return content, parsed.ignored, parsed.layout
 
 
 def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: str) -> Found:

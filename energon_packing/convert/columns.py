@@ -88,8 +88,8 @@ def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]
         return "holds audio, which is not supported"
     if name in LABELS and is_preference_label(value):
         return (
-            f"is {value!r:.60}, a preference label (KTO), which is not supported; to train on the preferred answers "
-            "alone, keep only their records and remove the column"
+            f"is {value!r:.60}, a preference label (KTO); --kto-label {name} keeps it for a loss that reads "
+            "'preference'; to train on the preferred answers alone, keep only their records and remove the column"
         )
     if name in _WEIGHTS and _weighs(value):
         return "weighs or masks the whole record, which is not supported; write the field 'weight' into its messages"
@@ -98,7 +98,9 @@ def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]
     if name in _SYSTEM and not _is_shown(value, turns):
         return "holds a system prompt that the conversation does not; rename it to 'system'"
     if name == "history" and isinstance(value, list):
-        return "holds earlier turns, which are not read; put them into the list of turns"
+        return (
+            "holds earlier turns, which are read beside 'instruction' or 'query' only; put them into the list of turns"
+        )
     if name == "chat_template_kwargs" or (name == "documents" and isinstance(value, list)):
         return "is an argument of the chat template, which is not supported"
     if name == "objects" and any(_count(turns, tag) for tag in _GROUNDING):

@@ -10,13 +10,26 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from energon_packing.conversation import PREFERENCE
+from energon_packing.convert.column_map import ColumnMap
 from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
-RecordFormat = Literal["auto", "sharegpt", "openai", "text-to-video"]
+RecordFormat = Literal[
+    "auto",
+    "sharegpt",
+    "openai",
+    "alpaca",
+    "query-response",
+    "prompt-completion",
+    "llamafactory-v1",
+    "qwen-vl",
+    "text",
+    "text-to-video",
+]
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
+MissingPlaceholder = Literal["reject", "prepend", "append"]
 
 DEFAULT_SPLIT = {"train": 0.98, "val": 0.02}
 DEFAULT_FRAME_FPS = 2.0
@@ -48,7 +61,7 @@ class ConvertConfig:
             kind of data (docs/wan.md).
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
-        split: name -> share; normalised to 1. A hash of the sample's key decides its split.
+        split: name -> share, at most 1 together; normalised to 1. A hash of the sample's key decides its split.
         samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
         workers: processes that parse, check and write; 0 and 1 do everything in the calling process. The output does
@@ -61,7 +74,12 @@ class ConvertConfig:
         frame_fps: frames per second of a video that is a list of images and states no rate.
         extra_columns: columns of a record that hold extras (values of the trained tokens) under their own names, in
             addition to those in the column ``extras``.
-        max_rejects: share of rejected records above which the conversion counts as failed; in [0, 1].
+        column_map: other names of columns, fields of a message and roles.
+        kto_label: column that says whether an answer is a wanted one; stored as the extra ``preference``.
+        missing_placeholder: what happens to images or videos that no text of their record has a placeholder for:
+            ``reject`` the record, ``prepend`` them to the first question, or ``append`` them to it.
+        max_rejects: share of rejected records, or above 1 their number, above which the conversion counts as failed.
+        dry_run: read and check everything, and write nothing.
         resume: skip a finished conversion of the same sources and options; continue an interrupted one.
         overwrite: replace an existing data set.
     """
@@ -81,7 +99,11 @@ class ConvertConfig:
     max_record_bytes: int = 64 << 20
     frame_fps: float = DEFAULT_FRAME_FPS
     extra_columns: tuple[str, ...] = ()
+    column_map: ColumnMap = field(default_factory=ColumnMap)
+    kto_label: str | None = None
+    missing_placeholder: MissingPlaceholder = "reject"
     max_rejects: float = 0.5
+    dry_run: bool = False
     resume: bool = False
     overwrite: bool = False
 
@@ -95,7 +117,12 @@ class ConvertConfig:
         object.__setattr__(self, "split", normalised_split(self.split))
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")
-        for name, allowed in (("format", RecordFormat), ("layout", Layout), ("check_media", MediaCheck)):
+        for name, allowed in (
+            ("format", RecordFormat),
+            ("layout", Layout),
+            ("check_media", MediaCheck),
+            ("missing_placeholder", MissingPlaceholder),
+        ):
             if getattr(self, name) not in get_args(allowed):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
@@ -116,8 +143,14 @@ class ConvertConfig:
                 f"extra_columns is {list(self.extra_columns)}; name each column of extra values once, and no column "
                 "that convert reads for something else"
             )
-        if not 0.0 <= self.max_rejects <= 1.0:
-            raise ConfigError(f"max_rejects is {self.max_rejects}; it must be a share between 0 and 1")
+        if not self.max_rejects >= 0.0 or (self.max_rejects > 1.0 and self.max_rejects != int(self.max_rejects)):
+            raise ConfigError(
+                f"max_rejects is {self.max_rejects}; it must be a share between 0 and 1, or a number of records"
+            )
+        if self.kto_label is not None and (not self.kto_label or self.kto_label in RECORD_COLUMNS):
+            raise ConfigError(f"kto_label is {self.kto_label!r}; name the column of labels, such as 'label'")
+        if self.format == "text-to-video" and (self.column_map or self.kto_label):
+            raise ConfigError("column_map and kto_label are for conversations; text-to-video reads neither")
 
     def fingerprint_options(self) -> dict[str, object]:
         """The options that decide the data set's content; resuming with different ones is refused, naming them."""
@@ -125,6 +158,8 @@ class ConvertConfig:
         options: dict[str, object] = {name: getattr(self, name) for name in names}
         options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
         options.update({"frame_fps": self.frame_fps, "extra_columns": list(self.extra_columns)})
+        options.update({name: getattr(self, name) for name in ("kto_label", "missing_placeholder")})
+        options["column_map"] = self.column_map.to_json()
         options["media_root"] = None if self.media_root is None else str(self.media_root.absolute())
         options["split"] = dict(self.split)
         return options
@@ -134,7 +169,8 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
     """Shares that add up to 1, in the given order.
 
     Raises:
-        ConfigError: no split, a name that cannot start a file name, a negative or non-finite share, or all shares zero.
+        ConfigError: no split, a name that cannot start a file name, a negative or non-finite share, all shares zero, or
+            more than 1 together.
     """
     for name, share in split.items():
         if not _SPLIT_NAME.fullmatch(name):
@@ -144,6 +180,8 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
     total = sum(split.values())
     if total <= 0:
         raise ConfigError("split has no share above 0; write for example train=0.98,val=0.02")
+    if total > 1 + 1e-9:
+        raise ConfigError(f"split adds up to {total:g}; shares may not exceed 1 together, as in train=0.98,val=0.02")
     return {name: share / total for name, share in split.items() if share > 0}
 
 

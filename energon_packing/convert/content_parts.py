@@ -9,6 +9,8 @@ from energon_packing.conversation import MediaKind, Part
 from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, kind_of, reference_of, refuse_cut
 from energon_packing.errors import SampleRejected
 
+_TEXTS = ("input_text", "output_text")
+"""Types of texts in OpenAI's Responses, beside ``text``."""
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 
 
@@ -67,7 +69,7 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
         split_text(part, media, pieces)
         return
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text":
+    if kind == "text" or kind in _TEXTS:
         if not isinstance(part.get("text"), str):
             found = f"holds {kind_of(part['text'])}" if "text" in part else "has no 'text'"
             raise SampleRejected(
@@ -75,13 +77,17 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             )
         split_text(part["text"], media, pieces)
         media.ignore(part, {"type", "text"}, f"{column}[]")
-    elif kind in ("image", "image_url", "video", "video_url"):
-        media_kind: MediaKind = "image" if kind.startswith("image") else "video"
-        path = part.get(kind, part.get(media_kind))
-        read = {"type", kind, media_kind}
+    elif kind in ("image", "image_url", "video", "video_url", "input_image"):
+        media_kind: MediaKind = "image" if "image" in kind else "video"
+        name = "image_url" if kind == "input_image" else kind
+        path = part.get(name, part.get(media_kind))
+        read = {"type", name, media_kind}
+        if kind == "input_image" and part.get("file_id") is not None:
+            raise SampleRejected("remote_media", f"turn {number}: an image is a file_id of a service, not a file")
         if isinstance(path, dict):
-            media.ignore(path, {"url", "path"}, f"{column}[].{kind}")
-            path = path.get("url", path.get("path"))
+            media.ignore(path, {"url", "path", "bytes"}, f"{column}[].{kind}")
+            if not isinstance(path.get("bytes"), bytes):
+                path = path.get("url", path.get("path"))
         if path is None and set(part) == {"type"}:
             pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
         elif isinstance(path, list):
@@ -92,7 +98,7 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             pieces.append(media.add(reference_of(path, media_kind, kind, media.frame_fps)))
         media.ignore(part, read, f"{column}[]")
     else:
-        known = "text, image, image_url, video, video_url"
+        known = "text, image, image_url, video, video_url, input_text, input_image, output_text"
         raise SampleRejected("unknown_part", f"turn {number} has a content part of type {kind!r}; known: {known}")
 
 

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from energon_packing.convert.audit import ChunkAudit
+from energon_packing.convert.chunks import Chunk, SourceFile
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.key_names import key_digest
@@ -39,18 +40,28 @@ from energon_packing.convert.report import (
     ConversionReport,
     ignored_entries,
 )
-from energon_packing.convert.sources import Chunk, SourceFile, content_digest, find_chunks, find_sources
+from energon_packing.convert.source_list import content_digest, find_sources
+from energon_packing.convert.sources import find_chunks
 from energon_packing.convert.splits import Positions, SplitAssigner, positions_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
 from energon_packing.convert.worker import Assignment, Task
 from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
-from energon_packing.convert.workspace import check_out, finished_report, partial_directory, publish, workspace
+from energon_packing.convert.workspace import (
+    check_out,
+    dry_workspace,
+    finished_report,
+    partial_directory,
+    publish,
+    workspace,
+)
 from energon_packing.errors import UserError
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
 OTHER_COLUMNS = "(other columns)"
+OTHER_SOURCES = "(other sources)"
 _MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
+_MOST_SOURCES = 1000  # whose layouts the report names
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
 _SHORT, _LONG = 0.05, 0.5
 """Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
@@ -72,18 +83,19 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     require_energon()
     if config.media_root is not None and not config.media_root.is_dir():
         raise UserError(f"--media-root {config.media_root} is not a directory")
-    check_out(config)
+    if not config.dry_run:
+        check_out(config)
     sources = find_sources(config.sources, exclude=(config.out, partial_directory(config.out)))
     fingerprint = {
         "version": CONVERSION_VERSION,
         "sources": {},
         "options": config.fingerprint_options(),
     }
-    if config.resume and config.out.is_dir():
+    if config.resume and config.out.is_dir() and not config.dry_run:
         known = {**fingerprint, "sources": {_place(source): content_digest(source.path) for source in sources}}
         if (finished := finished_report(config, known)) is not None:
             return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
-    with workspace(config, fingerprint) as (build, journal):
+    with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
         try:
             report = _build(config, sources, build, journal, fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
@@ -95,7 +107,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
                 "reuse the media checks so far"
             ) from error
         report = replace(report, seconds=round(time.monotonic() - started, 3))
-        publish(build, config.out)
+        if not config.dry_run:
+            publish(build, config.out)
     return report
 
 
@@ -115,7 +128,7 @@ def _build(
     scratch = build.parent  # goes when the data set is published
     count = config.workers if config.workers > 1 else 1
     spools = tuple(scratch / f"records-{number}" for number in range(count))
-    assignment = Assignment(config=config, spools=spools, journal=journal)
+    assignment = Assignment(config=config, spools=spools, journal=journal, embedded=scratch / "embedded")
     with ExitStack() as stack:
         media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
         stack.callback(media.close)
@@ -132,7 +145,10 @@ def _build(
         if (unusable := reading.unusable_source()) is not None:
             shutil.rmtree(build.parent)
             raise UserError(unusable)
-        stored, splits = _write(config, reading, workers, build, fingerprint, tell)
+        if config.dry_run:
+            stored, splits = _counted(reading)
+        else:
+            stored, splits = _write(config, reading, workers, build, fingerprint, tell)
     report = ConversionReport(
         out=str(config.out),
         entry=str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out),
@@ -142,6 +158,8 @@ def _build(
         rejected=dict(sorted(reading.rejected.items())),
         warnings=dict(sorted(reading.warnings.items())),
         ignored_columns=ignored_entries(reading.ignored),
+        layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
+        first_rejects=dict(sorted(reading.first_rejects.items())),
         splits=splits,
         images=reading.mentions["image"],
         videos=reading.mentions["video"],
@@ -150,10 +168,19 @@ def _build(
         media_bytes=stored.media_bytes,
         record_bytes=stored.record_bytes,
         shards=stored.shards,
+        dry_run=config.dry_run,
         fingerprint=fingerprint,
     )
     report.write(build)
     return report
+
+
+def _counted(reading: _Reading) -> tuple[StoredShards, dict[str, int]]:
+    """What `_write` would store, without shards."""
+    reading.splits.finish()
+    media = sum(file.size for file, _ in reading.media.rows())
+    counts = dict(zip(reading.splits.names, reading.splits.counts, strict=True))
+    return StoredShards(media_bytes=media, record_bytes=reading.record_bytes, shards=0), counts
 
 
 @dataclass(slots=True)
@@ -180,6 +207,9 @@ class _Reading:
         self.rejected: Counter[str] = Counter()
         self.warnings: Counter[str] = Counter()
         self.ignored: Counter[str] = Counter()
+        self.layouts: dict[str, Counter[str]] = {}
+        self.first_rejects: dict[str, str] = {}
+        self.record_bytes = 0
         self.mentions: Counter[str] = Counter()
 
     def add(self, chunk: Chunk, audit: ChunkAudit, logs: _Logs) -> None:
@@ -195,6 +225,7 @@ class _Reading:
             self.rejected[reject.reason] += 1
             first = f"{reject.where}: {reject.reason}: {reject.detail}"
             self._first_reject.setdefault(source.origin, first)
+            self.first_rejects.setdefault(reject.reason, f"{reject.where}: {reject.detail}")
             entry = {"source": source.name, "record": audit.numbers[reject.index], "key": keys[reject.index]}
             logs.rejects.write(json.dumps({**entry, "reason": reject.reason, "detail": reject.detail}) + "\n")
         bad = [reject.index for reject in audit.rejects]
@@ -205,6 +236,9 @@ class _Reading:
         self.media.remember(audit.checks)
         self._written_of_origin[source.origin] += len(keys)
         self.mentions.update(audit.mentions)
+        self.record_bytes += sum(audit.sizes)
+        named = source.name in self.layouts or len(self.layouts) < _MOST_SOURCES
+        self.layouts.setdefault(source.name if named else OTHER_SOURCES, Counter()).update(audit.layouts)
         for name, count in audit.ignored.items():
             known = name in self.ignored or len(self.ignored) < _MOST_IGNORED
             self.ignored[name if known else OTHER_COLUMNS] += count
@@ -314,7 +348,7 @@ def _read(
                 before = task.source
             reading.add(task, audit, logs)
             size.learn(audit.seconds)
-            tell("read", min(done + task.end, total), total)
+            tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
     tell("read", total, total)
     return digests
 

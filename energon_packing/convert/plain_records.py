@@ -8,7 +8,7 @@ that each rejection has one place. The tests compare the two roads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import add
@@ -22,11 +22,13 @@ from energon_packing.convert.json_values import parse_quickly
 from energon_packing.convert.record_media import RecordMedia
 from energon_packing.convert.record_text import encode_record
 from energon_packing.convert.records import turn_fields
+from energon_packing.convert.role_names import ROLE_OF_TEXT
 from energon_packing.convert.tool_calls import parse_tools
-from energon_packing.convert.turns import ROLE_OF_TEXT, read_turn
+from energon_packing.convert.turns import read_turn
 from energon_packing.errors import SampleRejected
 
 _COLUMNS = frozenset(("id", "messages", "conversations", "system", "tools"))
+_FORMATS = frozenset(("auto", "sharegpt", "openai"))
 _BEGINNING = b'{"version": %d, "turns": [' % RECORD_VERSION
 _TURN = {role: b'{"role": "%s", "parts": [' % role.encode() for role in ROLES}
 _SYSTEM_NAMES = tuple(name for name, role in ROLE_OF_TEXT.items() if role == "system")
@@ -49,7 +51,12 @@ def plain_record(value: Any, layout: RecordFormat) -> bytes | None:
         `ParsedRecord.record` as JSON; None for a record that names media, has any other column, or leads to a warning
         or a rejection.
     """
-    if type(value) is not dict or not value.keys() <= _COLUMNS or ("messages" in value) == ("conversations" in value):
+    if (
+        layout not in _FORMATS
+        or type(value) is not dict
+        or not value.keys() <= _COLUMNS
+        or ("messages" in value) == ("conversations" in value)
+    ):
         return None
     column = "messages" if "messages" in value else "conversations"
     try:
@@ -59,6 +66,12 @@ def plain_record(value: Any, layout: RecordFormat) -> bytes | None:
         return b"%b%b]%b}" % (_BEGINNING, turns, _tools(value.get("tools")))
     except (SampleRejected, orjson.JSONEncodeError, UnicodeEncodeError):
         return None
+
+
+def plain_layout(value: Mapping[str, Any]) -> str:
+    """The name of the layout of a record that `plain_record` has taken."""
+    messages = value["messages"] if "messages" in value else value["conversations"]
+    return "openai" if "role" in messages[0] else "sharegpt"
 
 
 def _turns(messages: Any, column: str, layout: RecordFormat, system: Any) -> bytes | None:
@@ -86,7 +99,7 @@ def _text_turns(messages: list[Any], fields: tuple[str, str]) -> bytes | None:
     if set(map(type, texts)) != {str} or not all(texts) or any(map(str.isspace, texts)):
         return None
     found = b"]}, ".join(map(add, turns, map(orjson.dumps, texts))) + b"]}"
-    return None if b"<image>" in found or b"<video>" in found else found
+    return None if b"<image>" in found or b"<video>" in found or b"<img>" in found else found
 
 
 @lru_cache(maxsize=4096)
@@ -123,6 +136,8 @@ def _mixed_turns(messages: list[Any], fields: tuple[str, str], column: str, befo
         if type(message) is not dict:
             return None
         name, text = message.get(role_field), message.get(content_field)
+        if type(text) is str and "<img>" in text:  # perhaps Qwen-VL's
+            return None
         role = ROLE_OF_TEXT.get(name) if type(name) is str else None
         if role == "assistant" and len(message) == 3 and (calls := message.get("tool_calls")):
             written = _calling_turn(text, calls, made)

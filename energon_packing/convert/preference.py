@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from energon_packing.convert.layouts.layout import TURN_COLUMNS
 from energon_packing.convert.thinking_fields import THINKING_FIELDS
 from energon_packing.errors import SampleRejected
 
-TURN_COLUMNS = ("messages", "conversations")
 _ALIASES = {"human": "user", "gpt": "assistant"}
 
 

@@ -21,11 +21,31 @@ _CUTS = ("video_start", "video_end", "start", "end", "start_time", "end_time")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddedBytes:
+    """A file that the record itself holds.
+
+    Attributes:
+        content: of the file.
+        name: that the record gives it; may be empty.
+    """
+
+    content: bytes
+    name: str
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} ({len(self.content)} bytes in the record)"
+
+
+MediaPath = str | EmbeddedBytes
+"""A path or an address, or the bytes themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FileReference:
     """A file as the record names it, and its required kind; frames are images."""
 
     kind: MediaKind
-    path: str
+    path: MediaPath
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +61,7 @@ class MediaReference:
     """
 
     kind: MediaKind
-    paths: tuple[str, ...]
+    paths: tuple[MediaPath, ...]
     is_frames: bool = False
     fps: float | None = None
     times: tuple[float, ...] = ()
@@ -179,7 +199,8 @@ def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media
     is_frames = kind == "video" and isinstance(entry.get("frames", entry.get("video")), list)
     if not is_frames:
         refuse_cut(entry, kind, "unsupported_field", f"an entry of {column!r}")
-    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else {"path"}, f"{column}[]")
+    read = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
+    media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else read, f"{column}[]")
 
 
 def refuse_cut(value: Mapping[str, Any], kind: MediaKind, reason: str, where: str) -> None:
@@ -201,9 +222,15 @@ def refuse_cut(value: Mapping[str, Any], kind: MediaKind, reason: str, where: st
             raise SampleRejected(reason, detail)
 
 
-def _path(entry: Any, name: str) -> str:
-    if isinstance(entry, dict) and isinstance(entry.get("path"), str):
-        entry = entry["path"]
+def _path(entry: Any, name: str) -> MediaPath:
+    if isinstance(entry, bytes):
+        return EmbeddedBytes(content=entry, name="")
+    if isinstance(entry, dict):
+        path = entry.get("path")
+        if isinstance(entry.get("bytes"), bytes):  # as Hugging Face stores images, with or without a path
+            return EmbeddedBytes(content=entry["bytes"], name=path if isinstance(path, str) else "")
+        if isinstance(path, str):
+            entry = path
     if not isinstance(entry, str):
         raise SampleRejected("non_string_value", f"{name!r} holds {kind_of(entry)}, expected a path")
     return entry

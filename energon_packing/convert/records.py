@@ -1,9 +1,9 @@
 """Parses one record of a source into turns and the media that they name. Opens no files.
 
-Two layouts are read: ShareGPT (``conversations`` of ``from``/``value``; LLaVA uses the same) and OpenAI (``messages``
-of ``role``/``content``), each also with the preference records of `energon_packing.convert.preference`. Media appear
-in the text as ``<image>`` and ``<video>``, filled in order from the columns ``images``/``image`` and
-``videos``/``video``, or as parts with their own path.
+A layout (`energon_packing.convert.layouts`) restates the record as one of two forms: ``conversations`` of
+``from``/``value`` (ShareGPT; LLaVA uses the same) or ``messages`` of ``role``/``content`` (OpenAI), each also with the
+preference records of `energon_packing.convert.preference`. Media appear in the text as ``<image>`` and ``<video>``,
+filled in order from the columns ``images``/``image`` and ``videos``/``video``, or as parts with their own path.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from itertools import islice, pairwise
 from typing import Any
 
 from energon_packing.conversation import Conversation, Turn
+from energon_packing.convert.column_map import ColumnMap
 from energon_packing.convert.columns import check_columns
-from energon_packing.convert.config import DEFAULT_FRAME_FPS, RecordFormat
+from energon_packing.convert.config import DEFAULT_FRAME_FPS, MissingPlaceholder, RecordFormat
 from energon_packing.convert.extras import extra_columns_read, parse_extras
 from energon_packing.convert.frame_lists import media_of_frames
+from energon_packing.convert.kto_label import read_kto_label
+from energon_packing.convert.layouts.layout import TURN_COLUMNS
+from energon_packing.convert.layouts.registry import find_layout, unknown_layout
 from energon_packing.convert.media_files import MediaFile, media_of_file
+from energon_packing.convert.missing_placeholders import place_missing
 from energon_packing.convert.near_names import near_name
-from energon_packing.convert.preference import TURN_COLUMNS, find_pair
+from energon_packing.convert.preference import find_pair
 from energon_packing.convert.record_media import READ_COLUMNS, FileReference, MediaReference, RecordMedia, kind_of
 from energon_packing.convert.tool_calls import parse_tools
 from energon_packing.convert.turns import read_turns
@@ -42,6 +47,7 @@ class ParsedRecord:
         ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
         chosen, rejected: for a preference record, the turns of each answer; empty for any other.
         extras: additional values of the trained tokens, see `energon_packing.convert.extras`.
+        layout: name of the layout that the record has.
     """
 
     turns: tuple[Turn, ...]
@@ -52,6 +58,7 @@ class ParsedRecord:
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+    layout: str = field(default="", compare=False)
 
     @property
     def media(self) -> tuple[FileReference, ...]:
@@ -96,24 +103,36 @@ def parse_record(
     *,
     extra_columns: Sequence[str] = (),
     frame_fps: float = DEFAULT_FRAME_FPS,
+    column_map: ColumnMap | None = None,
+    kto_label: str | None = None,
+    missing_placeholder: MissingPlaceholder = "reject",
 ) -> ParsedRecord:
     """Reads one record.
 
     Args:
         value: the parsed JSON.
-        layout: ``sharegpt`` or ``openai`` rejects the other layout; ``auto`` detects it.
+        layout: the name of one rejects all others; ``auto`` detects it.
         extra_columns: columns that hold extras under their own names.
         frame_fps: frames per second of lists of frames that state no rate.
+        column_map: other names of columns and roles.
+        kto_label: column that says whether the answer is a wanted one.
+        missing_placeholder: what happens to images or videos that no text has a placeholder for.
 
     Raises:
-        SampleRejected: ``unknown_layout``, ``unknown_role``, ``empty_turn``, ``empty_conversation``,
-            ``non_string_value``, ``nothing_to_learn``, ``placeholder_mismatch``, ``bad_tool_call``, ``bad_tools``,
-            ``bad_weight``, ``unsupported_weight``, ``unsupported_column``, ``unsupported_field``,
-            ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``, ``conflicting_columns``, ``bad_pair``,
-            ``bad_extra``, ``bad_frames``.
+        SampleRejected: ``unknown_layout``, ``ambiguous_layout``, ``unknown_role``, ``empty_turn``,
+            ``empty_conversation``, ``non_string_value``, ``nothing_to_learn``, ``placeholder_mismatch``,
+            ``bad_tool_call``, ``bad_tools``, ``bad_weight``, ``unsupported_weight``, ``unsupported_column``,
+            ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``,
+            ``conflicting_columns``, ``bad_pair``, ``bad_extra``, ``bad_frames``, ``bad_label``.
     """
     if not isinstance(value, dict):
         raise SampleRejected("unknown_layout", f"the record is {kind_of(value)}, expected an object")
+    left: set[str] = set()
+    if column_map:
+        value, left = column_map.apply(value)
+    found_layout = find_layout(value, layout)
+    restated = found_layout.restate(value)
+    value = restated.record
     pair = find_pair(value)
     columns: tuple[str, ...]
     if pair is None:
@@ -123,10 +142,17 @@ def parse_record(
         messages, fields = _of_list(pair.beginning, layout, value)
         columns = pair.columns
     media = RecordMedia.of(value, frame_fps)
-    warnings: list[str] = []
+    media.ignored |= left
+    warnings: list[str] = list(restated.warnings)
     turns = read_turns(messages, fields, media, warnings, columns[0])
     turns = _with_system_column(value, turns)
     read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
+    extras = parse_extras(value, extra_columns, pair=pair is not None)
+    if kto_label is not None:
+        read.add(kto_label)
+        extras |= read_kto_label(value, kto_label, warnings, pair=pair is not None)
+    if missing_placeholder != "reject":
+        turns = place_missing(turns, media, missing_placeholder, warnings)
     # Done before media are compared with placeholders, because an unread column may explain a mismatch.
     media.ignored |= check_columns(value, read, turns, media.references)
     media.check(_hint(media.ignored))
@@ -151,7 +177,8 @@ def parse_record(
         ignored=tuple(sorted(media.ignored)),
         chosen=tuple(chosen),
         rejected=tuple(rejected),
-        extras=parse_extras(value, extra_columns, pair=pair is not None),
+        extras=extras,
+        layout=(column_map.layout if column_map else "") or found_layout.name,
     )
 
 
@@ -197,13 +224,11 @@ def turn_fields(message: Any, layout: RecordFormat) -> Fields | None:
 
 
 def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRejected:
-    keys = ", ".join(sorted(key[:40] for key in value)[:20]) or "none"
     wanted = {
-        "auto": "'conversations' of from/value or 'messages' of role/content",
         "sharegpt": "'conversations' of from/value",
         "openai": "'messages' of role/content",
-    }[layout]
-    return SampleRejected("unknown_layout", f"expected {wanted}; the record's keys are: {keys}")
+    }
+    return unknown_layout(value, wanted.get(layout, " or ".join(wanted.values())))
 
 
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:

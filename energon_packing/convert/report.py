@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from energon_packing.convert.near_names import near_name
 
-CONVERSION_VERSION = 4
+CONVERSION_VERSION = 5
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -32,6 +33,8 @@ class ConversionReport:
         warnings: name -> number of records that were accepted although odd.
         ignored_columns: name of a column, or of a field as ``messages[].name``, that nothing reads -> ``records``, the
             number of written samples whose record fills it, and ``did_you_mean`` if the name is near one that is read.
+        layouts: source -> name of a layout -> number of samples whose record has it.
+        first_rejects: reason -> the first record that was rejected for it, and why.
         splits: name -> number of samples.
         images, videos, tensors: number of media that samples name, including repetitions.
         media_files: distinct media, by content.
@@ -39,6 +42,7 @@ class ConversionReport:
         record_bytes: bytes of the JSON records in the data set.
         shards: number of tar files.
         seconds: wall time; not in the JSON form, which is the same in every run.
+        dry_run: True if nothing was written; the numbers are those that a conversion would have.
         skipped: True if `resume` found the conversion finished.
         fingerprint: version, digests of the sources, and the options that decide the content.
     """
@@ -59,7 +63,10 @@ class ConversionReport:
     shards: int
     seconds: float = 0.0
     skipped: bool = False
+    dry_run: bool = False
     tensors: int = 0
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
+    first_rejects: dict[str, str] = field(default_factory=dict)
     ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
@@ -67,6 +74,17 @@ class ConversionReport:
     def reject_share(self) -> float:
         """Rejected records divided by records read."""
         return sum(self.rejected.values()) / self.read if self.read else 0.0
+
+    def too_many_rejects(self, most: float) -> bool:
+        """Whether more records were rejected than a share of at most 1, or a number above 1, allows."""
+        return self.reject_share > most if most <= 1 else sum(self.rejected.values()) > most
+
+    def samples_of_layouts(self) -> dict[str, int]:
+        """Name of a layout -> number of samples, of all sources together."""
+        total: Counter[str] = Counter()
+        for counts in self.layouts.values():
+            total.update(counts)
+        return dict(sorted(total.items()))
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, as in `conversion.json`."""

@@ -49,6 +49,7 @@ class ParsedVideoRecord:
         metadata: the object that the record holds under this name.
         warnings: names of oddities that were accepted.
         ignored: columns that hold something but that nothing reads, sorted.
+        layout: for the report.
     """
 
     caption: str | None
@@ -56,6 +57,7 @@ class ParsedVideoRecord:
     metadata: Mapping[str, Any]
     warnings: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    layout: str = "text-to-video"
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
         """The JSON form of the sample.

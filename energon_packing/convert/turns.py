@@ -11,25 +11,12 @@ from energon_packing.convert.columns import AUDIO, LABELS, is_preference_label
 from energon_packing.convert.content_parts import joined, read_content, split_text
 from energon_packing.convert.loss_fields import LOSS_FIELDS, loss_weight
 from energon_packing.convert.record_media import RecordMedia, kind_of
+from energon_packing.convert.role_names import ROLE_OF, ROLE_OF_TEXT
 from energon_packing.convert.thinking_fields import THINKING_FIELDS, thinking_text
 from energon_packing.convert.tool_calls import call_id, parse_function_call_text, parse_tool_calls
 from energon_packing.convert.unread import says_nothing
 from energon_packing.errors import SampleRejected
 
-ROLE_OF: Mapping[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function": "tool",
-}
-ROLE_OF_TEXT: Mapping[str, Role] = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
-"""Those whose messages hold text; a ``function_call`` holds calls as JSON."""
 _CALLS = ("tool_calls", "function_call")
 _IMAGES = ("image", "images", "image_url", "video", "videos", "video_url")
 _PART_OF_A_TURN = ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training")

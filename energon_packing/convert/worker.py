@@ -15,10 +15,11 @@ from pathlib import Path
 from types import TracebackType
 
 from energon_packing.convert.audit import ChunkAudit, audit_chunk
+from energon_packing.convert.chunks import Chunk
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.media_checks import MediaChecker, Recall
 from energon_packing.convert.shards import ShardPiece, write_piece
-from energon_packing.convert.sources import Chunk
 from energon_packing.executors.parent import end_with_parent
 
 Task = Chunk | tuple[Path, ShardPiece]
@@ -33,11 +34,13 @@ class Assignment:
         config: options of the conversion.
         spools: the file of each worker for the JSON of good records.
         journal: of checked media.
+        embedded: directory for media that records hold.
     """
 
     config: ConvertConfig
     spools: tuple[Path, ...]
     journal: Path
+    embedded: Path
 
 
 class Worker:
@@ -57,6 +60,7 @@ class Worker:
 
     def __enter__(self) -> Worker:
         config = self._assignment.config
+        self._embedded = EmbeddedFiles(self._assignment.embedded, max_bytes=config.max_media_bytes)
         self._checker = MediaChecker(config, self._assignment.journal, self._recall)
         self._stack.callback(self._checker.close)
         self._spool = self._stack.enter_context(self._assignment.spools[self._number].open("wb"))
@@ -73,7 +77,7 @@ class Worker:
             OSError: a file of the data set cannot be written.
         """
         if isinstance(task, Chunk):
-            audit = audit_chunk(task, self._spool, self._assignment.config, self._checker)
+            audit = audit_chunk(task, self._spool, self._assignment.config, self._checker, self._embedded)
             audit.spool = self._number
             return audit
         directory, piece = task

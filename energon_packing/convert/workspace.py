@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,6 +106,15 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
         build = partial / "build"
         build.mkdir()
         yield build, partial / _JOURNAL
+
+
+@contextmanager
+def dry_workspace() -> Iterator[tuple[Path, Path]]:
+    """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
+    with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
+        build = Path(scratch) / "build"
+        build.mkdir()
+        yield build, Path(scratch) / _JOURNAL
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:

@@ -63,7 +63,9 @@ def test_every_kind_of_bad_media_is_rejected_by_reason_and_the_good_sample_is_ke
         "http://example.org/a.jpg": "remote_media",
         "https://example.org/a.jpg": "remote_media",
         "s3://bucket/a.jpg": "remote_media",
-        "data:image/png;base64,AAAA": "remote_media",
+        "data:image/png;base64,AAAA": "corrupt_media",
+        "data:image/png;base64,A*AA": "corrupt_media",
+        "data:image/png": "corrupt_media",
     }
     records = [with_image(f"bad{number}", path) for number, path in enumerate(expected)]
     records[list(expected).index("")]["images"] = []
@@ -196,7 +198,7 @@ def test_a_colon_in_a_file_name_is_no_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('[{"text": "a"}, {"text": "b"}]', r"unknown_layout.*keys are: text"),
+        ('[{"texts": "a"}, {"texts": "b"}]', r"unknown_layout.*keys are: texts"),
         ("this is no JSON", "bad_json"),
         ("[]", "empty list"),
         ("[1, 2", "unknown_layout"),
@@ -228,12 +230,14 @@ def test_one_unusable_file_beside_a_good_one_is_an_error_only_where_it_was_named
 @pytest.mark.parametrize(
     "options",
     [
-        {"format": "alpaca"},
+        {"format": "vicuna"},
         {"layout": "flat"},
         {"check_media": "no"},
         {"workers": -1},
         {"samples_per_shard": 0},
         {"max_rejects": 1.5},
+        {"missing_placeholder": "guess"},
+        {"kto_label": "messages"},
         {"split": {"a b": 1.0}},
         {"max_media_bytes": 9 << 30},
     ],

@@ -57,7 +57,8 @@ def test_a_record_without_id_is_named_by_file_and_line() -> None:
 
 @given(st.sets(st.text(min_size=1, max_size=8), min_size=3, max_size=60), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
 def test_every_split_gets_a_sample_where_there_are_enough(keys: set[str], train: float, val: float) -> None:
-    split = normalised_split({"train": train, "val": val, "test": 0.01})
+    total = train + val + 0.01
+    split = normalised_split({"train": train / total, "val": val / total, "test": 0.01 / total})
     assigned = assign_splits([position_of(key) for key in sorted(keys)], split)
     assert len(assigned) == len(keys)
     assert set(assigned) == set(split)
@@ -78,12 +79,25 @@ def test_shares_are_met_and_more_data_moves_no_old_sample() -> None:
 
 
 def test_a_split_reads_as_written_and_is_normalised() -> None:
-    assert parse_split("train=8, val=1,test=1") == {"train": 0.8, "val": 0.1, "test": 0.1}
+    assert parse_split("train=0.4, val=0.05,test=0.05") == {"train": 0.8, "val": 0.1, "test": 0.1}
     assert parse_split("train=1,val=0") == {"train": 1.0}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "train", "train=x", "train=-1", "train=nan", "train=inf", "train=0", "a.b=1", "train=1,train=1", "=1"]
+    "text",
+    [
+        "",
+        "train",
+        "train=x",
+        "train=-1",
+        "train=nan",
+        "train=inf",
+        "train=0",
+        "a.b=1",
+        "train=1,train=1",
+        "=1",
+        "train=8,val=2",
+    ],
 )
 def test_a_split_that_makes_no_sense_is_a_config_error(text: str) -> None:
     with pytest.raises(ConfigError):

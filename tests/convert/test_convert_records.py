@@ -122,7 +122,7 @@ def test_placeholders_and_media_that_do_not_match_are_rejected_with_both_counts(
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        ({"text": "x", "zeta": 1}, "unknown_layout"),
+        ({"texts": "x", "zeta": 1}, "unknown_layout"),
         ([1, 2], "unknown_layout"),
         (None, "unknown_layout"),
         ({"conversations": [["human", "hi"]]}, "unknown_layout"),

@@ -12,14 +12,9 @@ from hypothesis import strategies as st
 from source_files import sharegpt, write_json, write_lines
 
 from energon_packing.convert import json_array
-from energon_packing.convert.sources import (
-    RawRecord,
-    content_digest,
-    find_chunks,
-    find_sources,
-    read_chunk,
-    read_records,
-)
+from energon_packing.convert.chunks import RawRecord
+from energon_packing.convert.source_list import content_digest, find_sources
+from energon_packing.convert.sources import find_chunks, read_chunk, read_records
 from energon_packing.errors import UserError
 
 

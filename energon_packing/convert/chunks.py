@@ -1,0 +1,89 @@
+"""Files of records, pieces of them, and single records: what the process that finds them and its workers exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from energon_packing.convert.embedded_files import MemberBytes
+from energon_packing.errors import SampleRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceFile:
+    """One file of records.
+
+    Attributes:
+        path: where it is.
+        name: its path in reports, relative to the directory that was named; unique in a conversion.
+        origin: index into `ConvertConfig.sources`.
+    """
+
+    path: Path
+    name: str
+    origin: int
+
+
+@dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long
+class RawRecord:
+    """One record as it is in its file.
+
+    Attributes:
+        source: the file.
+        number: line of a JSON Lines file, from 1; index in an array, from 0.
+        where: ``name:line`` or ``name[index]``, for a reader.
+        value: the parsed JSON; None if `error` is set.
+        error: why it could not be parsed.
+        members: of a record in a tar, the files beside it, by each name that it may use.
+    """
+
+    source: SourceFile
+    number: int
+    where: str
+    value: Any
+    error: SampleRejected | None = None
+    members: Mapping[str, MemberBytes] = field(default_factory=dict)
+
+
+Form = Literal["lines", "text", "array", "object", "rows", "samples"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Records of one file that follow each other, to be parsed elsewhere.
+
+    Attributes:
+        source: the file.
+        form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``samples``
+            those of a tar.
+        start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows.
+        first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
+        position: bytes of the file up to the end of the chunk, where they are not `end`; for progress alone.
+        content: the bytes themselves, of a compressed file, which only one process unpacks.
+        samples: name of each sample of a tar, and its members.
+        error: in place of records, why the one at `first` and all that follow cannot be told apart.
+    """
+
+    source: SourceFile
+    form: Form
+    start: int
+    end: int
+    first: int
+    error: SampleRejected | None = None
+    position: int = -1
+    content: bytes | None = None
+    samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
+
+
+def broken(source: SourceFile, number: int, where: str, detail: str, *, reason: str = "bad_json") -> RawRecord:
+    """A record that cannot be read."""
+    error = SampleRejected(reason, f"{where}: {detail}")
+    return RawRecord(source=source, number=number, where=where, value=None, error=error)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an exception, short and without line breaks."""
+    text = str(error) or type(error).__name__
+    return " ".join(text.split())[:300]

@@ -1,0 +1,48 @@
+"""ShareGPT (``conversations`` of ``from``/``value``) and OpenAI (``messages`` of ``role``/``content``), pairs included.
+
+These are what `energon_packing.convert.records` reads, so their records stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.convert.layouts import llamafactory_v1, qwen_vl
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, TURN_COLUMNS, Layout, Restated, has_turns
+
+
+def _first_message(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first message of the turns, or of the answers of a pair; empty if there is none."""
+    for column in (*TURN_COLUMNS, "prompt", *ANSWER_COLUMNS):
+        value = record.get(column)
+        message = value[0] if isinstance(value, list) and value else value
+        if isinstance(message, dict):
+            return message
+    return {}
+
+
+def _is_conversation(record: Mapping[str, Any]) -> bool:
+    if llamafactory_v1.matches(record) or (qwen_vl.matches(record) and not qwen_vl.names_images(record)):
+        return False
+    is_pair = any(record.get(name) is not None for name in ANSWER_COLUMNS)
+    return has_turns(record) or (is_pair and "instruction" not in record)
+
+
+def _is_sharegpt(record: Mapping[str, Any]) -> bool:
+    first = _first_message(record)
+    return "from" in first and "role" not in first
+
+
+SHAREGPT = Layout(
+    name="sharegpt",
+    expects="'conversations' of from/value",
+    matches=lambda record: _is_conversation(record) and _is_sharegpt(record),
+    restate=lambda record: Restated(record=record),
+)
+OPENAI = Layout(
+    name="openai",
+    expects="'messages' of role/content",
+    matches=lambda record: _is_conversation(record) and not _is_sharegpt(record),
+    restate=lambda record: Restated(record=record),
+)

@@ -1,0 +1,88 @@
+"""LLaMA-Factory's v1 samples: ``messages``, or ``chosen_messages`` and ``rejected_messages``, of typed parts.
+
+A part is ``{"type", "value"}``; its types are ``text``, ``reasoning``, ``tool_call`` (JSON text), ``image_url``,
+``video_url`` and ``audio_url``. As its Qwen3 renderer reads them, the texts of a message are joined, and so are its
+thoughts, wherever they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.convert.layouts.layout import Layout, Restated, without
+from energon_packing.convert.tool_calls import parse_function_call_text
+from energon_packing.convert.unread import says_nothing
+from energon_packing.errors import SampleRejected
+
+_PAIR = ("chosen_messages", "rejected_messages")
+_MEDIA = {"image_url": "image", "video_url": "video"}
+
+
+def matches(record: Mapping[str, Any]) -> bool:
+    """Whether a record is such a sample."""
+    if all(isinstance(record.get(name), list) for name in _PAIR):
+        return True
+    messages = record.get("messages")
+    return isinstance(messages, list) and any(_has_values(message) for message in messages)
+
+
+def _has_values(message: Any) -> bool:
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(
+        isinstance(part, dict) and "type" in part and "value" in part for part in content
+    )
+
+
+def _restate(record: Mapping[str, Any]) -> Restated:
+    if not says_nothing(record.get("extra_info")) and "kto" in str(record["extra_info"]):
+        raise SampleRejected("unsupported_column", "the column 'extra_info' holds a preference label (KTO) of v1")
+    if not all(isinstance(record.get(name), list) for name in _PAIR):
+        return Restated(record={**record, "messages": _messages(record["messages"])})
+    chosen, rejected = (_messages(record[name]) for name in _PAIR)
+    return Restated(record={**without(record, *_PAIR), "chosen": chosen, "rejected": rejected})
+
+
+def _messages(messages: list[Any]) -> list[Any]:
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _message(message: Any, number: int) -> Any:
+    """A message with OpenAI's fields; one without parts stays as it is."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts: list[dict[str, Any]] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        value = part.get("value") if isinstance(part, dict) else None
+        if not isinstance(value, str):
+            raise SampleRejected("non_string_value", f"turn {number}: a part of type {kind!r} has no text in 'value'")
+        rest = without(part, "type", "value")
+        if kind == "text":
+            parts.append({"type": "text", "text": value, **rest})
+        elif kind == "reasoning":
+            thoughts.append(value)
+        elif kind == "tool_call":
+            calls += parse_function_call_text(value, set())
+        elif kind in _MEDIA:
+            parts.append({"type": _MEDIA[kind], _MEDIA[kind]: value, **rest})
+        else:
+            known = ", ".join(("text", "reasoning", "tool_call", *_MEDIA))
+            raise SampleRejected("unknown_part", f"turn {number} has a content part of type {kind!r}; known: {known}")
+    read: dict[str, Any] = {**message, "content": parts}
+    if thoughts:
+        read["reasoning_content"] = "".join(thoughts)
+    if calls:
+        read["tool_calls"] = calls
+    return read
+
+
+V1 = Layout(
+    name="llamafactory-v1",
+    expects="'messages' whose content is a list of type/value",
+    matches=matches,
+    restate=_restate,
+)

@@ -1,0 +1,30 @@
+"""Documents for continued pre-training: one column ``text``, which becomes one turn of the assistant.
+
+What is trained of it is `encoder.train_on`; ``all`` with a template that writes the content alone trains the document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.convert.layouts.layout import ANSWER_COLUMNS, Layout, Restated, has_turns, without
+
+_OTHERS = ("instruction", "query", "prompt", *ANSWER_COLUMNS)
+"""Columns of other layouts; beside them, ``text`` is a copy of theirs, as in Stanford's Alpaca, and counted."""
+
+
+def _matches(record: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(record.get("text"), str)
+        and not has_turns(record)
+        and all(record.get(name) is None for name in _OTHERS)
+    )
+
+
+def _restate(record: Mapping[str, Any]) -> Restated:
+    message = {"role": "assistant", "content": record["text"]}
+    return Restated(record={**without(record, "text"), "messages": [message]})
+
+
+TEXT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)

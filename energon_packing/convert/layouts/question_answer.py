@@ -1,0 +1,104 @@
+"""Records of one question and one answer in columns of their own.
+
+* ``alpaca``: ``instruction``, ``input``, ``output``, ``history`` (earlier questions and answers); in place of
+  ``output`` also ``chosen`` and ``rejected``. LLaMA-Factory's rules: the question is ``instruction`` and ``input`` with
+  a line break between them, empty ones left out; every answer of ``history`` is trained.
+* ``query-response``: ms-swift's ``query``, ``response`` and ``history``.
+* ``prompt-completion``: TRL's ``prompt`` and ``completion``, texts or lists of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from energon_packing.convert.layouts.layout import Layout, Restated, filled, without
+from energon_packing.convert.unread import says_nothing
+from energon_packing.errors import SampleRejected
+
+
+def _text(record: Mapping[str, Any], column: str) -> str:
+    """A column of text; empty if it is missing or null."""
+    value = record.get(column)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise SampleRejected("non_string_value", f"the column {column!r} is {_kind(value)}, expected text")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return {"list": "a list", "dict": "an object", "bool": "a truth value"}.get(type(value).__name__, "a number")
+
+
+def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The earlier turns: a list of ``[question, answer]``."""
+    value = record.get("history")
+    if says_nothing(value):
+        return []
+    messages: list[dict[str, Any]] = []
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+            raise SampleRejected(
+                "non_string_value", "the column 'history' must be a list of pairs of texts, [question, answer]"
+            )
+        messages += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
+    return messages
+
+
+def _restate_alpaca(record: Mapping[str, Any]) -> Restated:
+    question = "\n".join(text for text in (_text(record, "instruction"), _text(record, "input")) if text)
+    messages = [*_history(record), {"role": "user", "content": question}]
+    rest = without(record, "instruction", "input", "output", "history")
+    if filled(record, "chosen", "rejected"):
+        # An output beside them is counted as ignored, because nothing says what it would be.
+        kept = {"output": record["output"]} if filled(record, "output") else {}
+        return Restated(record={**rest, **kept, "messages": messages})
+    answer = {"role": "assistant", "content": _text(record, "output")}
+    return Restated(record={**rest, "messages": [*messages, answer]})
+
+
+def _restate_query(record: Mapping[str, Any]) -> Restated:
+    question = {"role": "user", "content": _text(record, "query")}
+    answer = {"role": "assistant", "content": _text(record, "response")}
+    rest = without(record, "query", "response", "history")
+    return Restated(record={**rest, "messages": [*_history(record), question, answer]})
+
+
+def _restate_prompt(record: Mapping[str, Any]) -> Restated:
+    messages: list[Any] = []
+    for column, role in (("prompt", "user"), ("completion", "assistant")):
+        value = record[column]
+        if isinstance(value, str):
+            messages.append({"role": role, "content": value})
+        elif isinstance(value, list):
+            messages += value
+        else:
+            kind = _kind(value)
+            raise SampleRejected("non_string_value", f"the column {column!r} is {kind}, expected text or messages")
+    return Restated(record={**without(record, "prompt", "completion"), "messages": messages})
+
+
+ALPACA = Layout(
+    name="alpaca",
+    expects="'instruction', 'input' and 'output', or 'chosen' and 'rejected'",
+    matches=lambda record: (
+        isinstance(record.get("instruction"), str)
+        and ("output" in record or all(isinstance(record.get(name), str) for name in ("chosen", "rejected")))
+    ),
+    restate=_restate_alpaca,
+)
+QUERY_RESPONSE = Layout(
+    name="query-response",
+    expects="'query' and 'response'",
+    matches=lambda record: (
+        filled(record, "query", "response") and all(isinstance(record[name], str) for name in ("query", "response"))
+    ),
+    restate=_restate_query,
+)
+PROMPT_COMPLETION = Layout(
+    name="prompt-completion",
+    expects="'prompt' and 'completion'",
+    matches=lambda record: filled(record, "prompt", "completion"),
+    restate=_restate_prompt,
+)

@@ -1,0 +1,99 @@
+"""The files of records that a conversion reads: named ones, and those in directories and patterns."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from pathlib import Path
+
+from energon_packing.convert.chunks import SourceFile
+from energon_packing.errors import UserError
+
+JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
+TEXT_SUFFIX = ".txt"
+"""Of files whose lines are documents; they are read only where they are named, never in a directory."""
+TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
+TAR_SUFFIX = ".tar"
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
+_OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
+"""Beside the tables of a saved Hugging Face data set; they hold no records."""
+
+
+def suffix_of(path: Path) -> tuple[str, str | None]:
+    """The suffix of a file's content, lower case, and how the file is compressed: None, ``gzip`` or ``zstd``."""
+    suffix = path.suffix.lower()
+    compression = COMPRESSIONS.get(suffix)
+    return (Path(path.stem).suffix.lower() if compression else suffix), compression
+
+
+def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -> list[SourceFile]:
+    """The files to read, in a fixed order (as named; inside a directory, and of a pattern, by path).
+
+    Args:
+        sources: files, directories, and patterns with ``*``, ``?`` or ``[...]`` (``**`` for any depth).
+        exclude: directories whose content is never a source, such as the output.
+
+    Raises:
+        UserError: a path is missing, a directory holds no file of records, a named file is empty.
+    """
+    shut = [path.absolute().resolve() for path in exclude]
+    files: list[SourceFile] = []
+    names: set[str] = set()
+    for origin, source in enumerate(sources):
+        for path, name in _found(source, shut):
+            files.append(SourceFile(path=path, name=name if name not in names else str(path), origin=origin))
+            names.add(name)
+    return files
+
+
+def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str]]:
+    """The files of one source, and their names in reports."""
+    if not source.exists() and glob.has_magic(str(source)):
+        matches = sorted(Path(match) for match in glob.glob(str(source), recursive=True))
+        if not matches:
+            raise UserError(f"{source} matches no file; name a {_KINDS} file, or a directory of such files")
+        return [
+            (path, f"{match.name}/{name}" if match.is_dir() else name)
+            for match in matches
+            for path, name in _found(match, shut)
+        ]
+    if source.is_dir():
+        found = sorted(path for path in source.rglob("*") if _is_source(path, source, shut))
+        if not found:
+            suffixes = ".json, .jsonl, .ndjson, .parquet, .arrow or .tar"
+            raise UserError(f"{source} has no {suffixes} file; name the file of conversations")
+        return [(path, path.relative_to(source).as_posix()) for path in found]
+    if source.is_file():
+        if source.stat().st_size == 0:
+            raise UserError(f"{source} is empty; it should hold conversations as a JSON array or as JSON Lines")
+        return [(source, source.name)]
+    if source.exists():
+        raise UserError(f"{source} is neither a file nor a directory")
+    raise UserError(f"{source} does not exist; name a {_KINDS} file, or a directory of such files")
+
+
+def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:
+    suffix, compression = suffix_of(path)
+    plain = compression is None and (suffix in TABLE_SUFFIXES or suffix == TAR_SUFFIX)
+    if not (plain or suffix in JSON_SUFFIXES) or not path.is_file():
+        return False
+    if any(part.startswith(".") for part in path.relative_to(root).parts):
+        return False
+    if path.name in _OF_DATASETS and _is_saved_dataset(path.parent):
+        return False
+    real = path.resolve()
+    return real.is_relative_to(root.resolve()) and not any(real.is_relative_to(directory) for directory in shut)
+
+
+def _is_saved_dataset(directory: Path) -> bool:
+    """Whether `datasets.Dataset.save_to_disk`, or that of a dictionary of data sets, has written a directory."""
+    if (directory / "dataset_dict.json").is_file():
+        return True
+    return (directory / "state.json").is_file() and any(directory.glob("*.arrow"))
+
+
+def content_digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,200 @@
+"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and `pandas` write them; one record per row.
+
+A worker reads forward through a file, a batch at a time, and turns only its own rows into Python objects. So memory
+does not grow with the file, and a skipped row costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
+from energon_packing.errors import SampleRejected, UserError
+
+_BATCH_BYTES = 1 << 20
+_MOST_ROWS = 1024
+_CONTENT = "corrupt_source"
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a {_kind(path)} file, which needs the package pyarrow; run pip install "
+            "'energon-packing[convert]', or save the records as JSON Lines"
+        ) from error
+    return pyarrow
+
+
+def _kind(path: Path) -> str:
+    return "Parquet" if path.suffix.lower() == ".parquet" else "Arrow"
+
+
+class _Table:
+    """A file of rows, read forward in batches."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ValueError, OSError: the file is damaged, or cannot be read.
+        """
+        self._path = path
+        self._arrow = _pyarrow(path)
+        self._batches: Iterator[Any] = iter(())
+        self._batch: Any = None
+        self._at = 0  # number of the batch's first row
+        self._group_end = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._file: Any = None
+        if _kind(self._path) == "Parquet":
+            import pyarrow.parquet
+
+            self._file = pyarrow.parquet.ParquetFile(self._path, memory_map=True, pre_buffer=False)
+        else:
+            self._start_arrow()
+
+    def _start_arrow(self) -> None:
+        source = self._arrow.memory_map(str(self._path))
+        try:
+            file = self._arrow.ipc.open_file(source)
+            self._batches = (file.get_batch(number) for number in range(file.num_record_batches))
+        except self._arrow.ArrowInvalid:
+            source.seek(0)
+            self._batches = iter(self._arrow.ipc.open_stream(source))
+        self._batch, self._at = None, 0
+
+    def parts(self) -> Iterator[tuple[int, int]]:
+        """Rows and bytes of each part of the file: a row group of Parquet, a batch of Arrow."""
+        if self._file is not None:
+            for number in range(self._file.num_row_groups):
+                group = self._file.metadata.row_group(number)
+                yield group.num_rows, group.total_byte_size
+        else:
+            self._start_arrow()
+            for batch in self._batches:
+                yield batch.num_rows, batch.nbytes
+            self._start_arrow()
+
+    def _seek(self, row: int) -> None:
+        """Goes to the batch that holds a row."""
+        if self._batch is None or row < self._at:
+            if self._file is None:
+                self._start_arrow()
+            else:
+                self._start_parquet(row)
+            self._batch = self._next()
+        while row >= self._at + self._batch.num_rows:
+            if self._file is not None and row >= self._group_end:
+                self._start_parquet(row)
+            else:
+                self._at += self._batch.num_rows
+            self._batch = self._next()
+
+    def _next(self) -> Any:
+        if (batch := next(self._batches, None)) is None:
+            raise ValueError("the file ends before its last row")
+        return batch
+
+    def _start_parquet(self, row: int) -> None:
+        """Begins the row group that holds a row."""
+        before = 0
+        for number, (rows, size) in enumerate(self.parts()):
+            if row < before + rows:
+                most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+                self._batches = self._file.iter_batches(batch_size=most, row_groups=[number])
+                self._at, self._group_end = before, before + rows
+                return
+            before += rows
+
+    def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
+        """The rows from ``start`` to ``end`` in batches, each with the number of its first row."""
+        row = start
+        while row < end:
+            self._seek(row)
+            first = row - self._at
+            count = min(end - row, self._batch.num_rows - first)
+            yield row, self._batch.slice(first, count)
+            row += count
+
+
+@lru_cache(maxsize=1)
+def _table(path: Path, size: int, changed: int) -> _Table:
+    """The file that this process reads; size and time stamp tell a replaced file from the one before."""
+    return _Table(path)
+
+
+def _opened(path: Path) -> _Table:
+    status = path.stat()
+    return _table(path, status.st_size, status.st_mtime_ns)
+
+
+def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Chunk]:
+    """Divides a file into chunks of rows; see `sources.find_chunks`.
+
+    Raises:
+        UserError: the package that reads it is not installed.
+        OSError: the file cannot be opened.
+    """
+    total = source.path.stat().st_size
+    first = seen = 0
+    try:
+        parts = list(_opened(source.path).parts())
+    except (ValueError, OSError, OverflowError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise
+        detail = f"{source.name}: is not a {_kind(source.path)} file: {one_line(error)}"
+        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=SampleRejected(_CONTENT, detail))
+        return
+    whole = sum(size for _, size in parts) or 1
+    for rows, size in parts:
+        row = 0
+        while row < rows:
+            left = min(rows - row, max(1, chunk_bytes() * rows // max(size, 1)))
+            row += left
+            position = total * (seen + size * row // rows) // whole
+            yield Chunk(
+                source=source, form="rows", start=first, end=first + left, first=first, position=min(position, total)
+            )
+            first += left
+        seen += size
+    if first == 0:
+        empty = SampleRejected("empty_file", f"{source.name}: the table has no rows")
+        yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=empty)
+
+
+def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
+    """Yields the record of every row of a chunk; where the file is damaged, one error and no further row.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    source = chunk.source
+    row = chunk.start
+    try:
+        for row, batch in _opened(source.path).rows(chunk.start, chunk.end):
+            yield from _records(source, row, batch, max_record_bytes)
+            row += batch.num_rows
+    except (ValueError, OSError, OverflowError) as error:
+        _table.cache_clear()
+        where = f"{source.name}[{row}]"
+        detail = f"{one_line(error)}; the rows up to {chunk.end - 1} were not read"
+        yield broken(source, row, where, detail, reason=_CONTENT)
+
+
+def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:
+    if batch.nbytes > max_record_bytes and batch.num_rows > 1:
+        for number in range(batch.num_rows):
+            yield from _records(source, first + number, batch.slice(number, 1), max_record_bytes)
+        return
+    if batch.nbytes > max_record_bytes:
+        detail = f"the row has more than {max_record_bytes} bytes"
+        yield broken(source, first, f"{source.name}[{first}]", detail, reason="record_too_large")
+        return
+    for number, value in enumerate(batch.to_pylist(), first):
+        yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)

@@ -1,0 +1,297 @@
+"""Sources other than plain JSON: the same records give the same data set, whatever they are wrapped in."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from energon_reading import read_dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from source_files import openai, rejects, run, sharegpt, write_image, write_lines
+
+from energon_packing.convert.chunks import RawRecord
+from energon_packing.convert.source_list import find_sources
+from energon_packing.convert.sources import find_chunks, read_chunk, read_records
+from energon_packing.errors import UserError
+
+RECORDS = [openai(f"k{number}", f"Question {number}?", "Answer \u2028 " * (number % 7 + 1)) for number in range(300)]
+
+
+def values(path: Path, limit: int = 1 << 20) -> list[Any]:
+    found = []
+    for source in find_sources((path,)):
+        found += [record.value for record in read_records(source, max_record_bytes=limit)]
+    return found
+
+
+def bad(path: Path, limit: int = 1 << 20) -> list[tuple[int, str]]:
+    (source,) = find_sources((path,))
+    records = list(read_records(source, max_record_bytes=limit))
+    return [(record.number, record.error.reason) for record in records if record.error is not None]
+
+
+def as_gzip(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".jsonl.gz")
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, records)).encode()))
+    return path
+
+
+def as_gzip_array(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".json.gz")
+    path.write_bytes(gzip.compress(json.dumps(records, indent=1).encode()))
+    return path
+
+
+def as_zstd(path: Path, records: list[Any]) -> Path:
+    zstandard = pytest.importorskip("zstandard")
+    path = path.with_suffix(".jsonl.zst")
+    half = len(records) // 2
+    frames = [records[:half], records[half:]]
+    path.write_bytes(
+        b"".join(
+            zstandard.compress("".join(json.dumps(record) + "\n" for record in frame).encode()) for frame in frames
+        )
+    )
+    return path
+
+
+def as_parquet(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".parquet")
+    pq.write_table(pa.Table.from_pylist(records), path, row_group_size=37)
+    return path
+
+
+def as_arrow_file(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".arrow")
+    table = pa.Table.from_pylist(records)
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=41)
+    return path
+
+
+def as_arrow_stream(path: Path, records: list[Any]) -> Path:
+    path = path.with_suffix(".arrow")
+    table = pa.Table.from_pylist(records)
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=41)
+    return path
+
+
+WAYS: list[Callable[[Path, list[Any]], Path]] = [
+    as_gzip,
+    as_gzip_array,
+    as_zstd,
+    as_parquet,
+    as_arrow_file,
+    as_arrow_stream,
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_packed_file_holds_the_records_that_were_packed(tmp_path: Path, way: Any) -> None:
+    assert values(way(tmp_path / "a", RECORDS)) == RECORDS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_chunks_end_has_no_influence_on_the_records(tmp_path: Path, way: Any) -> None:
+    (source,) = find_sources((way(tmp_path / "a", RECORDS),))
+    expected = list(read_records(source, max_record_bytes=1 << 20, chunk_bytes=1 << 30))
+
+    @settings(max_examples=8, deadline=None)
+    @given(st.lists(st.integers(1, 9000), min_size=1, max_size=6), st.booleans())
+    def check(sizes: list[int], backwards: bool) -> None:
+        sizes = list(sizes)
+
+        def size() -> int:
+            sizes.append(sizes.pop(0))
+            return sizes[-1]
+
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size))
+        read: dict[int, list[RawRecord]] = {}
+        order = range(len(chunks) - 1, -1, -1) if backwards else range(len(chunks))
+        for number in order:
+            read[number] = list(read_chunk(chunks[number], max_record_bytes=1 << 20))
+        assert [record for number in range(len(chunks)) for record in read[number]] == expected
+
+    check()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, way: Any) -> None:
+    source = way(tmp_path / "a", RECORDS)
+    written = []
+    for workers in (1, 3):
+        out = tmp_path / "out"
+        report = run(source, out, workers=workers, overwrite=True)
+        assert (report.read, report.written) == (300, 300)
+        written.append({path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()})
+    assert written[0] == written[1]
+
+
+def test_a_saved_data_set_is_read_and_its_own_files_are_not(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.DatasetDict(
+        {
+            name: datasets.Dataset.from_list(RECORDS[:20] if name == "train" else RECORDS[20:30])
+            for name in ("train", "x")
+        }
+    )
+    saved.save_to_disk(str(tmp_path / "saved"))
+    assert values(tmp_path / "saved") == RECORDS[:30]
+    report = run(tmp_path / "saved", tmp_path / "out")
+    assert (report.written, report.rejected) == (30, {})
+
+
+@pytest.mark.parametrize("with_path", [True, False])
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_stream])
+def test_images_of_a_table_are_stored_byte_for_byte(tmp_path: Path, way: Any, with_path: bool) -> None:
+    images = [write_image(tmp_path / f"{number}.png", 40 + number, seed=number).read_bytes() for number in range(3)]
+    records = [
+        {
+            **openai(f"k{number}", "<image>Which?"),
+            "images": [{"bytes": image, "path": f"{number}.png" if with_path else None}],
+        }
+        for number, image in enumerate(images)
+    ]
+    records.append({**openai("again", "<image>Which?"), "images": [{"bytes": images[0], "path": None}]})
+    report = run(way(tmp_path / "a", records), tmp_path / "out", split={"train": 1.0})
+    assert (report.written, report.images, report.media_files, report.ignored_columns) == (4, 4, 3, {})
+    read = read_dataset(report.entry)
+    assert [read[f"k{number}"].media for number in range(3)] == [[image] for image in images]
+    assert read["again"].media == [images[0]]
+    assert read["k1"].record["media"][0]["width"] == 41
+
+
+def test_a_damaged_image_of_a_table_costs_its_record_alone(tmp_path: Path) -> None:
+    good = write_image(tmp_path / "a.png").read_bytes()
+    records = [
+        {**openai(key, "<image>?"), "images": [{"bytes": data, "path": "a.png"}]}
+        for key, data in (("good", good), ("cut", good[:90]), ("empty", b""))
+    ]
+    report = run(as_parquet(tmp_path / "a", records), tmp_path / "out", max_rejects=1.0)
+    assert (report.written, report.rejected) == (1, {"corrupt_media": 2})
+    assert "bytes in the record" in rejects(tmp_path / "out")[0]["detail"]
+
+
+def test_images_in_data_addresses_are_stored_byte_for_byte(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "a.png").read_bytes()
+    address = "data:image/png;base64," + base64.b64encode(image).decode()
+    parts = [
+        [{"type": "image_url", "image_url": {"url": address}}, {"type": "text", "text": "?"}],
+        [{"type": "input_image", "image_url": address}, {"type": "input_text", "text": "?"}],
+        [{"type": "image", "image": address}, {"type": "text", "text": "?"}],
+    ]
+    records = [openai(f"k{number}", content) for number, content in enumerate(parts)]
+    report = run(write_lines(tmp_path / "a.jsonl", records), tmp_path / "out", split={"train": 1.0})
+    assert (report.written, report.media_files, report.ignored_columns) == (3, 1, {})
+    assert {tuple(sample.media) for sample in read_dataset(report.entry).values()} == {(image,)}
+    report = run(tmp_path / "a.jsonl", tmp_path / "small", max_media_bytes=len(image), split={"train": 1.0})
+    assert report.written == 3
+    with pytest.raises(UserError, match="media_too_large"):
+        run(tmp_path / "a.jsonl", tmp_path / "none", max_media_bytes=len(image) - 4)
+
+
+def test_an_image_that_a_service_keeps_is_refused(tmp_path: Path) -> None:
+    record = openai("k", [{"type": "input_image", "file_id": "file-1"}, {"type": "input_text", "text": "?"}])
+    with pytest.raises(UserError, match=r"remote_media.*file_id"):
+        run(write_lines(tmp_path / "a.jsonl", [record]), tmp_path / "out")
+
+
+def test_directories_and_patterns_mix_all_kinds(tmp_path: Path) -> None:
+    for number, way in enumerate((as_gzip, as_parquet, as_arrow_file)):
+        (tmp_path / "src" / str(number)).mkdir(parents=True)
+        way(tmp_path / "src" / str(number) / "a", RECORDS[number * 10 : number * 10 + 10])
+    write_lines(tmp_path / "src/plain.jsonl", RECORDS[30:40])
+    assert sorted(record["id"] for record in values(tmp_path / "src")) == sorted(r["id"] for r in RECORDS[:40])
+    assert len(values(tmp_path / "src/*/a.*")) == 30
+    assert len(values(tmp_path / "src/**/*.jsonl*")) == 20
+    with pytest.raises(UserError, match="matches no file"):
+        find_sources((tmp_path / "src/*.csv",))
+
+
+def test_a_broken_gzip_file_gives_what_comes_before_the_damage(tmp_path: Path) -> None:
+    whole = gzip.compress("\n".join(json.dumps({**record, "n": n}) for n, record in enumerate(RECORDS)).encode())
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(whole[: len(whole) // 2])
+    found = values(path)
+    good = [value for value in found if value is not None]
+    assert 0 < len(good) < 300
+    assert good == [{**record, "n": n} for n, record in enumerate(RECORDS[: len(good)])]
+    assert bad(path)[-1][1] == "corrupt_source"
+    path.write_bytes(b"no gzip")
+    assert bad(path) == [(0, "corrupt_source")]
+
+
+def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_packing.convert.source_readers._ALWAYS_ALLOWED", 1 << 16)
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": "' + b"0" * (1 << 25) + b'"}\n'))
+    assert bad(path)[-1][1] == "corrupt_source"
+    (source,) = find_sources((path,))
+    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12))
+    assert sum(len(chunk.content or b"") for chunk in chunks) < 1 << 25
+    assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
+
+
+def test_a_long_line_of_a_gzip_file_is_never_held(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    lines = [json.dumps(sharegpt("a")), json.dumps({"x": "y" * (1 << 25)}), json.dumps(sharegpt("b"))]
+    path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    (source,) = find_sources((path,))
+    chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 1 << 12))
+    assert max(len(chunk.content or b"") for chunk in chunks) < 10 << 20
+    records = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=1 << 20)]
+    assert [record.number for record in records if record.error is None] == [1, 3]
+    assert [record.error.reason for record in records if record.error is not None] == ["record_too_large"]
+
+
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])
+def test_a_damaged_table_is_one_reason_and_never_a_crash(tmp_path: Path, way: Any) -> None:
+    path = way(tmp_path / "a", RECORDS)
+    whole = path.read_bytes()
+    for content in (whole[:200], whole[: len(whole) // 2], b"x" * 500):
+        path.write_bytes(content)
+        assert {reason for _, reason in bad(path)} <= {"corrupt_source"}
+        assert bad(path) or way is as_arrow_stream
+    path.write_bytes(whole[:1000] + bytes(3000) + whole[4000:])
+    assert {reason for _, reason in bad(path)} <= {"corrupt_source"}
+
+
+def test_a_row_above_the_limit_is_refused_alone(tmp_path: Path) -> None:
+    records = [openai("a"), openai("b", "x" * 5000), openai("c")]
+    path = as_parquet(tmp_path / "a", records)
+    assert bad(path, 2000) == [(1, "record_too_large")]
+    assert [value["id"] for value in values(path, 2000) if value] == ["a", "c"]
+
+
+def test_a_table_without_rows_is_named(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "a", RECORDS[:1])
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    assert bad(path) == [(0, "empty_file")]
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
+def test_a_missing_package_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, package, None)
+    (tmp_path / name).write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=rf"{package}.*energon-packing\[convert\]"):
+        run(tmp_path / name, tmp_path / "out")
+
+
+def test_a_resumed_conversion_of_a_table_is_skipped(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "a", RECORDS)
+    run(path, tmp_path / "out")
+    assert run(path, tmp_path / "out", resume=True).skipped
+    as_parquet(tmp_path / "a", RECORDS[:-1])
+    with pytest.raises(UserError, match="has changed"):
+        run(path, tmp_path / "out", resume=True)

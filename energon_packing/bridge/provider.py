@@ -28,7 +28,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
-from energon_packing.offline.open_loader import has_global_packs
+from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.validate.views.container import finalised
 
 

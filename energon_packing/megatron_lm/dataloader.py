@@ -14,7 +14,8 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
-from energon_packing.offline.open_loader import has_global_packs, open_loader
+from energon_packing.offline.data_paths import has_global_packs
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.thd.batch import PackedBatch
 
 

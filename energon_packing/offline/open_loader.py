@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.loader_base import LoaderBase
-
-PLAN_SUFFIX = ".parquet"
-PACKED_FILE = "packed.json"
-
-
-def is_plan(path: str | Path) -> bool:
-    """Whether the path names a plan."""
-    return str(path).endswith(PLAN_SUFFIX)
-
-
-def is_packed(path: str | Path) -> bool:
-    """Whether the path names a packed directory, complete or not."""
-    return (Path(path) / PACKED_FILE).is_file()
-
-
-def has_global_packs(path: str | Path) -> bool:
-    """Whether the path names packs in a global order: its loader's state is a position, the same on every rank."""
-    return is_plan(path) or is_packed(path)
+from energon_packing.offline.data_paths import is_packed, is_plan
 
 
 def open_loader(config: RunConfig, **arguments: Any) -> LoaderBase:

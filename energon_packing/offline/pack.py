@@ -16,7 +16,7 @@ from energon_packing.config import RunConfig, from_mapping
 from energon_packing.drop_budget import over_budget
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.open_loader import PACKED_FILE
+from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.packed import (
     DROPS_FILE,
     PLAN_FILE,
@@ -29,6 +29,7 @@ from energon_packing.offline.packed import (
 )
 from energon_packing.offline.parquet import remove_leftovers, replacing
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.planned_loader import check_plan
 from energon_packing.offline.shard_borders import shard_firsts
 from energon_packing.offline.shard_file import ShardFile
@@ -229,7 +230,8 @@ def _begin(config: PackConfig, facts: PackedFacts) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is there and is no directory; choose another --out")
     if out.is_dir() and not (out / PACKED_FILE).exists():
-        others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name != PLAN_FILE]
+        ours = (PLAN_FILE, drops_path(out / PLAN_FILE).name)
+        others = [entry.name for entry in out.iterdir() if entry.name[0] != "." and entry.name not in ours]
         if others:
             raise UserError(f"{out} is there and is no packed directory (it has {others[0]}); choose another --out")
     out.mkdir(parents=True, exist_ok=True)
@@ -241,8 +243,13 @@ def _begin(config: PackConfig, facts: PackedFacts) -> None:
                     raise UserError(_differing(out, name, value, facts.settings[name]))
         # Plans are equal wherever their data sets are, so a continued one may say where they are now.
         if not (out / PLAN_FILE).exists() or not filecmp.cmp(config.plan, out / PLAN_FILE, shallow=False):
-            with replacing(out / PLAN_FILE) as aside:
-                shutil.copyfile(config.plan, aside)
+            for source, target in (
+                (drops_path(config.plan), drops_path(out / PLAN_FILE)),
+                (config.plan, out / PLAN_FILE),
+            ):
+                if source.exists():
+                    with replacing(target) as aside:
+                        shutil.copyfile(source, aside)
         if not (out / PACKED_FILE).exists():
             facts.save(out)
 

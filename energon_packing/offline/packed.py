@@ -3,7 +3,7 @@
 ::
 
     DIR/packed.json         what is stored, and every shard with its checksum
-    DIR/plan.parquet        the plan, byte for byte
+    DIR/plan.parquet        the plan, byte for byte, with its drops beside it
     DIR/shard-00000.bin     packs, see `energon_packing.offline.shard_file`
     DIR/media-00000.bin     compressed images and videos of that shard, if they were copied
     DIR/drops.jsonl         samples that could not be decoded, if pixels are stored
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.offline.open_loader import PACKED_FILE
+from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.parquet import replacing
 from energon_packing.offline.plan import Plan
 

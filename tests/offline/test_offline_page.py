@@ -1,4 +1,4 @@
-"""The commands of docs/offline.md, run as they stand there; then the plan is read."""
+"""The commands of docs/offline.md, run as they stand there; then the plan and its packs are read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,14 @@ def folder(tmp_path, monkeypatch):
 def test_the_commands_of_the_page_make_a_plan_that_can_be_read(folder):
     (block,) = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
     commands = block.splitlines()
-    assert [shlex.split(command)[1] for command in commands] == ["convert", "measure", "plan", "preview"]
+    assert [shlex.split(command)[1] for command in commands] == [
+        "convert",
+        "measure",
+        "plan",
+        "pack",
+        "verify",
+        "preview",
+    ]
     for command in commands:
         done = CliRunner().invoke(cli, shlex.split(command)[1:])
         assert done.exit_code == 0, f"{command}: {done.output} {done.exception}"
@@ -47,3 +54,5 @@ def test_the_commands_of_the_page_make_a_plan_that_can_be_read(folder):
     packs = list(open_loader(config))
     assert len(packs) == len(Plan.open("plan.parquet"))
     assert len({key for pack in packs for key in pack.keys}) == sum(len(pack.keys) for pack in packs) > 20
+    stored = list(open_loader(load_config("run.yaml", ("data.path=packed", "data.repeat=false", "data.workers=0"))))
+    assert [pack.keys for pack in stored] == [pack.keys for pack in packs]

@@ -116,6 +116,12 @@ def test_a_pack_that_is_killed_anywhere_continues_and_ends_as_if_it_had_not_been
     assert json.loads(output)["shards"]["missing"] == 0
 
 
+def test_the_directory_answers_what_became_of_a_sample_without_the_plan_it_was_made_from(whole):
+    done = invoke("plan", "--explain", "long", whole / "plan.parquet")
+    assert done.exit_code == 0, done.output
+    assert "long: dropped as oversize" in done.output
+
+
 def test_two_commands_at_once_share_the_shards(plan_of, whole, tmp_path):
     out = tmp_path / "packed"
     both = [

@@ -1,0 +1,23 @@
+"""What ``data.path`` names: a data set, a plan, or a packed directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PLAN_SUFFIX = ".parquet"
+PACKED_FILE = "packed.json"
+
+
+def is_plan(path: str | Path) -> bool:
+    """Whether the path names a plan."""
+    return str(path).endswith(PLAN_SUFFIX)
+
+
+def is_packed(path: str | Path) -> bool:
+    """Whether the path names a packed directory, complete or not."""
+    return (Path(path) / PACKED_FILE).is_file()
+
+
+def has_global_packs(path: str | Path) -> bool:
+    """Whether the path names packs in a global order: its loader's state is a position, the same on every rank."""
+    return is_plan(path) or is_packed(path)

@@ -10,14 +10,15 @@ from typing import Any
 import click
 from rich.console import Console
 
+from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.convert.config import default_workers
 
 _EXAMPLES = """\b
 Examples:
   energon-packing pack plan.parquet --out packed
   energon-packing pack plan.parquet --out packed --media copy --workers 16
   energon-packing pack plan.parquet --out packed --store pixels
+  energon-packing pack plan.parquet --out packed --executor ray --address auto
   energon-packing pack plan.parquet --out packed --rank $SLURM_ARRAY_TASK_ID --world-size 32
 """
 
@@ -42,9 +43,7 @@ Examples:
 @click.option(
     "--shard-packs", type=click.IntRange(min=1), default=1000, show_default=True, help="Packs of a shard at most."
 )
-@click.option(
-    "--workers", type=click.IntRange(min=0), default=default_workers, show_default="one per core", help="Processes."
-)
+@executor_options
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
 @click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
+from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
 
 _EXAMPLES = """\b
@@ -31,9 +33,10 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
     help="Of the packs, how many are made anew and compared.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses these packs.")
+@executor_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
 @click.pass_context
-def verify(ctx: click.Context, directory: Path, share: float, seed: int, as_json: bool) -> None:
+def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> None:
     """Check every shard of the packed directory DIR: checksums, invariants, the plan; and make a share of packs anew.
 
     Names the first thing that is wrong with each shard: its pack, the sample and the field.
@@ -41,7 +44,7 @@ def verify(ctx: click.Context, directory: Path, share: float, seed: int, as_json
     from energon_packing.offline.verify import VerifyConfig
     from energon_packing.offline.verify import verify as run_verify
 
-    config = VerifyConfig(directory=directory, share=share, seed=seed)
+    config = VerifyConfig(directory=directory, **given)
     with ShownProgress(Console(stderr=True), {"verify": "verifying"}, quiet=as_json) as shown:
         report = run_verify(config, shown)
     if as_json:

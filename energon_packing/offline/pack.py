@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import filecmp
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from energon_packing.config import RunConfig, from_mapping
 from energon_packing.drop_budget import over_budget
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.packed import (
     DROPS_FILE,
@@ -52,7 +54,7 @@ class PackConfig:
         store: ``tokens``, or ``pixels`` with rendered media.
         media: whether media that are rendered later stay where they are, or are copied into ``out``.
         shard_packs: packs of a shard at most.
-        workers: processes; 0 packs in this one.
+        executor, workers, address: who packs, see `ExecutorConfig`.
         rank, world_size: of several such commands on one file system, this one packs every `world_size`-th shard.
     """
 
@@ -61,7 +63,9 @@ class PackConfig:
     store: Store = "tokens"
     media: Media = "reference"
     shard_packs: int = SHARD_PACKS
-    workers: int = 1
+    executor: ExecutorKind = "local"
+    workers: int | None = 1
+    address: str | None = None
     rank: int = 0
     world_size: int = 1
 
@@ -70,10 +74,17 @@ class PackConfig:
             raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")
         if self.shard_packs < 1:
             raise ConfigError(f"--shard-packs is {self.shard_packs}; it must be at least 1.")
-        if self.workers < 0:
-            raise ConfigError(f"--workers is {self.workers}; it must be at least 0.")
+        self.executor_config()  # refuses what cannot be
         if not 0 <= self.rank < self.world_size:
             raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
+
+    def executor_config(self) -> ExecutorConfig:
+        """Who packs.
+
+        Raises:
+            ConfigError: nobody can be that.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,21 +159,28 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         remove_leftovers(config.out)
     except OSError as error:
         raise _unwritable(config.out, error) from error
-    packer = _packer(config.out, encoder)
+    out = config.out.absolute()  # workers may have another current directory
+    packer = _packer(out, encoder)
     done = {number: entry for number in range(len(facts.firsts)) if (entry := packer.found(number)) is not None}
     reused = len(done)
     mine = [
-        ShardTask(directory=config.out, number=number)
+        ShardTask(directory=out, number=number)
         for number in range(config.rank, len(facts.firsts), config.world_size)
         if number not in done
     ]
     total = sum(facts.packs_of(task.number) for task in mine)
     progress("pack", 0, total)
     packs = 0
-    for task, entry in _results(mine, config.workers):
-        done[task.number] = entry
-        packs += entry.packs
-        progress("pack", packs, total)
+    # Those that another command is packing come last, and are waited for.
+    for tasks in (mine, [replace(task, wait=True) for task in mine]):
+        left = [task for task in tasks if task.number not in done]
+        # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
+        with closing(config.executor_config().executor(len(left)).results(left, _Packing(out))) as results:
+            for task, entry in results:
+                if entry is not None:
+                    done[task.number] = entry
+                    packs += entry.packs
+                    progress("pack", packs, total)
     for number in set(range(len(facts.firsts))) - done.keys():  # of other ranks, which may have finished meanwhile
         found = packer.found(number)
         if found is not None:
@@ -205,18 +223,26 @@ def _packer(directory: Path, encoder: PackingTaskEncoder | None = None) -> Shard
     return known
 
 
-def _results(tasks: list[ShardTask], workers: int) -> Iterator[tuple[ShardTask, ShardEntry]]:
-    busy = []
-    for task in tasks:
-        entry = pack_shard(task)
-        if entry is None:
-            busy.append(task)
-        else:
-            yield task, entry
-    for task in busy:
-        entry = pack_shard(replace(task, wait=True))
-        assert entry is not None
-        yield task, entry
+class _Packing:
+    """A `energon_packing.executors.work.Work`: packs shards of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def begin(self) -> None:
+        """Opens files anew, and removes those that killed processes of this host were writing."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        if self._directory in _packers:
+            _packers[self._directory].forget_open_files()
+        remove_leftovers(self._directory)
+
+    def do(self, task: ShardTask) -> ShardEntry | None:
+        """See `pack_shard`."""
+        return pack_shard(task)
+
+    def name(self, task: ShardTask) -> str:
+        """Of the shard."""
+        return f"packing {shard_path(task.directory, task.number)}"
 
 
 def _begin(config: PackConfig, facts: PackedFacts) -> None:
@@ -243,10 +269,8 @@ def _begin(config: PackConfig, facts: PackedFacts) -> None:
                     raise UserError(_differing(out, name, value, facts.settings[name]))
         # Plans are equal wherever their data sets are, so a continued one may say where they are now.
         if not (out / PLAN_FILE).exists() or not filecmp.cmp(config.plan, out / PLAN_FILE, shallow=False):
-            for source, target in (
-                (drops_path(config.plan), drops_path(out / PLAN_FILE)),
-                (config.plan, out / PLAN_FILE),
-            ):
+            copies = {drops_path(config.plan): drops_path(out / PLAN_FILE), config.plan: out / PLAN_FILE}
+            for source, target in copies.items():
                 if source.exists():
                     with replacing(target) as aside:
                         shutil.copyfile(source, aside)

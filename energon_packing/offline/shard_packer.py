@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections import Counter
@@ -67,7 +68,12 @@ class ShardPacker:
         self._encoder = encoder
         assert isinstance(encoder.encoder, ConversationEncoder)  # what a configuration always builds
         self._conversations = encoder.encoder
-        self._planned = PlannedPacks(plan, encoder)
+        self.forget_open_files()
+
+    def forget_open_files(self) -> None:
+        """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
+        self._plan = copy.copy(self._plan)
+        self._planned = PlannedPacks(self._plan, self._encoder)
         self._files = TarFiles()
 
     def found(self, number: int) -> ShardEntry | None:

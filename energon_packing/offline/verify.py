@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.offline.pack import run_of_plan
 from energon_packing.offline.pack_difference import first_difference
 from energon_packing.offline.packed import Packed, ShardEntry, media_path, shard_path
@@ -34,15 +39,28 @@ class VerifyConfig:
         directory: the packed directory.
         share: of the packs that are made anew from the data sets and compared; at least one is, unless it is 0.
         seed: chooses them.
+        executor, workers, address: who verifies, see `ExecutorConfig`.
     """
 
     directory: Path
     share: float = 0.01
     seed: int = 0
+    executor: ExecutorKind = "local"
+    workers: int | None = 1
+    address: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ConfigError(f"--share is {self.share:g}; it must be between 0 and 1.")
+        self.executor_config()  # refuses what cannot be
+
+    def executor_config(self) -> ExecutorConfig:
+        """Who verifies.
+
+        Raises:
+            ConfigError: nobody can be that.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,23 +104,25 @@ def verify(config: VerifyConfig, progress: Progress = lambda *_: None) -> Verify
     Raises:
         UserError: the directory is no packed one, or not complete; or its data sets are needed and cannot be used.
     """
-    packed = Packed.open(config.directory)
-    verifier = ShardVerifier(packed, _chosen(len(packed.plan), config))
-    findings = []
-    done = 0
+    packed = Packed.open(config.directory.absolute())
+    entries = packed.facts.shards
+    findings: dict[int, Finding] = {}
+    done = remade = 0
     progress("verify", 0, packed.facts.packs)
-    for entry in packed.facts.shards:
-        finding = verifier.verify(entry)
-        if finding is not None:
-            findings.append(finding)
-        done += entry.packs
-        progress("verify", done, packed.facts.packs)
+    work = ShardVerifier(packed, _chosen(len(packed.plan), config))
+    with closing(config.executor_config().executor(len(entries)).results(entries, work)) as results:
+        for entry, (finding, made) in results:
+            if finding is not None:
+                findings[entry.number] = finding
+            remade += made
+            done += entry.packs
+            progress("verify", done, packed.facts.packs)
     return VerifyReport(
-        findings=tuple(findings),
+        findings=tuple(findings[number] for number in sorted(findings)),
         shards=len(packed.facts.shards),
         packs=packed.facts.packs,
         samples=sum(entry.samples for entry in packed.facts.shards),
-        remade=verifier.remade,
+        remade=remade,
     )
 
 
@@ -113,14 +133,11 @@ def _chosen(packs: int, config: VerifyConfig) -> np.ndarray:
 
 
 class ShardVerifier:
-    """Verifies shards of one directory.
+    """Verifies shards of one directory: a `energon_packing.executors.work.Work`.
 
     Args:
         packed: the directory.
         chosen: packs that are made anew, ascending.
-
-    Attributes:
-        remade: number of packs that were.
 
     Raises:
         UserError: packs are to be made anew, and the encoder is not that of the plan any more.
@@ -129,24 +146,43 @@ class ShardVerifier:
     def __init__(self, packed: Packed, chosen: np.ndarray) -> None:
         self._packed = packed
         self._chosen = chosen
-        self.remade = 0
+        self._remade = 0
         if chosen.size:
             run = run_of_plan(packed.plan)
-            encoder = packing_encoder(run)
-            check_plan(packed.plan, run, encoder, None)
-            check_stored(packed, encoder)
-            self._planned = PlannedPacks(packed.plan, encoder)
-            self._stored = PackedPacks(packed, encoder)
+            self._encoder = packing_encoder(run)
+            check_plan(packed.plan, run, self._encoder, None)
+            check_stored(packed, self._encoder)
+        self.begin()
 
-    def verify(self, entry: ShardEntry) -> Finding | None:
-        """The first thing that is wrong with a shard; None if nothing is.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"packed": self._packed, "chosen": self._chosen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]  # an encoder is loaded where it is used
+
+    def begin(self) -> None:
+        """Opens files anew."""
+        self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
+        if self._chosen.size:
+            self._planned = PlannedPacks(self._packed.plan, self._encoder)
+            self._stored = PackedPacks(self._packed, self._encoder)
+
+    def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
+        """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew.
 
         Raises:
             UserError: a pack is to be made anew, and its data sets are missing or changed.
         """
-        for pack, what in self._wrong(entry):
-            return Finding(shard=entry.number, pack=pack, what=what)
-        return None
+        before = self._remade
+        finding = None
+        for pack, what in self._wrong(task):
+            finding = Finding(shard=task.number, pack=pack, what=what)
+            break
+        return finding, self._remade - before
+
+    def name(self, task: ShardEntry) -> str:
+        """Of the shard."""
+        return f"verifying {shard_path(self._packed.directory, task.number)}"
 
     def _wrong(self, entry: ShardEntry) -> Iterator[tuple[int | None, str]]:
         path = shard_path(self._packed.directory, entry.number)
@@ -167,7 +203,7 @@ class ShardVerifier:
             shard.close()
         low, high = np.searchsorted(self._chosen, [entry.first, entry.first + entry.packs])
         for number in self._chosen[low:high].tolist():
-            self.remade += 1
+            self._remade += 1
             difference = first_difference(self._planned[number], self._stored[number])
             if difference is not None:
                 yield number, f"made anew from its data sets it differs in {difference}"

@@ -1,7 +1,7 @@
 """Benchmark of packing: how fast compressed media are copied, compared with a plain copy of the same bytes.
 
 The media are random bytes in place of photographs, since nothing decodes them: a conversation with one image of a
-typical size each. Both copies end with an fsync, and are made in turn on the same disk; figures are medians.
+typical size each. Both copies end with an fsync, and are made in turn on the same disk; the quickest of each counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,8 @@ from energon_packing.demo import processor_path
 
 REACH = 0.5
 """Share of the plain copy's rate."""
+SHARD_PACKS = 8
+"""So that there are shards for every worker."""
 _CHUNK = 16 << 20
 
 
@@ -102,7 +103,9 @@ def run(images: int, kilobytes: int, repeat: int, workers: int, directory: Path 
             seconds = {}
             for way in ("reference", "copy"):
                 start = time.perf_counter()
-                report = pack(PackConfig(plan=plan, out=place / way, media=way, workers=workers))
+                report = pack(
+                    PackConfig(plan=plan, out=place / way, media=way, workers=workers, shard_packs=SHARD_PACKS)
+                )
                 seconds[way] = time.perf_counter() - start
                 media = sum(shard.media_bytes for shard in report.facts.shards)
                 shutil.rmtree(place / way)
@@ -110,7 +113,7 @@ def run(images: int, kilobytes: int, repeat: int, workers: int, directory: Path 
             for way, value in seconds.items():
                 if turn:
                     found[way].append(value)
-        whole, tokens, plain = (statistics.median(found[way]) for way in ("copy", "reference", "plain"))
+        whole, tokens, plain = (min(found[way]) for way in ("copy", "reference", "plain"))
         yield {
             "images": images,
             "mebibytes": round(media / 2**20),

@@ -55,7 +55,10 @@ def preview(
     text_width: int,
     as_json: bool,
 ) -> None:
-    """Build real packs of the Energon data set DATASET and show each segment: text, mask, media, boundaries."""
+    """Build real packs and show each segment: text, mask, media, boundaries.
+
+    DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
+    """
     if kind == "text-to-video":
         preview_clips(dataset, config_path, overrides, packs, as_json)
         return

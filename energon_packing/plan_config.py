@@ -24,8 +24,9 @@ class PlannedDatasetConfig:
     epochs: float = 1.0
     """How often each sample occurs in one epoch of the plan; with weights, how often at most. 0.5 takes every sample in
     every second epoch; 0 leaves the data set out."""
-    group: str = ""
-    """Data sets of one group share packs; those of different groups never do."""
+    group: str | None = None
+    """Data sets of one group share packs; those of different groups never do. None takes ``group`` of the data set's
+    subflavors, as online."""
 
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 < self.weight < math.inf:
@@ -43,7 +44,8 @@ class PlanConfig:
     weights_by: WeightsBy = "samples"
     """What the weights of data sets share out: ``samples`` or ``tokens``."""
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
-    """Settings of single data sets, by their name in the index or their path; the others occur once an epoch."""
+    """Settings of single data sets, by their name in the index, their path or that of their shards; the others occur
+    once an epoch."""
     max_data_parallel: int = 512
     """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
     seed: int = 0

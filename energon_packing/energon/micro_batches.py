@@ -19,6 +19,7 @@ from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, Pa
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.internals import SavableDataset
+from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected
@@ -118,9 +119,9 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
         return pack
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """The next samples in their order."""
-        return list(range(min(self.micro_batch_size, len(samples))))
+        """The next samples of the oldest one's group, in their order."""
+        return next(iter(by_group(samples).values()))[: self.micro_batch_size]
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Number of micro-batches that the samples fill."""
-        return -(-len(samples) // self.micro_batch_size)
+        return sum(-(-len(held) // self.micro_batch_size) for held in by_group(samples).values())

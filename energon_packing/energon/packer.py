@@ -31,7 +31,8 @@ class Packer(Protocol):
             ended: whether the source is exhausted, so that no further sample enters the window.
 
         Returns:
-            Ascending positions that include 0: the oldest sample is always in the next pack.
+            Ascending positions of samples of one group (`energon_packing.energon.packing_groups`), its oldest among
+            them. With one group, the oldest sample is always in the next pack.
         """
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:

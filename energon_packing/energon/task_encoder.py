@@ -33,6 +33,7 @@ from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.lowered_limits import lower_limits
+from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import (
     ConversationSample,
     MeasuredSample,
@@ -248,6 +249,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Packs one of Energon's own disjoint buffers as a whole, best-fit decreasing; bad samples are left out."""
         good = [sample for sample in samples if sample.measured is not None]
+        return [pack for own in by_group(good).values() for pack in self._whole([good[at] for at in own])]
+
+    def _whole(self, good: Sequence[MeasuredSample]) -> list[list[MeasuredSample]]:
+        """Packs the samples of one group."""
         measured = [sample.measured for sample in good if sample.measured is not None]
         costs = self.limits.costs(measured)
         groups = pack_lengths(

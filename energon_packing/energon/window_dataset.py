@@ -23,6 +23,7 @@ from energon_packing.energon.internals import (
     set_sample_restore_key,
 )
 from energon_packing.energon.packer import Packer, render_or_drop
+from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
 from energon_packing.energon.window_buffer import WindowBuffer
 from energon_packing.errors import ConfigError, PackingError
@@ -163,10 +164,11 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         if not held:
             return
         group = list(self.packer.select_pack(held, self._draining))
-        if group[:1] != [0] or group != sorted(set(group)) or group[-1] >= len(held):
+        ascending = group == sorted(set(group)) and bool(group) and group[0] >= 0 and group[-1] < len(held)
+        if not ascending or not any(group[0] == own[0] and set(group) <= set(own) for own in by_group(held).values()):
             raise PackingError(
-                f"selection {group} of {len(held)} samples must be ascending, without duplicates, and begin with the "
-                f"oldest, {held[0].__key__}"
+                f"selection {group} of {len(held)} samples must be ascending, without duplicates, of one group of data "
+                f"sets, and begin with the oldest, {held[0].__key__}, or with the oldest of its group"
             )
         self._planned.put(self._window.take(group))
         self._plan_lengths.append(len(group))

@@ -16,6 +16,7 @@ from energon_packing.energon.internals import (
     get_failure_tolerance,
     get_stateless,
 )
+from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, SampleRejected
@@ -193,9 +194,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         )
 
     def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
-        """Selects the next pack by ``packing.policy``, within all limits of a pack; see `Packer`."""
-        measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
-        return next_pack(
+        """Selects the next pack by ``packing.policy``, within all limits of a pack; see `Packer`.
+
+        It is a pack of the group that holds the most. So groups that occur seldom wait until they hold as much as the
+        others, and fill their packs as well.
+        """
+        held = max(by_group(samples).values(), key=lambda positions: self._units([samples[at] for at in positions]))
+        measured: list[Any] = [found for at in held if (found := samples[at].measured) is not None]
+        chosen = next_pack(
             self.packing.policy,
             [self.limits.length_units(sample) for sample in measured],
             self.limits.units,
@@ -203,11 +209,16 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             self.limits.limited,
             ended=ended,
         )
+        return [held[at] for at in chosen]
 
     def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
         """Returns a lower bound on the packs that the samples fill: by length alone, as if samples were divisible."""
+        groups = by_group(samples).values()
+        return sum(-(-self._units([samples[at] for at in held]) // self.limits.units) for held in groups)
+
+    def _units(self, samples: Sequence[MeasuredSample]) -> int:
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
-        return -(-sum(self.limits.length_units(sample) for sample in measured) // self.limits.units)
+        return sum(self.limits.length_units(sample) for sample in measured)
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from energon_packing.energon.packing_groups import group_name
 from energon_packing.errors import ConfigError
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.index import IndexedDataset
@@ -58,7 +59,8 @@ class Blend:
         amounts = [amount(samples, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups: dict[str, list[int]] = {}
         for number, setting in enumerate(settings):
-            groups.setdefault(setting.group, []).append(number)
+            group = group_name(datasets[number].subflavors) if setting.group is None else setting.group
+            groups.setdefault(group, []).append(number)
         return cls(
             ends=tuple(ends),
             repeats=_repeats(settings, amounts),
@@ -116,7 +118,7 @@ def settings_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[
     """
     names: dict[str, list[int]] = {}
     for number, dataset in enumerate(datasets):
-        for name in {dataset.name, dataset.path}:
+        for name in {dataset.name, dataset.path, dataset.root}:
             names.setdefault(name, []).append(number)
     found = [PlannedDatasetConfig()] * len(datasets)
     named: dict[int, str] = {}

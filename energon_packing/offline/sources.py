@@ -59,9 +59,9 @@ class Sources:
         datasets = [(index, dataset) for index in indexes for dataset in index.datasets]
         seen: set[tuple[str, str]] = set()
         for _, found in datasets:
-            if (found.path, found.split) in seen:
+            if (found.root, found.split) in seen:  # parts of a metadataset share its path
                 raise UserError(f"{found.path} ({found.split}) is in two of the indexes; name only one of them.")
-            seen.add((found.path, found.split))
+            seen.add((found.root, found.split))
         shards = [
             (number, at, shard.samples)
             for number, (_, found) in enumerate(datasets)

@@ -184,7 +184,9 @@ class Index:
         if found is None or found.get("identity") != dict(shard.identity):
             raise UserError(f"{path} is missing, damaged or of another shard; run 'energon-packing measure' again")
         try:
-            return pq.read_table(path, columns=None if columns is None else list(columns))
+            return pq.read_table(
+                path, columns=None if columns is None else list(columns), page_checksum_verification=True
+            )
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
 

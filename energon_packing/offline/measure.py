@@ -15,7 +15,7 @@ from energon_packing.config import EncoderConfig, RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
-from energon_packing.offline.measuring import ShardMeasurer
+from energon_packing.offline.measuring import ShardMeasurer, cannot_write
 from energon_packing.offline.parquet import remove_leftovers
 from energon_packing.offline.source_part import SourcePart, source_parts
 
@@ -172,7 +172,10 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
             )
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]
-        index = _saved(config.out, measurer, before, datasets, run.encoder)
+        try:
+            index = _saved(config.out, measurer, before, datasets, run.encoder)
+        except OSError as error:
+            raise cannot_write(config.out, error) from error
     return MeasureReport(index=index, measured=len(mine), reused=reused, missing=missing)
 
 
@@ -187,7 +190,10 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
             not out.is_dir() or any(entry.name[0] != "." for entry in out.iterdir() if entry.is_file())
         ):
             raise UserError(f"{out} is there and is not an index; choose another --out")
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(out, error) from error
         return None
     found = Index.open(out)
     differing = [

@@ -18,7 +18,7 @@ from energon_packing.energon.samples import ConversationSample, MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import PackingError, UserError
 from energon_packing.offline.index import FORMAT, LENGTH_FREE, SCHEMA, IndexedShard, shard_identity
-from energon_packing.offline.parquet import read_metadata, write_table
+from energon_packing.offline.parquet import read_metadata, said, write_table
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
@@ -98,8 +98,8 @@ class ShardMeasurer:
         """Measures all samples of a shard and writes their rows to `directory`.
 
         Raises:
-            UserError: the shard cannot be read, or a sample shows that the configuration cannot work.
-            OSError: the rows cannot be written; nothing is left behind.
+            UserError: the shard cannot be read, the rows cannot be written (nothing is left behind), or a sample shows
+                that the configuration cannot work.
         """
         identity = self._identity(part, shard)
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
@@ -120,7 +120,6 @@ class ShardMeasurer:
         if self._identity(part, shard) != identity:
             raise PackingError(f"{shard} of {part.root} changed while it was measured")
         known = IndexedShard(name=shard, samples=samples, dropped=dropped, tokens=tokens, identity=identity)
-        directory.mkdir(parents=True, exist_ok=True)
         metadata = {
             "format": FORMAT,
             "fingerprint": self._digest,
@@ -130,11 +129,21 @@ class ShardMeasurer:
             "dropped": dropped,
             "tokens": tokens,
         }
-        write_table(directory / known.file, SCHEMA, tables, metadata)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_table(directory / known.file, SCHEMA, tables, metadata)
+        except OSError as error:
+            raise cannot_write(directory / known.file, error) from error
         return known
 
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
-        return shard_identity(Path(part.root) / shard, self.index_of(part.root).uuid)
+        path = Path(part.root) / shard
+        try:
+            return shard_identity(path, self.index_of(part.root).uuid)
+        except OSError as error:
+            raise UserError(
+                f"{path}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
+            ) from error
 
     def _rows(self, part: SourcePart, shard: str) -> Iterator[dict[str, Any]]:
         tar = Path(part.root) / shard
@@ -161,6 +170,14 @@ class ShardMeasurer:
                 return {**_sizes(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
             files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
         return {**_sizes(measured), "media": files}
+
+
+def cannot_write(path: Path, error: OSError) -> UserError:
+    """The sentence about a part of an index that cannot be written."""
+    return UserError(
+        f"{path} cannot be written ({said(error)}); make room or name another --out, and measure again: what is "
+        "finished is kept"
+    )
 
 
 def _made_again(config: EncoderConfig, fingerprint: Mapping[str, str]) -> ShardMeasurer:

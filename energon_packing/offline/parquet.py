@@ -47,6 +47,11 @@ def _lives(process: int) -> bool:
     return True
 
 
+def said(error: OSError) -> str:
+    """What the system says, such as ``No space left on device``; pyarrow's own words are longer."""
+    return os.strerror(error.errno) if error.errno else str(error)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
@@ -73,7 +78,11 @@ def write_table(
         OSError: the disk is full or read-only; nothing is left behind.
     """
     described = schema.with_metadata({METADATA: json.dumps(metadata, sort_keys=True).encode()})
-    with replacing(path) as aside, pq.ParquetWriter(aside, described, compression="zstd") as writer:
+    with (
+        replacing(path) as aside,
+        # Without checksums a flipped bit would be another number.
+        pq.ParquetWriter(aside, described, compression="zstd", write_page_checksum=True) as writer,
+    ):
         for table in tables:
             writer.write_table(table.cast(described), row_group_size=rows)
 

@@ -263,7 +263,7 @@ class Plan:
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
         try:
             if self._file is None:
-                self._file = pq.ParquetFile(self.path)
+                self._file = pq.ParquetFile(self.path, page_checksum_verification=True)
             # Without threads: a loader's worker is a fork, and has a core of its own.
             return self._file.read_row_group(number, columns=columns, use_threads=False)
         except (OSError, pa.ArrowException) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,23 @@ def drops_path(plan: Path) -> Path:
     return plan.with_name(f"{plan.name.removesuffix('.parquet')}.drops.jsonl")
 
 
-def write_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: Sources) -> None:
-    """Writes the drops of a plan with this id, whole or not at all.
+@contextmanager
+def written_drops(plan: Path, identifier: str, drops: Sequence[Drop], sources: Sources) -> Iterator[None]:
+    """Writes the drops of a plan with this id aside. They take their place at the end, if the plan could be written.
 
     Raises:
         OSError: the disk is full or read-only.
     """
-    with replacing(drops_path(plan)) as aside, aside.open("w", encoding="utf-8") as file:
-        file.write(json.dumps({"plan": identifier}) + "\n")
-        for drop in drops:
-            dataset, shard, row = sources.found_at(drop.source)
-            entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
-            entry |= {"setting": drop.setting} if drop.setting else {}
-            entry |= {"dataset": dataset.name, "shard": shard.name, "row": row}
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    with replacing(drops_path(plan)) as aside:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"plan": identifier}) + "\n")
+            for drop in drops:
+                dataset, shard, row = sources.found_at(drop.source)
+                entry: dict[str, Any] = {"dropped": drop.key, "reason": drop.reason, "detail": drop.detail}
+                entry |= {"setting": drop.setting} if drop.setting else {}
+                entry |= {"dataset": dataset.name, "shard": shard.name, "row": row}
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        yield
 
 
 def read_drops(plan: Path, identifier: str) -> Iterator[dict[str, Any]]:

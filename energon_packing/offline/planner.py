@@ -21,8 +21,9 @@ from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
+from energon_packing.offline.parquet import said
 from energon_packing.offline.plan import PlanFacts, write_plan
-from energon_packing.offline.plan_drops import write_drops
+from energon_packing.offline.plan_drops import written_drops
 from energon_packing.offline.plan_summary import summary_of
 from energon_packing.offline.remeasured import Remeasure
 from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
@@ -68,10 +69,10 @@ def make_plan(
     packs = ordered_packs(sources, samples, limits, config, rest)
     facts = _facts(sources, samples, drops, packs, limits, config, left)
     try:
-        write_drops(out, facts.id, drops, sources)
-        write_plan(out, facts, _tables(sources, samples, packs, facts))
+        with written_drops(out, facts.id, drops, sources):  # takes its place after the plan
+            write_plan(out, facts, _tables(sources, samples, packs, facts))
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error}); an existing plan is as it was.") from error
+        raise UserError(f"{out} cannot be written ({said(error)}); an existing plan is as it was.") from error
     return facts
 
 

@@ -1,0 +1,200 @@
+"""What can go wrong on a machine: a sentence and exit code 2 each, and nothing half written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from forking_python import quick_python
+from ranks_environment import ranks_environment
+
+from energon_packing.cli.main import cli
+from energon_packing.config import to_mapping
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.errors import UserError
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.plan import Plan
+
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+
+@pytest.fixture(scope="module")
+def made(dataset, run_of, tmp_path_factory):
+    """A data set of its own, with its configuration, index and plan."""
+    root = tmp_path_factory.mktemp("faults")
+    data = root / "data"
+    shutil.copytree(dataset, data)
+    run = run_of(data)
+    config = root / "run.yaml"
+    config.write_text(json.dumps(to_mapping(run)))
+    measure(MeasureConfig(paths=(data,), out=root / "index", workers=0), run)
+    done = CliRunner().invoke(
+        cli, ["plan", str(root / "index"), "--config", str(config), "--out", str(root / "p.parquet")]
+    )
+    assert done.exit_code == 0, done.output
+    return root
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    """The same, to damage."""
+    shutil.copytree(made, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def measuring(made, out, *more):
+    return ["measure", str(made / "data"), "--config", str(made / "run.yaml"), "--out", str(out), *more]
+
+
+def planning(made, out, *more):
+    return ["plan", str(made / "index"), "--config", str(made / "run.yaml"), "--out", str(out), *more]
+
+
+def refused(command) -> str:
+    """The sentence of a command that must be refused."""
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 2, done.output
+    (line,) = done.stderr.strip().splitlines()[-1:]
+    assert line.startswith("Error: ")
+    assert "Unexpected" not in line
+    return line
+
+
+@contextmanager
+def mounted(place: Path, options: str):
+    """A small file system in memory; skips where nobody may mount one."""
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_full_disk_leaves_whole_shards_only_and_the_next_command_goes_on(made, tmp_path, workers):
+    with mounted(tmp_path / "disk", "size=28k") as disk:
+        sentence = refused(measuring(made, disk / "index", "--workers", workers))
+        assert "No space left on device); make room" in sentence
+        left = [file for file in disk.rglob("*") if file.is_file()]
+        names = {f"train-{number:06d}.parquet" for number in range(6)}
+        assert {file.name for file in left} <= names
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        done = CliRunner().invoke(cli, measuring(made, disk / "index", "--workers", "0", "--json"))
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["shards"]["reused"] == len(left)
+        for file in (made / "index").rglob("*.parquet"):
+            assert (disk / "index" / file.relative_to(made / "index")).read_bytes() == file.read_bytes()
+
+
+def test_files_that_may_not_grow_are_a_sentence_too(made, tmp_path):
+    """As under a quota: the limit of a process stands in for it."""
+    code = (
+        "import resource, runpy, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        "sys.argv = ['energon-packing', *sys.argv[1:]]\n"
+        "runpy.run_module('energon_packing.cli.main', run_name='__main__')\n"
+    )
+    for command in (measuring(made, tmp_path / "index", "--workers", "0"), planning(made, tmp_path / "plan.parquet")):
+        done = subprocess.run(
+            [quick_python(), "-c", code, *command], env=ranks_environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        assert "cannot be written (File too large)" in done.stderr
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+def test_a_full_disk_keeps_the_plan_that_is_there_with_its_drops(made, tmp_path):
+    with mounted(tmp_path / "disk", "size=256k") as disk:
+        for name in ("p.parquet", "p.drops.jsonl"):
+            shutil.copy(made / name, disk)
+        before = {file.name: file.read_bytes() for file in disk.iterdir()}
+        filling = disk / "filling"
+        with pytest.raises(OSError, match="No space"):
+            filling.write_bytes(bytes(1 << 20))
+        sentence = refused(planning(made, disk / "p.parquet", "--set", "plan.seed=1", "--force"))
+        assert "No space left on device); an existing plan is as it was" in sentence
+        filling.unlink()
+        assert {file.name: file.read_bytes() for file in disk.iterdir()} == before
+
+
+def test_a_read_only_output_is_refused(made, tmp_path):
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert "Read-only file system" in refused(measuring(made, disk / "index", "--workers", "0"))
+        assert "Read-only file system" in refused(planning(made, disk / "plan.parquet"))
+
+
+def test_a_missing_shard_or_data_set_is_named_and_no_index_is_made(copy):
+    shard = next((copy / "data").rglob("train-000003.tar"))
+    shard.unlink()
+    assert "train-000003.tar" in refused(measuring(copy, copy / "other", "--workers", "0"))
+    assert not (copy / "other" / "index.json").exists()
+    shutil.rmtree(copy / "data")
+    assert "does not exist" in refused(measuring(copy, copy / "other", "--workers", "0"))
+
+
+def test_a_damaged_index_is_named_and_measured_again(copy):
+    (file,) = (copy / "index").rglob("train-000002.parquet")
+    whole = file.read_bytes()
+    middle = len(whole) // 3
+    for damage in (whole[:-7], b"", whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]):
+        file.write_bytes(damage)
+        sentence = refused(planning(copy, copy / "new.parquet"))
+        assert "train-000002.parquet" in sentence
+        assert "run 'energon-packing measure' again" in sentence
+        assert not (copy / "new.parquet").exists()
+    (copy / "index" / "index.json").write_text("{")
+    assert "measure again" in refused(planning(copy, copy / "new.parquet"))
+    file.unlink()
+    (copy / "index" / "index.json").unlink()
+    assert "is not an index" in refused(planning(copy, copy / "new.parquet"))
+
+
+def test_a_damaged_or_foreign_plan_is_refused_before_a_wrong_pack_is_made(made, copy, run_of):
+    plan = copy / "p.parquet"
+    whole = plan.read_bytes()
+    for damage in (whole[:-7], b"", (made / "index" / "index.json").read_bytes()):
+        plan.write_bytes(damage)
+        assert "not a plan of format" in refused(["plan", "--explain", "demo-00001", str(plan)])
+    shutil.copy(next((made / "index").rglob("train-000002.parquet")), plan)
+    assert "not a plan of format" in refused(["plan", "--explain", "demo-00001", str(plan)])
+    plan.write_bytes(whole)
+    chunks = pq.ParquetFile(plan).metadata.row_group(0)
+    for number in range(chunks.num_columns):
+        chunk = chunks.column(number)
+        at = chunk.data_page_offset + chunk.total_compressed_size // 2
+        plan.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        with pytest.raises(UserError, match=r"(?s)p\.parquet cannot be read .* make the plan again"):
+            Plan.open(plan).packs(0, 1)
+
+
+def test_a_clock_that_was_set_back_changes_nothing(copy, run_of, sources, tmp_path):
+    """What is known of a shard is its size and time, whichever came first; nothing compares times with now."""
+    later = 4_000_000_000
+    data = tmp_path / "late"
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    for file in data.rglob("*"):
+        os.utime(file, (later, later))
+    run = run_of(data)
+    first = measure(MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0), run)
+    assert (first.measured, first.reused) == (1, 0)
+    for file in (tmp_path / "index").rglob("*"):
+        os.utime(file, (1, 1))
+    again = measure(MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0), run)
+    assert (again.measured, again.reused) == (0, 1)
+    for file in (copy / "data").rglob("*.tar"):
+        os.utime(file, (1, 1))
+    plan = copy / "p.parquet"
+    packs = [pack.keys for pack in open_loader(run_of(plan))]
+    assert len(packs) == len(Plan.open(plan))

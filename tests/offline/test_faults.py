@@ -173,7 +173,8 @@ def test_a_damaged_or_foreign_plan_is_refused_before_a_wrong_pack_is_made(made, 
     chunks = pq.ParquetFile(plan).metadata.row_group(0)
     for number in range(chunks.num_columns):
         chunk = chunks.column(number)
-        at = chunk.data_page_offset + chunk.total_compressed_size // 2
+        first = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
+        at = first + chunk.total_compressed_size - 2  # in the values of its last page
         plan.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         with pytest.raises(UserError, match=r"(?s)p\.parquet cannot be read .* make the plan again"):
             Plan.open(plan).packs(0, 1)

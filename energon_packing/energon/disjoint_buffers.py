@@ -28,8 +28,9 @@ from energon_packing.energon.internals import (
     SampleIndex,
     SavableDataset,
     add_sample_restore_key,
+    set_sample_restore_key,
 )
-from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
+from energon_packing.energon.samples import END, MeasuredSample, Pack, RenderedSample, account_for, end_of_epoch
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import DropBudgetExceeded, Ledger
 
@@ -168,10 +169,12 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         fingerprint: dict[str, Any],
         worker_config: WorkerConfig,
         accept_changed: Sequence[str] = (),
+        tells_end: bool = False,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.accounts = accounts
         self.fingerprint, self.accept_changed = fingerprint, tuple(accept_changed)
+        self.tells_end = tells_end
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -187,6 +190,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         if self._restored is not None:
             self.accounts.ledger.resume(self._restored.get("counts"))
             self._restored = None
+        before = self.accounts.ledger.read
         for pack in self.dataset:
             self.accounts.check()
             with self._pack_index.ctx() as index:
@@ -195,12 +199,20 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
             self.accounts.ledger.emit(index, pack.keys, changed=pack.changed)
             yield add_sample_restore_key(pack, index, src=self)
         self.accounts.check()
+        if self.tells_end:
+            yield self._end(self.accounts.ledger.read - before)
+
+    def _end(self, read: int) -> Pack:
+        end = end_of_epoch(read, self.accounts.ledger, self.worker_config.rank_worker_id())
+        return set_sample_restore_key(end, END, src=self)
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
         """Rebuilds a pack from its restore key."""
         name, index, *inner = restore_key
         if name != type(self).__name__:
             raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
+        if index == END:
+            return self._end(0)
         pack: Pack = self.dataset.restore_sample(tuple(inner))
         pack.index = index
         return add_sample_restore_key(pack, index, src=self)
@@ -242,6 +254,7 @@ def disjoint_buffers(
     fingerprint: dict[str, Any],
     worker_config: WorkerConfig,
     accept_changed: Sequence[str] = (),
+    tells_end: bool = False,
 ) -> AccountedPacks:
     """Builds Energon's packing of disjoint buffers, with every lost sample accounted for.
 
@@ -251,6 +264,7 @@ def disjoint_buffers(
         accounts: the hooks.
         fingerprint: names and values that a saved state must match.
         accept_changed: names of these that may differ.
+        tells_end: whether an `end_of_epoch` follows the last pack of an epoch.
 
     Raises:
         ConfigError: a buffer size below 1.
@@ -273,6 +287,7 @@ def disjoint_buffers(
         accounts=accounts,
         fingerprint={**fingerprint, "packing_buffer_size": buffer_size},
         accept_changed=accept_changed,
+        tells_end=tells_end,
         worker_config=worker_config,
     )
 

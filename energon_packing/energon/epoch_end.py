@@ -13,6 +13,7 @@ once per window of packs, on one integer each time, and on every single pack onl
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -20,6 +21,7 @@ from typing import Any, Literal, Protocol
 from energon_packing.config import EpochEnd
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
+from energon_packing.ledger import DroppedSample
 
 
 class Agree(Protocol):
@@ -30,9 +32,17 @@ class Agree(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class EpochReport:
-    """Counts of one epoch of one rank.
+    """Counts of one epoch of one rank; of an epoch that was resumed, since then.
+
+    At the end of a finite epoch, ``read == emitted + len(dropped_keys) + dropped.total()``.
 
     Attributes:
+        read: samples that the workers read, which are counted when a worker ends its epoch.
+        emitted: samples in the packs that were emitted.
+        dropped: dropped samples by reason, those after the last pack included.
+        dropped_at_end: what was dropped after the last pack of a worker; all other drops are in packs.
+        made: packs that this rank made of samples, emitted or not.
+        complete: whether the epoch has ended.
         packs: emitted packs that contain samples.
         padding_packs: emitted packs that contain only padding.
         dropped_packs: finished packs that were not emitted because another rank had none left.
@@ -45,6 +55,18 @@ class EpochReport:
     dropped_packs: int = 0
     dropped_keys: list[str] = field(default_factory=list)
     agreements: int = 0
+    read: int = 0
+    emitted: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_at_end: list[DroppedSample] = field(default_factory=list)
+    made: int = 0
+    complete: bool = False
+
+    def ended(self, end: Pack) -> None:
+        """Counts what a worker tells at its end, see `energon_packing.energon.samples.end_of_epoch`."""
+        self.read += end.ended or 0
+        self.dropped.update(entry.reason for entry in end.dropped)
+        self.dropped_at_end += end.dropped
 
 
 def even_packs(

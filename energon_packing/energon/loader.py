@@ -16,7 +16,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.data_identity import data_identity
-from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
@@ -38,7 +38,7 @@ class PackLoader(LoaderBase):
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker prepares in advance.
-        epoch_end, padding, agree, group, capacity: as for `LoaderBase`.
+        epoch_end, padding, agree, group, capacity, budget: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
@@ -55,6 +55,7 @@ class PackLoader(LoaderBase):
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
+        budget: float | None = None,
         keep_memory: bool = True,
         ahead: int = 0,
         fingerprint: Mapping[str, Any] | None = None,
@@ -67,6 +68,7 @@ class PackLoader(LoaderBase):
             agree=agree,
             group=group,
             capacity=capacity,
+            budget=budget,
         )
         # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
@@ -86,7 +88,7 @@ class PackLoader(LoaderBase):
         self._started = False
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 
-    def _own_packs(self) -> Iterator[Pack]:
+    def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
         iterator = iter(self._loader)
         while True:
             try:
@@ -97,6 +99,9 @@ class PackLoader(LoaderBase):
             except (UserError, PackingError) as error:
                 raise _without_worker_traceback(error) from None
             self._started = True
+            if pack.ended is not None:
+                report.ended(pack)
+                continue
             yield pack
 
     def save_state(self) -> Any:
@@ -156,6 +161,7 @@ class PackLoader(LoaderBase):
             raise ConfigError("The loader state is damaged: it lacks the parts of its workers; start the data over.")
         try:
             self._loader.restore_state_rank(loaded)
+            self._resumed = True
         except (UserError, PackingError):
             raise
         except Exception as error:
@@ -185,6 +191,7 @@ def build_dataset(
     data_parallel_group: Any = None,
     batch_size: int | None = None,
     packing_buffer_size: int | None = None,
+    tells_end: bool = False,
 ) -> Any:
     """Builds the Energon data set of packs for one data-parallel rank.
 
@@ -196,6 +203,7 @@ def build_dataset(
         batch_size: Energon's ``batch_size``, None or 1.
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples with Energon's own wrapper.
+        tells_end: whether each worker yields an `end_of_epoch` after the last pack of an epoch, for a `PackLoader`.
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
@@ -214,6 +222,7 @@ def build_dataset(
     if task_encoder is None:
         task_encoder = build_task_encoder(config)
     chosen = split or config.data.split
+    task_encoder.tells_end = tells_end
     try:
         return get_train_dataset(
             entry,
@@ -232,6 +241,8 @@ def build_dataset(
             f"The data set {config.data.path} cannot be opened with split {chosen!r}: "
             f"{type(error).__name__}: {error}. Check data.path and data.split."
         ) from error
+    finally:
+        task_encoder.tells_end = False
 
 
 def build_loader(
@@ -256,7 +267,9 @@ def build_loader(
         task_encoder = build_task_encoder(
             dataclasses.replace(config, data=dataclasses.replace(config.data, split=split))
         )
-    dataset = build_dataset(config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, **arguments)
+    dataset = build_dataset(
+        config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
+    )
     return PackLoader(
         dataset,
         prefetch=prefetch,
@@ -265,6 +278,7 @@ def build_loader(
         agree=agree,
         group=data_parallel_group,
         capacity=task_encoder.capacity,
+        budget=config.packing.drop_budget,
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
         fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),

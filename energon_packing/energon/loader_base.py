@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packing.config import EpochEnd
+from energon_packing.drop_budget import over_budget
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError
+from energon_packing.ledger import DropBudgetExceeded, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 
 
@@ -25,9 +27,10 @@ class LoaderBase(ABC):
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
+        budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
 
     Attributes:
-        epoch_report: report of the current or last epoch if ``epoch_end`` is in effect, else None.
+        epoch_report: of the current or last epoch; None before the first.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class LoaderBase(ABC):
         agree: Agree | None = None,
         group: Any = None,
         capacity: int | None = None,
+        budget: float | None = None,
     ) -> None:
         self._told_of_hidden = False  # whether the warning about template_omits was given
         self._together = epoch_end != "uneven" and world_size > 1
@@ -49,6 +53,8 @@ class LoaderBase(ABC):
         self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
         self._monitor = None if capacity is None else PackingMonitor(capacity)
         self.epoch_report: EpochReport | None = None
+        self._budget, self._world_size = budget, world_size
+        self._resumed = False  # whether the next epoch began before a saved state
 
     def __iter__(self) -> Iterator[Pack]:
         """Yields packs, forever or for one epoch.
@@ -56,18 +62,42 @@ class LoaderBase(ABC):
         Raises:
             UserError: a mistake that only a worker could detect, with the worker's message.
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
+            DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
+                or if no sample reached a pack.
         """
-        packs = self._own_packs()
+        report = self.epoch_report = EpochReport()
+        packs = _counted(self._own_packs(report), report)
         if self._together and self._padding is not None:
-            self.epoch_report = EpochReport()
             agree = agreement(self._group) if self._agree is None else self._agree
-            packs = even_packs(packs, self._epoch_end, agree, self._padding, self.epoch_report)
+            packs = even_packs(packs, self._epoch_end, agree, self._padding, report)
         for pack in packs:
+            report.emitted += len(pack.keys)
+            report.packs += not self._together and not pack.padding
             if self._monitor is not None:
                 self._monitor.add(pack)
             if pack.dropped and not self._told_of_hidden:
                 self._tell_of_hidden(pack)
             yield pack
+        report.complete = True
+        self._check_epoch(report)
+        self._resumed = False
+
+    def _check_epoch(self, report: EpochReport) -> None:
+        """Raises what the end of a finite epoch shows; see `__iter__`."""
+        dropped = report.dropped.total()
+        common = ", ".join(f"{count} {name}" for name, count in report.dropped.most_common(3)) or "none"
+        last = next(iter(report.dropped_at_end), None)
+        example = f"; one is {last.key}: {last.detail}" if last else ""
+        if not report.made and (dropped or (self._world_size == 1 and not self._resumed)):
+            raise NothingToPack(
+                f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
+                f"({common}{example}). Fix the data, the limits or data.split."
+            )
+        if self._budget is not None and over_budget(dropped, report.read, self._budget):
+            raise DropBudgetExceeded(
+                f"{dropped} of the {report.read} samples of the epoch were dropped ({common}{example}), more than "
+                f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."
+            )
 
     def _tell_of_hidden(self, pack: Pack) -> None:
         """Warns once that the chat template omits something, since the cause is the configuration, not the samples."""
@@ -93,8 +123,12 @@ class LoaderBase(ABC):
         return self._monitor.statistics()
 
     @abstractmethod
-    def _own_packs(self) -> Iterator[Pack]:
-        """Packs of this rank, before ranks agree on an end."""
+    def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
+        """Packs of this rank, before ranks agree on an end.
+
+        Args:
+            report: of the epoch; samples that were read are counted there.
+        """
 
     @abstractmethod
     def save_state(self) -> Any:
@@ -116,3 +150,11 @@ class LoaderBase(ABC):
     def share_unpinned(self) -> None:
         """Makes the loader yield tensors in its workers' shared memory where there is a GPU too, instead of copies of
         them in page-locked memory; call before iterating."""
+
+
+def _counted(packs: Iterator[Pack], report: EpochReport) -> Iterator[Pack]:
+    """Counts the packs that a rank made, and what was dropped before each."""
+    for pack in packs:
+        report.made += bool(pack.keys)
+        report.dropped.update(entry.reason for entry in pack.dropped)
+        yield pack

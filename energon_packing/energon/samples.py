@@ -112,6 +112,10 @@ class RenderedSample(Sample):
     cost: int = 0
 
 
+END = -1
+"""In place of the number of a pack, in the restore key of the end of an epoch."""
+
+
 @edataclass
 class Pack(Sample, Generic[Batch]):
     """What the loader yields: one packed row, and what was dropped since the previous pack.
@@ -130,6 +134,8 @@ class Pack(Sample, Generic[Batch]):
         worker: which worker of the rank made it.
         ahead: packs that this worker will still make whatever the source holds; 0 if unknown.
         padding: whether the pack contains only padding, so that all ranks have equally many packs.
+        ended: if this is no pack but the end of its worker's epoch, the samples that the worker read in it; else None.
+            ``dropped`` then holds what was dropped after the worker's last pack.
     """
 
     batch: Batch
@@ -145,3 +151,24 @@ class Pack(Sample, Generic[Batch]):
     worker: int = 0
     ahead: int = 0
     padding: bool = False
+    ended: int | None = None
+
+
+def end_of_epoch(read: int, ledger: Ledger, worker: int) -> Pack[Any]:
+    """What a worker yields after its last pack of a finite epoch, so that what it dropped since is reported.
+
+    Args:
+        read: samples that the worker read in this epoch.
+        ledger: of the worker.
+        worker: its number in the rank.
+    """
+    return Pack(
+        __key__="",
+        __restore_key__=(),
+        __subflavors__={},
+        __sources__=(),
+        batch=None,
+        ended=read,
+        dropped=ledger.take_dropped(),
+        worker=worker,
+    )

@@ -342,6 +342,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             ),
             fingerprint=self.loader_fingerprint(worker_config),
             accept_changed=self.accept_changed,
+            tells_end=self.tells_end,
             worker_config=worker_config,
         )
 

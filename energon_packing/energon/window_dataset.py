@@ -24,7 +24,7 @@ from energon_packing.energon.internals import (
 )
 from energon_packing.energon.packer import Packer, render_or_drop
 from energon_packing.energon.packing_groups import by_group
-from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, account_for
+from energon_packing.energon.samples import END, MeasuredSample, Pack, RenderedSample, account_for, end_of_epoch
 from energon_packing.energon.window_buffer import WindowBuffer
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import Ledger
@@ -40,6 +40,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         packer: chooses, renders and assembles the packs, and creates this worker's ledger.
         fingerprint: names and values that a saved state must match.
         accept_changed: names of these that may differ.
+        tells_end: whether an `end_of_epoch` follows the last pack of an epoch.
     """
 
     _savable_fields = (
@@ -64,6 +65,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         fingerprint: dict[str, Any],
         worker_config: WorkerConfig,
         accept_changed: Sequence[str] = (),
+        tells_end: bool = False,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.window = window
@@ -72,6 +74,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._ledger: Ledger | None = None
         self.fingerprint = fingerprint
         self.accept_changed = tuple(accept_changed)
+        self.tells_end = tells_end
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -100,7 +103,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
-        self._wake()
+        before = self._wake()
         source = None if self._draining else iter(self.dataset)
         while True:
             if source is not None and not self._fill(source):
@@ -113,16 +116,27 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             pack = self._emit()
             if pack is not None:
                 yield pack
+        if self.tells_end:
+            yield self._end(self.ledger.read - before)
         self._draining = False
 
-    def _wake(self) -> None:
-        """Reads the samples of a restored state again, and accounts for those that can no longer be read."""
+    def _end(self, read: int) -> Pack:
+        end = end_of_epoch(read, self.ledger, self.worker_config.rank_worker_id())
+        return set_sample_restore_key(end, END, src=self)
+
+    def _wake(self) -> int:
+        """Reads the samples of a restored state again, and accounts for those that can no longer be read.
+
+        Returns:
+            How many samples were read in earlier epochs, or before the state was saved and are not held in it.
+        """
         for buffer in (self._window, self._planned):
             buffer.worker_start()
         if self._restored is not None:
             held = len(self._window.buffer) + len(self._planned.buffer)
             self.ledger.resume(self._restored.get("counts"), held=held)
             self._restored = None
+        before = self.ledger.read - len(self._window.buffer) - len(self._planned.buffer)
         lost = [at for at, sample in enumerate(self._window.buffer) if self._problem(sample)]
         self._drop_all(self._window.take(lost).samples)
         at = 0
@@ -131,6 +145,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             self._drop_all(self._planned.take(lost).samples)
             self._plan_lengths[plan] -= len(lost)
             at += self._plan_lengths[plan]
+        return before
 
     @staticmethod
     def _problem(sample: MeasuredSample | None) -> bool:
@@ -227,6 +242,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         """Rebuilds a pack from its restore key."""
         name, index, *members = restore_key
         self._check_name(name)
+        if index == END:
+            return self._end(0)
         rendered = []
         for member in members:
             name, render_index, *inner = member

@@ -38,12 +38,14 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         packing: the section of the configuration.
         limits: what a pack holds.
         accept_changed: names of the fingerprint that a restored state may differ in.
+        tells_end: whether workers tell the end of an epoch, which `build_dataset` asks for a `PackLoader`.
     """
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
     packing: PackingConfig | TextToVideoPackingConfig
     limits: PackLimits | ClipLimits
     accept_changed: tuple[str, ...] = ()
+    tells_end: bool = False
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
     @property
@@ -150,6 +152,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             packer=self,
             fingerprint=self.loader_fingerprint(worker_config),
             accept_changed=self.accept_changed,
+            tells_end=self.tells_end,
             worker_config=worker_config,
         )
 

@@ -9,7 +9,7 @@ import torch
 import torch.utils.data
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.epoch_end import Agree
+from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.loader_base import LoaderBase
@@ -40,7 +40,7 @@ class PlannedLoader(LoaderBase):
         keep_memory: see ``data.keep_memory``.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
-        base: ``epoch_end``, ``padding``, ``agree``, ``group`` and ``capacity`` of `LoaderBase`.
+        base: ``epoch_end``, ``padding``, ``agree``, ``group``, ``capacity`` and ``budget`` of `LoaderBase`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PlannedLoader(LoaderBase):
         self._started = False
         self._pinned = torch.cuda.is_available()
 
-    def _own_packs(self) -> Iterator[Pack]:
+    def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
         if not self._repeat and self._position >= len(self._packs):
             self._position = 0  # the last iteration ended with the plan
         stop = None if self._repeat else len(self._packs)
@@ -86,6 +86,7 @@ class PlannedLoader(LoaderBase):
         for pack in loader:
             self._position += self._world_size
             self._started = True
+            report.read += len(pack.keys) + len(pack.dropped)
             yield pack
         self._position = len(self._packs)
 
@@ -115,7 +116,7 @@ class PlannedLoader(LoaderBase):
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
-        self._position, self._started = position, True
+        self._position, self._started, self._resumed = position, True, True
         tell_of_accepted(differs)
 
     def share_unpinned(self) -> None:
@@ -209,6 +210,7 @@ def loader_of(
         epoch_end=config.data.epoch_end,
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
+        budget=config.packing.drop_budget,
         **base,
     )
 

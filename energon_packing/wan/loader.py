@@ -48,7 +48,11 @@ def build_text_to_video_loader(
             fingerprint=functools.partial(data_fingerprint, run),
         )
     dataset = build_dataset(
-        run, task_encoder=cast("Any", task_encoder), data_parallel_group=data_parallel_group, **arguments
+        run,
+        task_encoder=cast("Any", task_encoder),
+        data_parallel_group=data_parallel_group,
+        tells_end=True,
+        **arguments,
     )
     return PackLoader(
         dataset,
@@ -58,6 +62,7 @@ def build_text_to_video_loader(
         agree=agree,
         group=data_parallel_group,
         capacity=task_encoder.capacity,
+        budget=config.packing.drop_budget,
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
         fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),

@@ -12,7 +12,7 @@ from energon_packing import thd
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.ledger import DropBudgetExceeded
+from energon_packing.ledger import DropBudgetExceeded, NothingToPack
 
 BUFFER = 16
 
@@ -71,7 +71,9 @@ def test_a_failing_member_of_a_disjoint_buffer_costs_itself_alone_and_is_in_the_
     assert sorted([*emitted, *dropped]) == train_keys
 
 
-def test_a_pack_of_which_nothing_can_be_rendered_is_no_error(train_keys, run_config, monkeypatch, tmp_path):
+def test_a_run_of_which_nothing_can_be_rendered_ends_with_every_sample_in_the_ledger(
+    train_keys, run_config, monkeypatch, tmp_path
+):
     config = run_config(drop_budget=1.0, ledger=str(tmp_path))
     encoder = encoder_of(config)
 
@@ -79,7 +81,8 @@ def test_a_pack_of_which_nothing_can_be_rendered_is_no_error(train_keys, run_con
         raise SampleRejected("broken", "all of them")
 
     monkeypatch.setattr(encoder.encoder, "render", failing)
-    assert list(build_loader(config, task_encoder=encoder, packing_buffer_size=BUFFER)) == []
+    with pytest.raises(NothingToPack, match="ended without a pack"):
+        list(build_loader(config, task_encoder=encoder, packing_buffer_size=BUFFER))
     entries = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
     assert sorted(entry["dropped"] for entry in entries) == train_keys
 

@@ -9,7 +9,6 @@ PIXTRAL = "tests/families/test_pixtral_against_processor.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
-CROPS = "tests/energon/test_gemma3_crops_resume.py::"
 WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 
 FAMILY_TRAPS = {
@@ -133,7 +132,7 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=51,
         name="pan-and-scan is not part of the state",
-        test=CROPS + "test_a_state_made_with_crops_is_refused_without_them_and_the_other_way_round",
+        test=GEMMA + "test_pan_and_scan_is_part_of_the_fingerprint",
         oracle="the definition",
         edits=(("encoders/encoder_fingerprint.py", '"do_pan_and_scan", ', ""),),
     ),

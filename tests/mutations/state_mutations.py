@@ -1,0 +1,92 @@
+"""The traps of saved states; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+FIELDS = "tests/energon/test_fingerprint.py::"
+EACH_FIELD = FIELDS + "test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream"
+STATES = "tests/energon/test_states.py::"
+FILES = "tests/energon/test_state_files.py::"
+RESUMED = "tests/conformance/test_resumed_state.py::"
+
+STATE_TRAPS = {
+    52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
+    53: "a state is changed by restoring it, or one is missing or damaged and the data begin anew",
+}
+
+STATE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=51,
+        name="settings of the encoder count only where its own fingerprint has them",
+        test=EACH_FIELD,
+        oracle="the stream of packs",
+        edits=(("energon/task_encoder.py", '**settings_of("encoder", encoder.config)}', "}"),),
+    ),
+    Mutation(
+        trap=51,
+        name="the times that the data are shuffled through are taken for a setting of the loader's memory",
+        test=EACH_FIELD,
+        oracle="the stream of packs",
+        edits=(
+            ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
+        ),
+    ),
+    Mutation(
+        trap=51,
+        name="rank 0's state restores on rank 1",
+        test=STATES + "test_a_state_of_another_reader_is_refused_in_one_sentence",
+        oracle="the definition",
+        edits=(("energon/window_task_encoder.py", '{"rank": worker_config.rank, "ranks"', '{"ranks"'),),
+    ),
+    Mutation(
+        trap=52,
+        name="only the metadataset counts, not the data sets in it",
+        test=STATES + "test_changed_data_beneath_equal_shard_counts_are_refused_by_name",
+        oracle="the definition",
+        edits=(("energon/data_identity.py", "yield from _walk(child, None, seen)", "yield from ()"),),
+    ),
+    Mutation(
+        trap=52,
+        name="shards count by their names and samples alone",
+        test=STATES + "test_swapped_shards_of_a_data_set_are_refused",
+        oracle="the definition",
+        edits=(
+            (
+                "energon/data_identity.py",
+                'digest.update(f"{shard}\\0{size}\\0".encode() + header)',
+                "digest.update(shard.encode())",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=53,
+        name="Energon goes on with the parts of the caller's state",
+        test=STATES + "test_one_state_in_memory_can_be_restored_twice_and_saving_does_not_change_it",
+        oracle="the run before the restore",
+        edits=(
+            (
+                "energon/loader.py",
+                'loaded = copy.deepcopy(state["loader"])',
+                'loaded = state["loader"]',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=53,
+        name="only errors of the unpickler tell a damaged file",
+        test=FILES + "test_a_missing_an_empty_and_a_foreign_file_are_refused_by_name",
+        oracle="the definition",
+        edits=(
+            ("energon/state_file.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
+        ),
+    ),
+    Mutation(
+        trap=53,
+        name="a run of Bridge that continues without a state begins its data anew",
+        test=RESUMED + "test_a_run_that_continues_is_refused_where_no_state_would_be_restored",
+        oracle="the definition",
+        edits=(("bridge/resumed_state.py", "if found is None or not found[0]:", "if True:"),),
+        needs_bridge=True,
+    ),
+)

@@ -21,6 +21,26 @@ SMALLEST_NUMBER = 1e-6
 """Smallest size, rate or duration: a clip with one frame in eleven days is a mistake, and dividing by less
 overflows."""
 
+LARGEST_DEPTH = 100
+"""Objects and lists that may lie inside each other in a record. Templates, JSON and copies recurse through them, and
+Python stops at a thousand calls."""
+
+
+def is_too_deep(value: Any, most: int = LARGEST_DEPTH) -> bool:
+    """Whether objects and lists of a JSON value lie more than ``most`` deep inside each other; does not recurse."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list | tuple)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list | tuple)
+        ]
+        if not level:
+            return False
+    return True
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
@@ -43,6 +63,11 @@ class StoredRecord:
         unknown = [reprlib.repr(key) for key in value if key not in known]
         if unknown:
             raise self.bad(f"{where} has the unknown field {unknown[0]}")
+
+    def check_depth(self, value: Any) -> None:
+        """Rejects (``too_deep``) a record whose objects and lists lie more than `LARGEST_DEPTH` deep."""
+        if is_too_deep(value):
+            raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
 
     def check_version(self, record: Mapping[str, Any], expected: int) -> None:
         """Rejects every version but the expected integer; ``true`` and ``1.0`` are not integers."""

@@ -137,6 +137,9 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Read and check everything, print the report, and write nothing.")
 @click.option(
+    "--allow-truncated", is_flag=True, help="Accept a JSON array that breaks off; without it, that exits with 1."
+)
+@click.option(
     "--resume", is_flag=True, help="Skip a finished conversion; reuse the media checks of an interrupted one."
 )
 @click.option("--overwrite", is_flag=True, help="Replace the data set in --out.")
@@ -166,6 +169,7 @@ def convert(
     extra_columns: tuple[str, ...],
     max_rejects: float,
     dry_run: bool,
+    allow_truncated: bool,
     resume: bool,
     overwrite: bool,
     as_json: bool,
@@ -176,7 +180,8 @@ def convert(
     OpenAI, Alpaca and others; docs/convert.md has the table. Bad records go to OUT/rejects.jsonl with their reason; the
     others are converted.
 
-    Exit code 0: done. 1: more records were rejected than --max-rejects allows. 2: nothing usable, or a bad option.
+    Exit code 0: done. 1: more records were rejected than --max-rejects allows, or a JSON array breaks off. 2: nothing
+    usable, or a bad option.
     """
     column_map = ColumnMap(columns=parse_names("--columns", columns), roles=parse_names("--roles", roles))
     if (dataset_info is None) != (dataset is None):
@@ -230,6 +235,13 @@ def convert(
         see = "the report" if dry_run else out / REJECTS_FILE
         message = f"Error: {share} records were rejected, more than --max-rejects {max_rejects:g}; see {see}"
         click.echo(message, err=True)
+        context.exit(1)
+    if (broken := report.rejected.get("truncated_array", 0)) and not allow_truncated:
+        click.echo(
+            f"Error: {broken} JSON array{'s break' if broken > 1 else ' breaks'} off, and nothing after was read; see "
+            f"{out / REJECTS_FILE}, fix the source, or add --allow-truncated",
+            err=True,
+        )
         context.exit(1)
 
 

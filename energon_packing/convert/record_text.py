@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_DEPTH, is_too_deep
 
 # What a record holds was parsed from JSON, so it has no cycles.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
@@ -16,8 +17,10 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     """A record, or a part of one, as JSON in UTF-8, as it is stored.
 
     Raises:
-        SampleRejected: ``bad_text``.
+        SampleRejected: ``bad_text``, or ``too_deep``.
     """
+    if is_too_deep(record):
+        raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
     try:
         return _ENCODER.encode(record).encode()
     except (UnicodeEncodeError, ValueError, RecursionError) as error:

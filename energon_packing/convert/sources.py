@@ -157,7 +157,9 @@ def _find_elements(
     for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes, places=True)):
         if element.last:
             where = f"{source.name}[{number}]"
-            error = SampleRejected("bad_json", f"{where}: {element.error}; nothing after it was read")
+            error = SampleRejected(
+                "truncated_array", f"{where}: {element.error}; {_unread(source, before + end, number)}"
+            )
             break
         if start is None:
             start, first = element.start, number
@@ -169,6 +171,13 @@ def _find_elements(
         yield Chunk(source=source, form="array", start=before + start, end=before + end, first=first)
     if error is not None:
         yield Chunk(source=source, form="array", start=before + end, end=before + end, first=number, error=error)
+
+
+def _unread(source: SourceFile, at: int, records: int) -> str:
+    """Says how much of an array was not read, from this byte on; so many records lie before it."""
+    left = max(source.path.stat().st_size - at, 0)
+    guess = f", about {max(round(left * records / at), 1):,} records" if records else ""
+    return f"nothing after it was read ({left:,} bytes{guess})"
 
 
 def _find_object(

@@ -19,6 +19,9 @@ from energon_packing.conversation import Conversation, Media
 from energon_packing.energon.samples import ConversationSample, Problem
 from energon_packing.errors import SampleRejected
 
+TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
+"""Detail of ``too_deep`` where not even the parser finishes."""
+
 
 @stateless
 @cooker(need_primary=True)
@@ -37,7 +40,9 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         conversation = complete(Conversation.from_record(sample["__key__"], record), store)
     except SampleRejected as error:
         return ConversationSample(**keys, conversation=None, problem=Problem(reason=error.reason, detail=error.detail))
-    except (KeyError, ValueError, TypeError) as error:
+    except RecursionError:
+        return ConversationSample(**keys, conversation=None, problem=Problem(reason="too_deep", detail=TOO_DEEP))
+    except Exception as error:  # whatever a record does to its reader, only this sample is lost
         return ConversationSample(**keys, conversation=None, problem=Problem(reason="bad_record", detail=repr(error)))
     return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
 

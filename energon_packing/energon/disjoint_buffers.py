@@ -96,7 +96,7 @@ class HookAccounts:
             return self._render(sample)
         except SampleRejected as error:
             self._refuse(sample.__key__, error.reason, error.detail)
-        except (UserError, PackingError, FatalSampleError, MemoryError) as error:
+        except (UserError, PackingError, FatalSampleError) as error:
             self._stop = error
         except Exception as error:
             self._refuse(sample.__key__, "render_error", f"{type(error).__name__}: {error}")

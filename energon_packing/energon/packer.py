@@ -46,7 +46,7 @@ class Packer(Protocol):
 
         Raises:
             SampleRejected: the sample is dropped and written to the ledger. Any other error drops it too, except those
-                that stop the run (`UserError`, `PackingError`, `FatalSampleError`, `MemoryError`).
+                that stop the run (`UserError`, `PackingError`, `FatalSampleError`).
         """
 
     def arrange(self, samples: Sequence[Any]) -> Sequence[int]:
@@ -64,7 +64,7 @@ def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> Re
     """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost.
 
     Raises:
-        UserError, PackingError, FatalSampleError, MemoryError: the run must stop.
+        UserError, PackingError, FatalSampleError: the run must stop.
         DropBudgetExceeded: raised by the ledger.
     """
     return attempt(sample.__key__, lambda: packer.postencode_sample(sample), ledger)
@@ -76,8 +76,8 @@ def attempt(key: str, render: Callable[[], RenderedSample], ledger: Ledger) -> R
         return render()
     except SampleRejected as error:
         ledger.drop(key, error.reason, error.detail)
-    except (UserError, PackingError, FatalSampleError, MemoryError):
+    except (UserError, PackingError, FatalSampleError):
         raise
-    except Exception as error:  # whatever failed, only this sample is lost
+    except Exception as error:  # whatever failed, memory and recursion included, only this sample is lost
         ledger.drop(key, "render_error", f"{type(error).__name__}: {error}")
     return None

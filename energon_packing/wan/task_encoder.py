@@ -77,7 +77,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
         record = TextToVideo.from_record(sample["__key__"], json.loads(sample["json"]))
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))
-    except (KeyError, ValueError, TypeError, RecursionError) as error:
+    except Exception as error:  # whatever a record does to its reader, only this sample is lost
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason="bad_record", detail=repr(error)))
     return TextToVideoSample(**keys, sample=record, store=primary if media is None else media)
 

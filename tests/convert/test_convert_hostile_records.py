@@ -135,3 +135,21 @@ def test_ids_with_dots_and_slashes_become_keys_that_no_shard_splits(tmp_path: Pa
     assert sorted(sample.record["turns"][0]["parts"][0] for sample in samples.values()) == ["First?", "Second?"]
     assert all("." not in key and "/" not in key for key in samples)
     assert {name for names in warnings.values() for name in names} >= {"sanitised_id"}
+
+
+@pytest.mark.parametrize("depth", [101, 900, 1470])
+@pytest.mark.parametrize("kind", ["arguments", "tools"])
+def test_a_record_nested_beyond_the_limit_is_rejected(between, depth: int, kind: str) -> None:
+    def nested(levels: int) -> Any:
+        value: Any = 1
+        for _ in range(levels):
+            value = {"a": value}
+        return value
+
+    def made(levels: int) -> dict[str, Any]:
+        tool = {"name": "look", "parameters": nested(levels) if kind == "tools" else {}}
+        call = {"name": "look", "arguments": nested(levels) if kind == "arguments" else {}}
+        turns = [("human", "Hi"), ("function_call", json.dumps(call)), ("observation", "1"), ("gpt", "Yes")]
+        return {**talk(*turns), "tools": [tool]}
+
+    assert between(made(depth))["reason"] == "too_deep"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import sharegpt, write_json, write_lines
 
@@ -99,8 +100,27 @@ def test_an_array_that_breaks_off_keeps_what_stands_before_and_says_where(tmp_pa
     path.write_text(json.dumps(RECORDS)[:-40])
     assert good(path) == RECORDS[:2]
     ((number, reason, detail),) = bad(path)
-    assert (number, reason) == (2, "bad_json")
+    assert (number, reason) == (2, "truncated_array")
     assert "cut.json[2]" in detail
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_is_lost_behind_a_broken_element_is_said_in_bytes_and_about_in_records(tmp_path_factory, data):
+    count = data.draw(st.integers(3, 400))
+    at = data.draw(st.integers(1, count - 1))
+    elements = [json.dumps({"id": number, "text": "x" * 40}) for number in range(count)]
+    broken = data.draw(st.sampled_from(["{", '{"id": }', "nul", "[" * 5000]))
+    text = "[" + ", ".join([*elements[:at], broken, *elements[at + 1 :]]) + "]"
+    path = tmp_path_factory.getbasetemp() / "broken.json"
+    path.write_text(text)
+    assert good(path) == [json.loads(element) for element in elements[:at]]
+    ((number, reason, detail),) = bad(path)
+    assert (number, reason) == (at, "truncated_array")
+    found = re.search(r"nothing after it was read \(([0-9,]+) bytes, about ([0-9,]+) records\)", detail)
+    left, records = (int(each.replace(",", "")) for each in found.groups())
+    assert left == len(text) - len("[" + ", ".join(elements[:at]))
+    assert abs(records - (count - at)) <= max(3, len(broken) / 40, 0.3 * count)
 
 
 @pytest.mark.parametrize(

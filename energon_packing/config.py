@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.errors import ConfigError
+from energon_packing.plain_yaml import load_yaml
 from energon_packing.plan_config import PlanConfig
 from energon_packing.thd.alignment import alignment_multiple
 
@@ -417,25 +418,32 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         if value not in choices:
             near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
             hint_text = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where} is {value!r}; it must be one of {', '.join(map(repr, choices))}.{hint_text}")
+            raise ConfigError(
+                f"{where} is {_shown(value)}; it must be one of {', '.join(map(repr, choices))}.{hint_text}"
+            )
         return value
     if origin in (dict, Mapping):
         kind = typing.get_args(hint)[1]
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{where} is {value!r}; expected a mapping of names.")
+            raise ConfigError(f"{where} is {_shown(value)}; expected a mapping of names.")
         return {str(name): _convert(kind, entry, where=f"{where}: {name}") for name, entry in value.items()}
     if origin is tuple:
         kind = typing.get_args(hint)[0]
         if isinstance(value, str) and (kind is str or typing.get_origin(kind) is Literal):
             value = [value]  # a single name stands for a list of one
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} is {value!r}; expected a list.")
+            raise ConfigError(f"{where} is {_shown(value)}; expected a list.")
         return tuple(_convert(kind, entry, where=where) for entry in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"{where} is {value!r}; expected {hint.__name__}.")
+        raise ConfigError(f"{where} is {_shown(value)}; expected {hint.__name__}.")
     return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -445,7 +453,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not separator or not key.strip():
         raise ConfigError(f"--set {override!r} is not of the form section.key=value, such as packing.window=512.")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {override!r}: the value is not valid YAML.") from error
     *parents, last = key.strip().split(".")
@@ -489,7 +497,7 @@ def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple
         if not file.is_file():
             raise ConfigError(f"There is no configuration file {where}; give the path of a YAML file.")
         try:
-            values = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
+            values = load_yaml(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
         except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -181,6 +181,10 @@ def test_an_override_that_cannot_be_applied_is_told(tmp_path: Path, override: st
     assert name in refusal(written(tmp_path, "packing: {window: 7}"), override)
 
 
+# Every line names the one before nine times: 200 bytes that stand for more values than there is memory for.
+BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
+
+
 @pytest.mark.parametrize(
     ("content", "names"),
     [
@@ -193,6 +197,13 @@ def test_an_override_that_cannot_be_applied_is_told(tmp_path: Path, override: st
         ("data: {seed: 2020-13-45}", ["not valid YAML"]),
         ("data: {seed: " + "9" * 5000 + "}", ["not valid YAML"]),
         ("[" * 5000, ["not valid YAML"]),
+        ("data:\n  seed: " + "9" * 400, ["line 2", "a number of 400 characters"]),
+        ("packing: {drop_budget: 0." + "1" * 400 + "}", ["line 1", "a number of 402 characters"]),
+        ("data: {seed: 1}\npacking: {}\ndata: {seed: 2}", ["line 3", "the key 'data' occurs twice"]),
+        ("packing:\n  window: 7\n  policy: window\n  window: 8", ["line 4", "the key 'window' occurs twice"]),
+        (BOMB, ["values, each alias counted as what it names"]),
+        ("data: &a {path: *a}", ["line 1", "contains itself"]),
+        ("a: &a [*a, *a]", ["line 1", "contains itself"]),
     ],
 )
 def test_a_file_that_is_no_yaml_names_the_file_and_where_known_the_line(

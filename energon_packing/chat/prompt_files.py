@@ -11,6 +11,7 @@ from energon_packing.chat.prompt import PromptFormat
 from energon_packing.chat.prompt_jinja import compile_prompt
 from energon_packing.config import from_mapping
 from energon_packing.errors import ConfigError
+from energon_packing.plain_yaml import load_yaml
 
 _DIRECTORY = Path(__file__).parent / "prompts"
 LARGEST_FILE = 2**20
@@ -54,7 +55,7 @@ def load_prompt(path: Path) -> PromptFormat:
 
     text = _read(path)
     try:
-        values = yaml.safe_load(text)
+        values = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         place = getattr(error, "problem_mark", None)
         line = f" (line {place.line + 1})" if place is not None else ""

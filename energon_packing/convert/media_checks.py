@@ -16,7 +16,7 @@ from energon_packing.convert import media_files
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import SampleRejected, UserError
 from energon_packing.wan.record import TensorRole
 
 FileKind = MediaKind | TensorRole
@@ -111,6 +111,12 @@ class MediaChecker:
             return media_files.check_media(path, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
+        except UserError:
+            raise
+        except Exception as error:  # a file may do anything to its decoder, and costs itself only
+            reason = "corrupt_tensor" if kind in ("latents", "context") else "corrupt_media"
+            detail = " ".join(str(error).split())[:300]
+            return SampleRejected(reason, f"{Path(path).name} cannot be checked: {type(error).__name__}: {detail}")
 
     def _note(self, key: str, checked: Checked) -> None:
         outcome = checked.outcome

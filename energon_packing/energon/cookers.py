@@ -17,6 +17,7 @@ from megatron.energon.media import AVMetadata, ImageMetadata
 
 from energon_packing.conversation import Conversation, Media
 from energon_packing.energon.samples import ConversationSample, Problem
+from energon_packing.energon.shard_reads import refuse_unreadable
 from energon_packing.errors import SampleRejected
 
 TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
@@ -36,6 +37,7 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
     try:
+        refuse_unreadable(sample["json"])
         record = json.loads(sample["json"])
         conversation = complete(Conversation.from_record(sample["__key__"], record), store)
     except SampleRejected as error:

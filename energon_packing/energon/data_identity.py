@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, dataset_entry
+from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
 _FILES = ("index.uuid", INFO_FILE, "split.yaml", "dataset.yaml")
@@ -47,8 +48,8 @@ def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, 
     text = place.read_text()
     yield place, f"metadataset {_short(text.encode())}"
     try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError:  # Energon, which reads it next, says what is wrong
+        content = load_yaml(text, most_values=MOST_OF_DATA)
+    except (yaml.YAMLError, ValueError, RecursionError):  # Energon, which reads it next, says what is wrong
         return
     splits = content.get("splits") if isinstance(content, dict) else None
     # An inner metadataset may be asked for another split, so all of its splits count.

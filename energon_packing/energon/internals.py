@@ -9,6 +9,8 @@ from megatron.energon.errors import FatalSampleError as FatalSampleError
 from megatron.energon.flavors.base_dataset import SavableDataset as SavableDataset
 from megatron.energon.flavors.base_dataset import add_sample_restore_key as add_sample_restore_key
 from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader as ITarReader
+from megatron.energon.flavors.webdataset.structs import FilteredSample as FilteredSample
 from megatron.energon.state import FlexState as FlexState
 from megatron.energon.task_encoder.base import get_failure_tolerance as get_failure_tolerance
 from megatron.energon.task_encoder.base import get_stateless as get_stateless

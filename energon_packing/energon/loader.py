@@ -20,6 +20,7 @@ from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.shard_reads import guard_shards
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
@@ -224,7 +225,7 @@ def build_dataset(
     chosen = split or config.data.split
     task_encoder.tells_end = tells_end
     try:
-        return get_train_dataset(
+        dataset = get_train_dataset(
             entry,
             split_part=chosen,
             worker_config=worker_config,
@@ -243,6 +244,8 @@ def build_dataset(
         ) from error
     finally:
         task_encoder.tells_end = False
+    guard_shards(dataset, go_on=len(task_encoder.cookers) == 1)
+    return dataset
 
 
 def build_loader(

@@ -163,7 +163,7 @@ def _safetensors_info(stream: BinaryIO, size: int, names: Sequence[str]) -> Tens
             raise ValueError("offsets outside of the file")
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _corrupt(f"its header cannot be read: {str(error)[:80]}") from error
-    if dtype not in _SAFETENSORS_DTYPES:
+    if not isinstance(dtype, str) or dtype not in _SAFETENSORS_DTYPES:
         raise SampleRejected("wrong_dtype", f"it holds {str(dtype)[:40]!r}, expected floating-point numbers")
     return _check_length(TensorInfo(found, shape, _SAFETENSORS_DTYPES[dtype], 8 + length + begin), end=8 + length + end)
 

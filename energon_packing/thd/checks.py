@@ -6,14 +6,17 @@ never repairs: a violation means that some code between assembly and the model i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 
 INVARIANTS = {
+    "type": "the batch is a PackedBatch whose fields are what its docstring says",
     "shape": "token fields are [1, T] of one T, positions [1, T] or [3, 1, T]",
     "dtype": "tokens, labels and positions are int64, loss_mask is float32, padding_mask is bool",
     "boundary_dtype": "boundaries are int32 in one dimension, real and padded of equal number",
@@ -51,7 +54,7 @@ def check_thd(batch: PackedBatch, *, multiple: int = 1) -> list[str]:
         invariants that depend on them are not checked. In a context-parallel slice, only metadata and shapes are
         checked.
     """
-    found = list(_shapes(batch))
+    found = list(_types(batch)) or list(_shapes(batch))
     if found:
         return found
     real = batch.cu_seqlens.cpu().numpy().astype(np.int64)
@@ -110,6 +113,49 @@ def check_media(
                     f"{pixels_name}, but its grids have {patches} patches, {merge_size**2} per token"
                 )
     return found
+
+
+_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "cu_seqlens")
+_NUMBERS = ("max_seqlen", "total_tokens", "fillers", "cp_size", "cp_rank")
+
+
+def _types(batch: Any) -> Iterator[str]:
+    if not isinstance(batch, PackedBatch):
+        yield f"type: a {type(batch).__name__}, expected a PackedBatch"
+        return
+    tensors = {name: getattr(batch, name) for name in _TENSORS}
+    if batch.cu_seqlens_padded is not None:
+        tensors["cu_seqlens_padded"] = batch.cu_seqlens_padded
+    for name in ("visual_inputs", "extra"):
+        held = getattr(batch, name)
+        if isinstance(held, Mapping):
+            tensors |= {f"{name}[{inner!r}]": value for inner, value in held.items()}
+        elif held is not None or name == "extra":
+            yield f"type: {name} is a {type(held).__name__}, expected a mapping of tensors"
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            yield f"type: {name} is a {type(value).__name__}, expected a tensor"
+        elif name.startswith("visual_inputs") and value.dim() == 0:
+            yield f"type: {name} has no axis, expected one over media or patches"
+    numbers = {name: getattr(batch, name) for name in _NUMBERS}
+    if batch.boundary_padding is not None:
+        numbers["boundary_padding"] = batch.boundary_padding
+    for name, kind in (("sample_keys", str), ("sample_lengths", int), ("position_starts", int)):
+        held = getattr(batch, name)
+        if not isinstance(held, Sequence) or isinstance(held, str) or not all(_is(entry, kind) for entry in held):
+            yield f"type: {name} is {reprlib.repr(held)}, expected a sequence of {kind.__name__}"
+    counts = batch.visual_counts
+    if not isinstance(counts, Mapping) or not all(
+        isinstance(held, Sequence) and all(_is(entry, int) for entry in held) for held in counts.values()
+    ):
+        yield f"type: visual_counts is {reprlib.repr(counts)}, expected a mapping of counts"
+    for name, value in numbers.items():
+        if not _is(value, int):
+            yield f"type: {name} is {reprlib.repr(value)}, expected an int"
+
+
+def _is(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _shapes(batch: PackedBatch) -> Iterator[str]:

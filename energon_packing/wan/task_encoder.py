@@ -28,6 +28,7 @@ from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
+from energon_packing.energon.shard_reads import refuse_unreadable
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.wan.caption_encoder import CaptionEncoder
@@ -74,6 +75,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
     keys = basic_sample_keys(sample)
     try:
+        refuse_unreadable(sample["json"])
         record = TextToVideo.from_record(sample["__key__"], json.loads(sample["json"]))
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))

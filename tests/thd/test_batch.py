@@ -45,6 +45,8 @@ def set_at(batch: thd.PackedBatch, name: str, index: int, value) -> thd.PackedBa
 
 # 5, 12 and 3 tokens at multiple 4: real [0, 5, 17, 20], physical [0, 8, 20, 24].
 CORRUPTIONS = {
+    "type": [lambda b: replace(b, total_tokens="24"), lambda b: replace(b, sample_lengths=(5, None, 3)),
+             lambda b: replace(b, labels=None), lambda b: replace(b, visual_inputs=[])],
     "shape": [lambda b: replace(b, labels=b.labels[:, :-1]), lambda b: replace(b, extra={"turn": b.tokens[0]})],
     "dtype": [partial(lambda n, t, b: replace(b, **{n: getattr(b, n).to(t)}), *pair) for pair in (
         ("tokens", torch.int32), ("loss_mask", torch.float64), ("padding_mask", torch.uint8))],

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 
 import numpy as np
@@ -148,3 +150,26 @@ def test_the_indices_follow_the_definition_of_the_zigzag_token_by_token(cp_size)
         for rank in range(cp_size):
             found = thd.context_parallel_indices(torch.from_numpy(boundaries.astype(np.int32)), cp_size, rank)
             assert found.tolist() == owned[rank]
+
+
+WRONG = (None, 0, -3, 1.5, True, "text", b"", [], [None], {}, {"a": 1}, (1, "b"), object(), np.zeros(3))
+TENSORS = (torch.tensor(3), torch.zeros(0), torch.zeros(2, 2), torch.ones(1, 7, dtype=torch.int32), torch.zeros(1, 0))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), lengths=LENGTHS, multiple=MULTIPLES, seed=st.integers(0, 2**32))
+def test_a_batch_with_any_field_replaced_is_reported_and_never_raises(data, lengths, multiple, seed):
+    batch = thd.assemble(random_rows(lengths, seed, media=True), multiple=multiple)
+    fields = [entry.name for entry in dataclasses.fields(batch)]
+    broken = copy.copy(batch)
+    for name in data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=3, unique=True)):
+        object.__setattr__(broken, name, data.draw(st.sampled_from((*WRONG, *TENSORS))))
+    found = thd.check_thd(broken, multiple=multiple)
+    assert all(problem.split(":")[0] in thd.INVARIANTS for problem in found)
+    assert thd.check_thd(batch, multiple=multiple) == []
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, "batch", torch.zeros(3)])
+def test_what_is_no_batch_is_reported(value):
+    (problem,) = thd.check_thd(value)
+    assert problem.startswith("type: ")

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
+
 REMOTE = "://"
 _LISTS = ("blend", "blend_epochized", "join", "datasets")
 """Keys under which a metadataset lists references; ``datasets`` is that of Energon's first version."""
@@ -159,7 +161,7 @@ def _read_yaml(file: str) -> Mapping[str, Any] | Flaw:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8-sig"))
+        values = load_yaml(Path(file).read_text(encoding="utf-8-sig"), most_values=MOST_OF_DATA)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
         return Flaw(look="data-path", why=f"{file} cannot be read as YAML: {reason}", fix="correct the file")

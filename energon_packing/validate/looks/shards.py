@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.layout import DATASET_FILE, INFO_FILE, META_DIRECTORY
+from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 from energon_packing.validate.looks.leaves import REMOTE, Flaw, Leaf, missing_split
 
 INDEX_FILE = "index.sqlite"
@@ -184,7 +185,7 @@ def _mapping(file: Path) -> Mapping[str, Any] | None:
         return None
     try:
         text = file.read_text(encoding="utf-8-sig")
-        values = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if file.suffix == ".json" else load_yaml(text, most_values=MOST_OF_DATA)
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if not isinstance(values, Mapping):

@@ -1,0 +1,84 @@
+"""YAML -> plain values, with bounds on what a file can make of a few bytes, and no key twice.
+
+PyYAML accepts a key that occurs twice (the last value counts), aliases that name the same part exponentially often, and
+integers of thousands of digits, which overflow wherever they become floats. `load_yaml` refuses them with the line.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LARGEST_TEXT = 64 * 2**20
+"""Bytes of a file; lists of shards are the longest that are read."""
+FAST_FROM = 2**16
+"""Characters from which libyaml parses, if PyYAML was built with it: its messages are terser, and it is ten times as
+fast."""
+MOST_VALUES = 100_000
+"""Values of a configuration with each alias counted as what it names."""
+MOST_OF_DATA = 5_000_000
+"""The same for a metadataset or a list of shards."""
+LONGEST_NUMBER = 64
+"""Characters of a number."""
+
+
+def load_yaml(text: str, *, most_values: int = MOST_VALUES) -> Any:
+    """Returns the plain values of a YAML text; everything that `yaml.safe_load` refuses is refused too.
+
+    Args:
+        most_values: that it may hold, with each alias counted as what it names.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or a key occurs twice, a number is too long, or aliases repeat too much; it has
+            the place (``problem_mark``).
+        ValueError: it is too long, or holds an impossible date.
+        RecursionError: it is nested too deeply.
+    """
+    import yaml
+
+    if len(text) > LARGEST_TEXT:
+        raise ValueError(f"it is longer than {LARGEST_TEXT:,} characters")
+    kind: Any = yaml.SafeLoader if len(text) < FAST_FROM else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    loader = kind(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _values_of(node, {}, most_values)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _values_of(node: Any, known: dict[int, int | None], most: int) -> int:
+    """Counts the values of a node, aliases expanded, and checks each node once."""
+    import yaml
+
+    def refused(problem: str) -> Exception:
+        return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    if id(node) in known:
+        count = known[id(node)]
+        if count is None:
+            raise refused("a value that contains itself")
+        return count
+    known[id(node)] = None
+    count = 1
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith((":int", ":float")) and len(node.value) > LONGEST_NUMBER:
+            raise refused(f"a number of {len(node.value)} characters; at most {LONGEST_NUMBER} are read")
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[tuple[str, str]] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge"):
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value[:60]!r} occurs twice", key.start_mark
+                    )
+                seen.add((key.tag, key.value))
+            count += _values_of(key, known, most) + _values_of(value, known, most)
+    else:
+        count += sum(_values_of(each, known, most) for each in node.value)
+    if count > most:
+        raise refused(f"more than {most:,} values, each alias counted as what it names")
+    known[id(node)] = count
+    return count

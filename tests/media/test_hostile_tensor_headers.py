@@ -1,0 +1,52 @@
+"""Headers of safetensors files with values of any kind: each is read or rejected as a sample, never another error."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.errors import SampleRejected
+from energon_packing.media.tensor import tensor_info
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+def file_of(header: Any) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(16)
+
+
+def read(header: Any) -> Any:
+    data = file_of(header)
+    return tensor_info(io.BytesIO(data), "safetensors", ("latents",))
+
+
+@pytest.mark.parametrize("dtype", [["F32"], {"a": 1}, None, 3, True])
+def test_a_type_that_is_no_text_is_rejected(dtype: Any) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        read({"latents": {**GOOD, "dtype": dtype}})
+    assert caught.value.reason == "wrong_dtype"
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_any_header_is_read_or_rejected(data: Any) -> None:
+    field = data.draw(st.sampled_from([*GOOD, "all", "file"]))
+    value = data.draw(VALUES)
+    header = value if field == "file" else {"latents": value if field == "all" else {**GOOD, field: value}}
+    try:
+        found = read(header)
+    except SampleRejected as error:
+        found = error.reason
+    assert found

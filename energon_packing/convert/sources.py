@@ -18,9 +18,10 @@ from typing import BinaryIO
 from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
 from energon_packing.convert.json_array import iterate_array
 from energon_packing.convert.json_values import parse_json, parse_quickly
-from energon_packing.convert.source_list import TABLE_SUFFIXES, TEXT_SUFFIX, content_digest, suffix_of
+from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
 from energon_packing.convert.source_readers import DigestingReader, UnpackingReader
 from energon_packing.convert.table_files import find_rows, read_rows
+from energon_packing.convert.tar_samples import find_samples, read_samples
 from energon_packing.errors import SampleRejected, UserError
 
 _LINES = ("lines", "text")
@@ -54,6 +55,12 @@ def find_chunks(
     try:
         if suffix in TABLE_SUFFIXES and compression is None:
             yield from find_rows(source, chunk_bytes)
+            digest(content_digest(source.path))
+            return
+        if suffix == TAR_SUFFIX:
+            if compression is not None:
+                raise UserError(f"{source.path} is a compressed tar, which has no random access; unpack it")
+            yield from find_samples(source, chunk_bytes)
             digest(content_digest(source.path))
             return
         with source.path.open("rb") as stream:
@@ -210,6 +217,9 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     if chunk.error is not None:
         where = source.name if chunk.form in _LINES else f"{source.name}[{chunk.first}]"
         yield RawRecord(source=source, number=chunk.first, where=where, value=None, error=chunk.error)
+        return
+    if chunk.form == "samples":
+        yield from read_samples(chunk, max_record_bytes=max_record_bytes)
         return
     if chunk.form == "rows":
         yield from read_rows(chunk, max_record_bytes=max_record_bytes)

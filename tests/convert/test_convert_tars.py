@@ -1,0 +1,214 @@
+"""WebDatasets as sources: plain ones, Bridge's ChatML with pickled members, our own; and tars that mean harm."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import pickletools
+import tarfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from energon_reading import read_dataset
+from hypothesis import given
+from hypothesis import strategies as st
+from source_files import openai, rejects, run, sharegpt, write_image, write_json
+
+from energon_packing.convert.plain_pickles import read_files, read_frame_lists
+from energon_packing.convert.source_list import find_sources
+from energon_packing.convert.sources import read_records
+from energon_packing.errors import SampleRejected, UserError
+
+
+def write_tar(path: Path, members: dict[str, bytes | Any]) -> Path:
+    """Members of a tar; anything but bytes is written as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> list[bytes]:
+    return [write_image(tmp_path / f"{seed}.jpg", 40 + seed, seed=seed).read_bytes() for seed in range(3)]
+
+
+def media(report: Any) -> dict[str, list[bytes]]:
+    return {key: sample.media for key, sample in read_dataset(report.entry).items()}
+
+
+def test_images_beside_a_record_are_named_by_it_or_taken_in_order(tmp_path: Path, images: list[bytes]) -> None:
+    a, b, c = images
+    named = openai(question="<image><image>?", images=["d1.1.jpg", "0.jpg"])
+    part = openai(question=[{"type": "image", "image": "x.jpg"}, {"type": "text", "text": "?"}])
+    source = write_tar(
+        tmp_path / "a.tar",
+        {
+            "dir/d1.0.jpg": a,
+            "dir/d1.1.jpg": b,
+            "dir/d1.json": named,
+            "d2.json": sharegpt(question="<image>then<image>"),
+            "d2.a.jpg": b,
+            "d2.b.jpg": c,
+            "d2.cls": b"7",
+            "d3.json": openai("own", "no image"),
+            "x.json": part,
+            "x.jpg": c,
+        },
+    )
+    report = run(source, tmp_path / "out", split={"train": 1.0})
+    assert report.rejected == {}
+    assert media(report) == {"dir_d1": [b, a], "d2": [b, c], "own": [], "x": [c]}
+    assert list(report.ignored_columns) == [".cls"]
+
+
+def test_bridges_chatml_is_read_with_its_pickled_images_and_frames(tmp_path: Path, images: list[bytes]) -> None:
+    frames = [write_image(tmp_path / f"f{seed}.jpg", seed=seed).read_bytes() for seed in range(4)]
+    turns = [{"from": "human", "value": "<image>and<video>?"}, {"from": "gpt", "value": "Yes."}]
+    members: dict[str, Any] = {}
+    for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
+        key = f"k{protocol}"
+        payload = turns if protocol == 3 else {"conversation" if protocol == 4 else "conversations": turns}
+        members[f"{key}.json"] = payload
+        members[f"{key}.jpgs"] = pickle.dumps(images[:1], protocol)
+        members[f"{key}.videos"] = pickle.dumps([frames], protocol)
+    members["text.json"] = openai()["messages"]
+    members["text.jpgs"] = pickle.dumps([])
+    report = run(write_tar(tmp_path / "set/train.tar", members), tmp_path / "out", split={"train": 1.0})
+    assert (report.rejected, report.ignored_columns) == ({}, {})
+    read = read_dataset(report.entry)
+    assert set(read) == {"k3", "k4", "k5", "text"}
+    for key in ("k3", "k4", "k5"):
+        entries = read[key].record["media"]
+        assert [entry["kind"] for entry in entries] == ["image", "video"]
+        assert entries[1]["frames"] == 4
+        assert read[key].media[0] == images[0]
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, images: list[bytes]) -> None:
+    members: dict[str, Any] = {}
+    for number in range(120):
+        members[f"k{number:03d}.json"] = openai(question="<image>?")
+        members[f"k{number:03d}.jpg"] = images[number % 3]
+    source = write_tar(tmp_path / "a.tar", members)
+    written = []
+    for workers in (1, 3):
+        out = tmp_path / "out"
+        report = run(source, out, workers=workers, overwrite=True)
+        assert (report.written, report.media_files) == (120, 3)
+        written.append({path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()})
+    assert written[0] == written[1]
+
+
+def test_samples_that_cannot_be_read_are_refused_one_by_one(tmp_path: Path, images: list[bytes]) -> None:
+    source = write_tar(
+        tmp_path / "a.tar",
+        {
+            "good.json": openai(),
+            "bare.jpg": images[0],
+            "cut.json": b'{"messages"',
+            "lost.json": openai(question="<image>?", images=["../other.jpg"]),
+            "lost.jpg": images[0],
+            "outside.json": openai(question="<image>?", images=["good.json"]),
+            "heard.json": openai(),
+            "heard.wav": b"RIFF",
+            "both.json": openai(question="<image>?", images=["both.jpg"]),
+            "both.jpgs": pickle.dumps(images[:1]),
+        },
+    )
+    run(source, tmp_path / "out", max_rejects=1.0)
+    assert {line["key"]: line["reason"] for line in rejects(tmp_path / "out")} == {
+        "a-1": "unknown_layout",
+        "a-2": "bad_json",
+        "lost": "missing_media",
+        "outside": "missing_media",
+        "heard": "unsupported_column",
+        "a-6": "conflicting_columns",
+    }
+
+
+def test_a_link_in_a_tar_is_never_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    write_json(secret, [openai("secret")])
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as tar:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+            member = tarfile.TarInfo("k.json")
+            member.type, member.linkname = kind, str(secret)
+            tar.addfile(member)
+    with pytest.raises(UserError, match="no samples"):
+        run(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "text"])
+def test_a_damaged_tar_gives_what_comes_before_the_damage(tmp_path: Path, damage: str) -> None:
+    path = write_tar(tmp_path / "a.tar", {f"k{number}.json": openai() for number in range(20)})
+    whole = path.read_bytes()
+    content = {
+        "cut": whole[: 10 * 1024 + 100],
+        "header": whole[: 10 * 1024] + b"\xff" * 512 + whole[10 * 1024 + 512 :],
+        "text": b"no tar " * 300,
+    }[damage]
+    path.write_bytes(content)
+    (source,) = find_sources((path,))
+    records = list(read_records(source, max_record_bytes=1 << 20))
+    good = [record.value["id"] for record in records if record.error is None]
+    assert good == ([] if damage == "text" else [f"k{number}" for number in range(10)])
+    assert records[-1].error is not None
+    assert records[-1].error.reason == "corrupt_source"
+
+
+def test_a_compressed_tar_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.tar.gz").write_bytes(b"x")
+    with pytest.raises(UserError, match="unpack it"):
+        run(tmp_path / "a.tar.gz", tmp_path / "out")
+
+
+# -- pickles -----------------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Harm, "ran", True)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("value", [Harm(), [Harm()], OrderedDict(), {"a": 1}, [b"x", 1.5, Harm()], {1}], ids=str)
+def test_no_pickle_runs_anything(value: Any, protocol: int) -> None:
+    with pytest.raises(SampleRejected) as caught:
+        read_files(pickle.dumps(value, protocol), ".jpgs")
+    assert caught.value.reason in ("unsafe_pickle", "corrupt_media")
+    assert not Harm.ran
+
+
+def test_a_pickle_that_asks_for_room_it_does_not_need_is_refused_before_it_gets_any() -> None:
+    put = b"\x80\x04]r\xff\xff\xff\x7f."  # an empty list, kept as value number 2**31 - 1
+    assert [name.name for name, _, _ in pickletools.genops(put)][2] == "LONG_BINPUT"
+    with pytest.raises(SampleRejected, match="numbers its values"):
+        read_files(put, ".jpgs")
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(content: bytes) -> None:
+    reasons = set()
+    for read in (read_files, read_frame_lists):
+        try:
+            read(content, ".jpgs")
+        except SampleRejected as error:
+            reasons.add(error.reason)
+    assert reasons <= {"unsafe_pickle", "corrupt_media"}
+
+
+@given(st.lists(st.binary(max_size=300)), st.integers(3, pickle.HIGHEST_PROTOCOL), st.booleans())
+def test_lists_of_bytes_come_back_as_they_were(files: list[bytes], protocol: int, as_tuple: bool) -> None:
+    assert read_files(pickle.dumps(tuple(files) if as_tuple else files, protocol), "") == files
+    assert read_frame_lists(pickle.dumps([files, files], protocol), "") == [files, files]

@@ -73,7 +73,7 @@ def _samples(source: SourceFile) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
     with tarfile.open(source.path, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # or the list would grow with the tar
+            tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue

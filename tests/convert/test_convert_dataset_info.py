@@ -233,11 +233,14 @@ NAMED = {
     "dpo_zh_demo": 300,
     "kto_en_demo": 300,
     "c4_demo": 300,
+    "wiki_demo": 30,
 }
 
 
 def demo_records(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".txt":
+        return [{"text": line} for line in text.split("\n") if line]
     return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
 
 

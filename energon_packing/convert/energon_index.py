@@ -8,7 +8,6 @@ the order of the samples; the tests compare them with Energon's.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import sqlite3
 import uuid
@@ -19,12 +18,12 @@ import yaml
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, SUBFLAVORS
 from energon_packing.convert.scratch_database import open_scratch
-from energon_packing.errors import UserError
 
 SampleRow = tuple[int, str, int, int, int]
 """Number of the shard, key, index in the shard, bytes before it and of it in the tar."""
 PartRow = tuple[int, int, str, int, int]
 """Number of the shard, index of the sample, name of the part, bytes before its content and of it."""
+_FORMAT_OF_VERSION = "7.4.1"
 _NO_TIME = "1970-01-01 00:00:00"
 # As Energon 7 writes them. SQLite keeps these texts, spaces included.
 _TABLES = (
@@ -71,26 +70,12 @@ _INDEXES = (
 )
 
 
-def require_energon() -> None:
-    """Fails early, before hours of reading, if Energon is missing; does not import it.
-
-    Raises:
-        UserError: Energon is not installed.
-    """
-    try:
-        found = importlib.util.find_spec("megatron.energon")
-    except ImportError:
-        found = None
-    if found is None:
-        raise UserError("convert needs Megatron-Energon; install it with: pip install 'energon-packing[vlm]'")
-
-
 def energon_version() -> str:
-    """The version as Energon states it."""
+    """The version as Energon states it; where it is not installed, the one whose format is written here."""
     try:
         return importlib.metadata.version("megatron-energon")
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return _FORMAT_OF_VERSION
 
 
 class IndexWriter:

@@ -26,7 +26,6 @@ import numpy as np
 from energon_packing.convert.audit import ChunkAudit
 from energon_packing.convert.chunks import Chunk, SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.energon_index import require_energon
 from energon_packing.convert.key_names import key_digest
 from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.layout import DATASET_FILE
@@ -80,7 +79,6 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
-    require_energon()
     if config.media_root is not None and not config.media_root.is_dir():
         raise UserError(f"--media-root {config.media_root} is not a directory")
     if not config.dry_run:

@@ -51,6 +51,7 @@ def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str]]:
     """The files of one source, and their names in reports."""
     if not source.exists() and glob.has_magic(str(source)):
         matches = sorted(Path(match) for match in glob.glob(str(source), recursive=True))
+        matches = [path for path in matches if not _is_shut(path.resolve(), shut)]
         if not matches:
             raise UserError(f"{source} matches no file; name a {_KINDS} file, or a directory of such files")
         return [
@@ -83,7 +84,11 @@ def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:
     if path.name in _OF_DATASETS and _is_saved_dataset(path.parent):
         return False
     real = path.resolve()
-    return real.is_relative_to(root.resolve()) and not any(real.is_relative_to(directory) for directory in shut)
+    return real.is_relative_to(root.resolve()) and not _is_shut(real, shut)
+
+
+def _is_shut(real: Path, shut: list[Path]) -> bool:
+    return any(real.is_relative_to(directory) for directory in shut)
 
 
 def _is_saved_dataset(directory: Path) -> bool:

@@ -353,3 +353,12 @@ def test_no_template_several_templates_and_broken_templates_are_told() -> None:
 def test_the_tokenizers_own_template_is_used_where_no_other_is_given() -> None:
     tokenizer = load_tokenizer()
     assert ChatTemplate(tokenizer).source == tokenizer.chat_template == SHIPPED
+
+
+def test_a_document_is_trained_whole_where_the_template_writes_the_content_alone(tmp_path) -> None:
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"
+    tokenizer = tokenizer_for("qwen")
+    document = " Once upon\n a time,  there was.\n"
+    ids, weights = measured_mask(tokenizer, source, talk(("assistant", document)), tmp_path, train_on="all")
+    assert ids == tokenizer(document + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
+    assert weights == [1.0] * len(ids)

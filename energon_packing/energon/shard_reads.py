@@ -76,7 +76,6 @@ def _readers(dataset: Any, seen: set[int]) -> Iterator[Any]:
         if isinstance(reader, ITarReader) and id(reader) not in seen:
             seen.add(id(reader))
             yield reader
-    inner = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
-    for each in inner:
-        if each is not None:
-            yield from _readers(each, seen)
+    # A wrapper of Energon has a list; its property ``dataset`` asserts that there is one in it.
+    for each in getattr(dataset, "datasets", None) or filter(None, [vars(dataset).get("dataset")]):
+        yield from _readers(each, seen)

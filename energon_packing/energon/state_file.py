@@ -44,12 +44,13 @@ class _StateUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed")
 
 
-def read_state(path: Path, *, missing: str) -> Any:
+def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     """Returns the state in a file, read by an unpickler that accepts only the classes of such states.
 
     Args:
         path: of the file.
         missing: what the user can do where there is no such file; the end of a sentence.
+        bare: whether the file may hold the state alone, as ``torch.save(loader.save_state(), path)`` writes it.
 
     Raises:
         ConfigError: there is no such file, or it is empty, cut off, damaged, or contains something else.
@@ -66,6 +67,8 @@ def read_state(path: Path, *, missing: str) -> Any:
     except Exception as error:  # damaged bytes make a pickle fail in any way
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ConfigError(f"{path} is not the state of a loader, or it is damaged: {reason}. {_WAY_OUT}") from error
+    if bare and isinstance(saved, dict) and "format" in saved:
+        return saved
     if not isinstance(saved, dict) or "dataloader_state_dict" not in saved:
         raise ConfigError(f"{path} is not the state of a loader: it has no dataloader_state_dict. {_WAY_OUT}")
     return saved["dataloader_state_dict"]

@@ -16,18 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from energon_packing.config import RunConfig
-from energon_packing.energon.fingerprint import check_fingerprint
-from energon_packing.energon.loader import build_dataset, build_task_encoder
+from energon_packing.energon.fingerprint import READERS, check_fingerprint
+from energon_packing.energon.loader import STATE_FORMAT, build_dataset, build_task_encoder
+from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.rest_of_epoch import ALL, Left
 
-_BINDING = ("data", "split")
-"""Settings that a run must keep, by their names in its fingerprint."""
 _FREE_OF_PIECES = frozenset(
-    ("loader", "window", "balance_window", "policy", "shuffle_buffer", "seed", "repeat", "padding", "position_ids")
+    (
+        *("rank", "ranks", "workers", "padding", "encoder.position_ids"),
+        *("packing.window", "packing.balance_window", "packing.policy"),
+        *("data.shuffle_buffer", "data.seed", "data.repeat"),
+    )
 )
 """If samples are divided into pieces, all other settings must stay, since they may divide them otherwise."""
 _PASSING = frozenset(
@@ -41,7 +42,7 @@ _RANK = re.compile(r"dprank(\d+)\.pt$")
 
 
 def read_states(paths: Sequence[Path]) -> list[Any]:
-    """The states of all ranks in their order, from a Bridge checkpoint or from files that ``torch.save`` wrote.
+    """The states of all ranks in their order, from a checkpoint of Bridge or from files that ``torch.save`` wrote.
 
     Args:
         paths: a file per rank in their order, or one folder such as ``CHECKPOINT/energon/iter_0000100``.
@@ -57,19 +58,25 @@ def read_states(paths: Sequence[Path]) -> list[Any]:
             lacks = f"train_dataloader_dprank{missing[0] if named else 0:03d}.pt"
             raise UserError(f"{files[0]} has no {lacks}; name the folder that holds the states of all ranks")
         files = [named[rank] for rank in sorted(named)]
-    states = []
-    for file in files:
-        try:
-            loaded = torch.load(file, map_location="cpu", weights_only=False)
-        except FileNotFoundError as error:
-            raise UserError(f"{file} does not exist") from error
-        except Exception as error:
-            raise UserError(f"{file} is not a saved loader state ({type(error).__name__}: {error})") from error
-        state = loaded.get("dataloader_state_dict", loaded) if isinstance(loaded, Mapping) else loaded
-        if not hasattr(state, "worker_states"):
-            raise UserError(f"{file} is not the state of an online loader; the state of a plan needs no conversion")
-        states.append(state)
-    return states
+    return [_online(read_state(file, missing="name the states of all ranks.", bare=True), file) for file in files]
+
+
+def _online(saved: Any, file: Path) -> Any:
+    """The state of Energon's loader in what a rank saved.
+
+    Raises:
+        UserError: it is the state of something else.
+    """
+    if isinstance(saved, Mapping) and "source" in saved:  # of a replica, as Bridge's checkpoints have it
+        if saved["source"] is None:
+            raise UserError(f"{file} was saved by a rank that does not read; name the states of data-parallel ranks")
+        saved = saved["source"]
+    if not isinstance(saved, Mapping) or saved.get("format") != STATE_FORMAT or "loader" not in saved:
+        made = f" (its format is {saved['format']!r})" if isinstance(saved, Mapping) and "format" in saved else ""
+        raise UserError(
+            f"{file} is not the state of an online loader of this version{made}; that of a plan needs no conversion"
+        )
+    return saved["loader"]
 
 
 def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
@@ -117,11 +124,10 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
 
 
 def _size(worker: _Worker) -> tuple[int, int]:
-    said = str(worker.fingerprint.get("loader", ""))
-    numbers = re.fullmatch(r"(\d+) ranks x (\d+) workers", said)
-    if numbers is None:
-        raise UserError(f"the states do not say for how many ranks and workers they are ({said!r})")
-    return int(numbers[1]), int(numbers[2])
+    said = worker.fingerprint
+    if not all(isinstance(said.get(name), int) for name in READERS):
+        raise UserError("the states do not say for how many ranks and workers they are")
+    return said["ranks"], said["workers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,10 +191,10 @@ class _Worker:
         )
 
     def binding(self, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of a fingerprint that must be the run's."""
-        if not self.divides:
-            return {name: fingerprint.get(name) for name in _BINDING}
-        return {name: value for name, value in fingerprint.items() if name not in _FREE_OF_PIECES}
+        """The part of a fingerprint that must be the run's: the data, and what divides samples if any are divided."""
+        if self.divides:
+            return {name: value for name, value in fingerprint.items() if name not in _FREE_OF_PIECES}
+        return {name: value for name, value in fingerprint.items() if name == "split" or name.startswith("data set")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from ranks_environment import ranks_environment
 from test_planned_loader import planned
 
 from energon_packing.cli.main import cli
+from energon_packing.config import to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -120,6 +121,15 @@ def test_the_directory_answers_what_became_of_a_sample_without_the_plan_it_was_m
     done = invoke("plan", "--explain", "long", whole / "plan.parquet")
     assert done.exit_code == 0, done.output
     assert "long: dropped as oversize" in done.output
+
+
+def test_validate_does_not_take_a_packed_directory_for_a_broken_data_set(plan_of, whole, tmp_path):
+    config = tmp_path / "run.json"
+    config.write_text(json.dumps(to_mapping(_on(plan_of, whole))))
+    done = invoke("validate", config, "--world-size", 1, "--json")
+    assert done.exit_code == 0, done.output
+    looks = {look["id"]: look for look in json.loads(done.output)["looks"]}
+    assert "it is packed, and compared with the run" in looks["data-path"]["why"]
 
 
 def test_two_commands_at_once_share_the_shards(plan_of, whole, tmp_path):

@@ -48,6 +48,9 @@ def look_at_data(path: str, split: str, places: Mapping[str, str], others: Mappi
     if path.endswith(".parquet") and Path(path).is_file():
         why = "it is a plan, which is compared with the run and its shards when it is read"
         return DataLooks(looks=_unread(at, why, _IDS))
+    if (Path(path) / "packed.json").is_file():
+        why = "it is packed, and compared with the run when it is read; 'energon-packing verify' reads all of it"
+        return DataLooks(looks=_unread(at, why, _IDS))
     parts = {places["data.split"]: split, **others}
     try:
         entry = dataset_entry(path)

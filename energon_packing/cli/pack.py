@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
+from energon_packing.errors import UserError
+
+if TYPE_CHECKING:
+    from energon_packing.offline.pack import PackConfig
 
 _EXAMPLES = """\b
 Examples:
@@ -19,6 +24,7 @@ Examples:
   energon-packing pack plan.parquet --out packed --media copy --workers 16
   energon-packing pack plan.parquet --out packed --store pixels
   energon-packing pack plan.parquet --out packed --executor ray --address auto
+  energon-packing pack plan.parquet --out packed --format bridge-parquet
   energon-packing pack plan.parquet --out packed --rank $SLURM_ARRAY_TASK_ID --world-size 32
 """
 
@@ -43,11 +49,19 @@ Examples:
 @click.option(
     "--shard-packs", type=click.IntRange(min=1), default=1000, show_default=True, help="Packs of a shard at most."
 )
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["shards", "bridge-parquet"]),
+    default="shards",
+    show_default=True,
+    help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
+)
 @executor_options
 @click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
 @click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
-def pack(plan: Path, out: Path, as_json: bool, **given: Any) -> None:
+def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     """Store the packs of the plan PLAN as arrays, in its order.
 
     The data sets of the plan must be where they were measured. A command that was interrupted continues with the shards
@@ -57,6 +71,9 @@ def pack(plan: Path, out: Path, as_json: bool, **given: Any) -> None:
     from energon_packing.offline.pack import pack as run_pack
 
     config = PackConfig(plan=plan, out=out, **given)
+    if form == "bridge-parquet":
+        _pack_parquet(config, as_json)
+        return
     with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
         report = run_pack(config, shown)
     shards = report.facts.shards
@@ -86,3 +103,28 @@ def pack(plan: Path, out: Path, as_json: bool, **given: Any) -> None:
     click.echo(f"shards packed: {report.packed:,}, there before: {report.reused:,}")
     if report.missing:
         click.echo(f"shards that other ranks have not packed yet: {report.missing:,}; the last rank completes {out}")
+
+
+def _pack_parquet(config: PackConfig, as_json: bool) -> None:
+    from energon_packing.offline.bridge_parquet import pack_parquet
+    from energon_packing.offline.pack import run_of_plan
+    from energon_packing.offline.plan import Plan
+
+    if (config.store, config.media) != ("tokens", "reference"):
+        raise UserError("--format bridge-parquet holds text only; leave --store and --media out.")
+    plan = Plan.open(config.plan)
+    with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
+        report = pack_parquet(
+            plan,
+            run_of_plan(plan),
+            config.out,
+            shard_packs=config.shard_packs,
+            executor=config.executor_config(),
+            share=(config.rank, config.world_size),
+            progress=shown,
+        )
+    if as_json:
+        click.echo(json.dumps({"out": str(config.out), **dataclasses.asdict(report)}))
+        return
+    click.echo(f"{config.out}: {report.packs:,} packs in Bridge's form")
+    click.echo(f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}")

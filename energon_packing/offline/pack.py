@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from energon_packing.offline.packed import (
     PLAN_FILE,
     Media,
     PackedFacts,
+    Progress,
     ShardEntry,
     Store,
     shard_path,
@@ -38,8 +39,6 @@ from energon_packing.offline.shard_file import ShardFile
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.shard_packer import ShardPacker, packing_encoder
 
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ``pack``, the packs that are done, and all packs of this command."""
 SHARD_PACKS = 1000
 """Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
 

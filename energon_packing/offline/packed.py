@@ -14,7 +14,7 @@ Nothing in the files depends on when, where or by how many processes they were w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,8 @@ DROPS_FILE = "drops.jsonl"
 MOST_MANIFEST = 1 << 30
 """Bytes of a manifest that is read."""
 
+Progress = Callable[[str, int, int], None]
+"""Called with the stage, the packs that are done, and all packs of the command."""
 Store = Literal["tokens", "pixels"]
 Media = Literal["reference", "copy"]
 STORES: tuple[Store, ...] = ("tokens", "pixels")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.offline.pack import run_of_plan
 from energon_packing.offline.pack_difference import first_difference
-from energon_packing.offline.packed import Packed, ShardEntry, media_path, shard_path
+from energon_packing.offline.packed import Packed, Progress, ShardEntry, media_path, shard_path
 from energon_packing.offline.packed_loader import check_stored
 from energon_packing.offline.packed_packs import PackedPacks
 from energon_packing.offline.plan import PlannedPack
@@ -26,9 +26,6 @@ from energon_packing.offline.shard_file import ShardFile, file_digest
 from energon_packing.offline.shard_packer import AT_ONCE, packing_encoder
 from energon_packing.offline.stored_pack import StoredPack
 from energon_packing.thd.checks import check_thd
-
-Progress = Callable[[str, int, int], None]
-"""Called with the stage ``verify``, the packs that are done, and all packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

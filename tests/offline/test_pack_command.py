@@ -110,7 +110,7 @@ def test_a_pack_that_is_killed_anywhere_continues_and_ends_as_if_it_had_not_been
         output, _ = process.communicate()
         if process.returncode == 0:
             break
-        assert process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL, output
     assert process.returncode == 0
     assert kills
     assert contents(out) == contents(whole)

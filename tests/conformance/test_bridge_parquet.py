@@ -1,0 +1,140 @@
+"""``pack --format bridge-parquet``: Bridge's own packed data set reads the plan's packs, position by position."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.planner import make_plan
+from energon_packing.thd.rows import unpack
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+SEQ_LENGTH = 1024
+
+
+def planned(folder, *, context=1, **encoder):
+    """A plan of texts of one and of several turns."""
+    say = "It is what it is. "
+    records = [
+        {
+            "id": f"text-{number}",
+            "conversations": [
+                turn
+                for at in range(1 + number % 3)
+                for turn in (
+                    {"from": "human", "value": f"Why {at}?"},
+                    {"from": "gpt", "value": say * (1 + number % 17)},
+                )
+            ],
+        }
+        for number in range(60)
+    ]
+    (folder / "texts.json").write_text(json.dumps(records))
+    convert(ConvertConfig(sources=(folder / "texts.json",), out=folder / "data", split={"train": 1.0}, workers=0))
+    run = RunConfig(
+        data=DataConfig(path=str(folder / "data"), workers=0, repeat=False),
+        encoder=EncoderConfig(processor=str(processor_path("text")), **encoder),
+        packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0),
+        parallel=ParallelConfig(context_parallel=context),
+        plan=PlanConfig(max_data_parallel=2),
+    )
+    measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
+    make_plan([folder / "index"], run, folder / "plan.parquet")
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(folder / "plan.parquet")))
+
+
+def pack(folder, *more):
+    words = ["pack", folder / "plan.parquet", "--out", folder / "packs", "--format", "bridge-parquet", *more]
+    return CliRunner().invoke(cli, [str(word) for word in words])
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_bridge_reads_the_tokens_targets_and_boundaries_of_every_pack_of_the_plan_in_order(context, tmp_path):
+    from megatron.bridge.data.packing.parquet import GPTSFTPackedParquetDataset
+    from transformers import AutoTokenizer
+
+    run = planned(tmp_path, context=context)
+    done = pack(tmp_path, "--shard-packs", "3", "--workers", "2", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output)
+    expected = list(open_loader(run))
+    files = sorted((tmp_path / "packs").glob("[!.]*"))
+    assert (report["packs"], report["packed"]) == (len(expected), len(files))
+    assert len(files) > 1
+    tokenizer = AutoTokenizer.from_pretrained(processor_path("text"))
+    multiple = 2 * context if context > 1 else 1
+    dataset = GPTSFTPackedParquetDataset(
+        file_path=str(tmp_path / "packs"),
+        tokenizer=SimpleNamespace(eos_id=tokenizer.eos_token_id, bos_id=None, space_sensitive=False),
+        pad_seq_to_mult=multiple,
+        max_seq_length=SEQ_LENGTH,
+        prompt_template="{text} {answer}",
+        answer_only_loss=True,
+        pad_to_max_length=False,
+    )
+    assert len(dataset) == len(expected)
+    learned = 0
+    for number, made in enumerate(expected):
+        item = dataset[number]
+        dataset.validate_row(number, item["input_ids"], item["loss_mask"], item["seq_boundaries"][:-1])
+        batch = dataset.collate_fn([item])
+        boundaries = batch["cu_seqlens_q_padded" if multiple > 1 else "cu_seqlens_q"].reshape(-1).tolist()
+        for start, row in zip(boundaries, unpack(made.batch), strict=False):
+            length = len(row["input_ids"]) - 1
+            span = slice(start, start + length)
+            assert batch["tokens"][0, span].tolist() == row["input_ids"][:-1].tolist()
+            assert batch["loss_mask"][0, span].tolist() == row["loss_mask"][:-1].int().tolist()
+            assert batch["position_ids"][0, span].tolist() == list(range(length))
+            trained = row["loss_mask"][:-1] > 0
+            assert torch.equal(batch["labels"][0, span][trained], row["labels"][:-1][trained])
+            learned += int(trained.sum())
+        assert int(batch["loss_mask"].sum()) == int((made.batch.loss_mask > 0).sum())
+        assert all(place % multiple == 0 for place in boundaries[: len(made.batch.sample_keys)])
+    assert learned > 1000
+    before = {file.name: file.read_bytes() for file in files}
+    files[1].unlink()
+    again = json.loads(pack(tmp_path, "--shard-packs", "3", "--workers", "0", "--json").output)
+    assert (again["packed"], again["reused"]) == (1, len(files) - 1)
+    assert {file.name: file.read_bytes() for file in files} == before
+
+
+def test_what_bridges_form_cannot_hold_is_refused_by_name(tmp_path):
+    planned(tmp_path, loss_weighting="sample")
+    done = pack(tmp_path, "--workers", "0")
+    assert (done.exit_code, "has loss weights besides 0 and 1" in done.output) == (2, True), done.output
+    done = pack(tmp_path, "--store", "pixels")
+    assert (done.exit_code, "holds text only" in done.output) == (2, True)
+    (tmp_path / "packs" / "other.parquet").write_bytes(b"")
+    done = pack(tmp_path, "--workers", "0")
+    assert (done.exit_code, "holds other files (other.parquet)" in done.output) == (2, True)
+
+
+def test_media_are_refused_by_the_key_of_their_sample(tmp_path):
+    source = make_data(tmp_path / "made", conversations=20, defects=False)
+    convert(ConvertConfig(sources=(source,), out=tmp_path / "data", split={"train": 1.0}, workers=0))
+    run = RunConfig(
+        data=DataConfig(path=str(tmp_path / "data")),
+        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl"))),
+        packing=PackingConfig(seq_length=2048, drop_budget=1.0),
+    )
+    measure(MeasureConfig(paths=(Path(tmp_path / "data"),), out=tmp_path / "index", workers=0), run)
+    make_plan([tmp_path / "index"], run, tmp_path / "plan.parquet")
+    done = pack(tmp_path, "--workers", "0")
+    assert done.exit_code == 2
+    assert "has media, and --format bridge-parquet holds text only" in done.output

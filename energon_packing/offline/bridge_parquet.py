@@ -189,12 +189,12 @@ class ParquetWriter:
             if sample.media:
                 raise UserError(f"sample {sample.name} has media, and --format bridge-parquet holds text only.")
         row: dict[str, list[int]] = {name: [] for name in SCHEMA.names}
-        for sample in unpack(self._planned[number].batch):
-            ids, weights = sample["input_ids"], sample["loss_mask"]
-            key = sample["key"]
+        for part in unpack(self._planned[number].batch):
+            ids, weights = part["input_ids"], part["loss_mask"]
+            key = part["key"]
             if bool(((weights != 0) & (weights != 1)).any()):
                 raise UserError(f"sample {key} has loss weights besides 0 and 1, which Bridge's packed Parquet lacks.")
-            if sample.get("position_start"):
+            if part.get("position_start"):
                 raise UserError(f"sample {key} does not count positions from 0, as Bridge's packed Parquet does.")
             if bool(((weights != 0) & (ids == self._end)).any()):
                 raise UserError(

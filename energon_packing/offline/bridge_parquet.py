@@ -104,10 +104,11 @@ def pack_parquet(
     mine = [task for task in todo if tasks.index(task) % share[1] == share[0]]
     done, total = 0, sum(task.stop - task.first for task in mine)
     progress("pack", 0, total)
-    with closing(executor.executor(len(mine)).results(mine, work)) as results:
-        for task, _ in results:
-            done += task.stop - task.first
-            progress("pack", done, total)
+    if mine:
+        with closing(executor.executor(len(mine)).results(mine, work)) as results:
+            for task, _ in results:
+                done += task.stop - task.first
+                progress("pack", done, total)
     missing = sum(not work.found(task) for task in todo)
     return ParquetReport(packs=len(plan), packed=len(mine), reused=len(tasks) - len(todo), missing=missing)
 

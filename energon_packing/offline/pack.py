@@ -92,7 +92,8 @@ class PackReport:
 
     Attributes:
         facts: the manifest; without shards if some of other ranks are still missing.
-        packed, reused: shards that this command packed, and those that were there.
+        packed, reused: shards that were missing before, and those that were there. Commands that run at once each count
+            what was missing when they began.
         missing: shards that other ranks have not packed yet.
     """
 
@@ -117,14 +118,12 @@ class ShardTask:
     wait: bool = False
 
 
-def run_of_plan(plan: Plan, overrides: RunConfig | None = None) -> RunConfig:
+def run_of_plan(plan: Plan) -> RunConfig:
     """The configuration that a plan was made with.
 
     Raises:
         UserError: this version does not know one of its settings.
     """
-    if overrides is not None:
-        return overrides
     try:
         return from_mapping(RunConfig, plan.facts.config, where=str(plan.path))
     except ConfigError as error:
@@ -171,8 +170,10 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
     progress("pack", 0, total)
     packs = 0
     # Those that another command is packing come last, and are waited for.
-    for tasks in (mine, [replace(task, wait=True) for task in mine]):
-        left = [task for task in tasks if task.number not in done]
+    for wait in (False, True):
+        left = [replace(task, wait=wait) for task in mine if task.number not in done]
+        if not left:
+            break
         # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
         with closing(config.executor_config().executor(len(left)).results(left, _Packing(out))) as results:
             for task, entry in results:

@@ -247,6 +247,23 @@ def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(datas
         assert not verify(VerifyConfig(directory=Path(runs[way].data.path), share=0)).findings
 
 
+def test_data_sets_that_moved_are_planned_where_they_are_and_nothing_is_packed_again(dataset, run_of, tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    shutil.copytree(dataset, before)
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    run = planned(run_of(before), before, tmp_path / "first")
+    stored = packed(run, tmp_path, "tokens")
+    expected = list(open_loader(run))
+    before.rename(after)
+    with pytest.raises(UserError, match="cannot be read"):
+        list(open_loader(stored))
+    moved = planned(run_of(after), after, tmp_path / "second")
+    report = pack(PackConfig(plan=Path(moved.data.path), out=tmp_path / "tokens", workers=0))
+    assert (report.packed, report.missing) == (0, 0)
+    check_same(expected, list(open_loader(stored)))
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

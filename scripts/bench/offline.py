@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-PARTS = ("plan", "pack", "loader", "resume")
+PARTS = ("measure", "plan", "pack", "loader", "resume")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

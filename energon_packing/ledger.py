@@ -32,6 +32,9 @@ from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drop_budget import over_budget
 from energon_packing.errors import UserError
 
+LONGEST_DETAIL = 2000
+"""Characters of an entry's detail; an error may quote a whole sample."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedSample:
@@ -113,6 +116,7 @@ class Ledger:
             DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
             NothingToPack: ``most_pending`` samples were dropped without a pack in between.
         """
+        detail = detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 3]}..."
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
         self.reasons[reason] += 1

@@ -256,3 +256,13 @@ def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"cannot be written \((File exists|Not a directory)\)"):
             Ledger(str(place), budget=1.0, name="w")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_no_detail_is_longer_than_two_thousand_characters(tmp_path):
+    ledger = Ledger(str(tmp_path), budget=1.0, name="w")
+    ledger.drop("a", "render_error", "x" * 1_000_000)
+    ledger.drop("b", "render_error", "y" * 2000)
+    first, second = ledger.take_dropped()
+    assert (len(first.detail), first.detail[-4:]) == (2000, "x...")
+    assert second.detail == "y" * 2000
+    assert (tmp_path / "w.jsonl").stat().st_size < 5000

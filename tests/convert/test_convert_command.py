@@ -118,3 +118,16 @@ def test_every_planted_defect_of_the_demo_data_is_found_and_nothing_else(tmp_pat
     assert report["read"] == 60 + len(expected)
     assert report["written"] == report["read"] - len(wanted)
     assert report["warnings"]["duplicate_id"] == 1
+
+
+def test_an_array_that_breaks_off_exits_with_1_unless_it_is_allowed(tmp_path: Path) -> None:
+    records = [sharegpt(f"r{number}") for number in range(9)]
+    text = json.dumps(records)
+    (tmp_path / "chats.json").write_text(text[: len(text) // 2])
+    result = call(tmp_path / "chats.json", "--out", tmp_path / "one")
+    assert result.exit_code == 1
+    assert "1 JSON array breaks off, and nothing after was read" in result.output
+    (line,) = rejects(tmp_path / "one")
+    assert line["reason"] == "truncated_array"
+    assert "bytes, about" in line["detail"]
+    assert call(tmp_path / "chats.json", "--out", tmp_path / "two", "--allow-truncated").exit_code == 0

@@ -6,12 +6,17 @@ from mutation_table import Mutation
 
 FIELDS = "tests/energon/test_fingerprint.py::"
 EACH_FIELD = FIELDS + "test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream"
+EPOCHS = "tests/energon/test_epoch_report.py::"
+HOSTILE = "tests/energon/test_hostile_members.py::"
+SHARDS = "tests/energon/test_unreadable_shards.py::"
 STATES = "tests/energon/test_states.py::"
 FILES = "tests/energon/test_state_files.py::"
 RESUMED = "tests/conformance/test_resumed_state.py::"
 
 STATE_TRAPS = {
     52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
+    55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
+    56: "one record or one shard stops a run and each restart of it, without its name",
     53: "a state is changed by restoring it, or one is missing or damaged and the data begin anew",
 }
 
@@ -88,5 +93,46 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(("bridge/resumed_state.py", "if found is None or not found[0]:", "if True:"),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=55,
+        name="the end of a worker's epoch carries no drops",
+        test=EPOCHS + "test_everything_read_is_emitted_or_dropped_by_reason_in_every_epoch",
+        oracle="the number of samples",
+        edits=(("energon/samples.py", "dropped=ledger.take_dropped(),", "dropped=(),"),),
+    ),
+    Mutation(
+        trap=55,
+        name="an epoch that made no pack ends as if it had",
+        test=EPOCHS + "test_a_finite_run_that_makes_no_pack_ends_with_the_reason",
+        oracle="the definition",
+        edits=(("energon/loader_base.py", "if not report.made and (", "if False and ("),),
+    ),
+    Mutation(
+        trap=56,
+        name="memory that one sample lacks ends the run",
+        test=HOSTILE + "test_no_exception_of_one_sample_ends_a_run",
+        oracle="the definition",
+        edits=(
+            (
+                "energon/packer.py",
+                "except (UserError, PackingError, FatalSampleError):",
+                "except (UserError, PackingError, FatalSampleError, MemoryError):",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=56,
+        name="a record is read to any depth",
+        test=HOSTILE + "test_a_record_of_any_depth_costs_itself_and_is_named",
+        oracle="the definition",
+        edits=(("conversation.py", "_RECORD.check_depth(record)", "pass"),),
+    ),
+    Mutation(
+        trap=56,
+        name="a shard that breaks off ends the run",
+        test=SHARDS + "test_a_shard_that_breaks_off_costs_what_lies_after_and_each_is_named",
+        oracle="the tar itself",
+        edits=(("energon/loader.py", "guard_shards(dataset,", "(lambda *_, **__: None)(dataset,"),),
     ),
 )

@@ -1,0 +1,60 @@
+"""Media files that do something to their decoder that nobody foresaw: each costs its record, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from source_files import rejects, run, sharegpt, write_image, write_json
+
+from energon_packing.convert import media_files
+from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.media_checks import MediaChecker
+from energon_packing.demo import make_data
+from energon_packing.errors import SampleRejected
+
+
+@pytest.mark.parametrize("error", [AttributeError("codec_context"), MemoryError(), RecursionError("deep"), TypeError()])
+def test_an_error_that_nobody_foresaw_costs_the_file_and_names_it(tmp_path, monkeypatch, error):
+    for name in ("a.png", "odd.png", "z.png"):
+        write_image(tmp_path / name, seed=len(name) + ord(name[0]))
+    check = media_files.check_media
+
+    def failing(path: str, *others: Any) -> Any:
+        if path.endswith("odd.png"):
+            raise error
+        return check(path, *others)
+
+    monkeypatch.setattr(media_files, "check_media", failing)
+    records = [sharegpt(name[:-4], "<image>?", image=name) for name in ("a.png", "odd.png", "z.png")]
+    report = run(write_json(tmp_path / "chats.json", records), tmp_path / "out", max_rejects=1.0)
+    assert (report.written, report.rejected) == (2, {"corrupt_media": 1})
+    (line,) = rejects(tmp_path / "out")
+    assert "odd.png cannot be checked" in line["detail"]
+    assert type(error).__name__ in line["detail"]
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = make_data(tmp_path_factory.mktemp("clips"), conversations=30, defects=False)
+    return [path.read_bytes() for path in sorted(Path(folder).rglob("*")) if path.suffix in (".mp4", ".webm")][:4]
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_video_with_any_bytes_changed_is_measured_or_rejected(tmp_path, clips, data):
+    content = bytearray(data.draw(st.sampled_from(clips)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(content)
+    checker = MediaChecker(ConvertConfig(sources=(tmp_path,), out=tmp_path / "out"))
+    try:
+        found: Any = checker.check(str(path), "video")
+    except SampleRejected as error:
+        found = error.reason
+    assert found

@@ -254,11 +254,10 @@ class Conversation:
         """Reads what `to_record` wrote.
 
         Raises:
-            SampleRejected: ``bad_record`` if the JSON does not have that form, ``too_deep``, ``media_outside_root`` if
-                a media name is absolute or contains ``..``, and the reasons of `Conversation` itself.
+            SampleRejected: ``bad_record`` if the JSON does not have that form, ``media_outside_root`` if a media name
+                is absolute or contains ``..``, and the reasons of `Conversation` itself.
         """
         known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
-        _RECORD.check_depth(record)
         _RECORD.check_keys(record, known, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
         turns, chosen, rejected = (

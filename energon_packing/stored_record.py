@@ -42,6 +42,20 @@ def is_too_deep(value: Any, most: int = LARGEST_DEPTH) -> bool:
     return True
 
 
+def check_depth(text: bytes, value: Any) -> None:
+    """Rejects a record whose objects and lists lie more than `LARGEST_DEPTH` deep inside each other.
+
+    Args:
+        text: JSON of the record; one with few brackets is not deep, which saves looking at its values.
+        value: of the text.
+
+    Raises:
+        SampleRejected: ``too_deep``.
+    """
+    if text.count(b"[") + text.count(b"{") > LARGEST_DEPTH and is_too_deep(value):
+        raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
+
+
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
     """The checks for records of one kind of sample. All raise `SampleRejected`.
@@ -63,11 +77,6 @@ class StoredRecord:
         unknown = [reprlib.repr(key) for key in value if key not in known]
         if unknown:
             raise self.bad(f"{where} has the unknown field {unknown[0]}")
-
-    def check_depth(self, value: Any) -> None:
-        """Rejects (``too_deep``) a record whose objects and lists lie more than `LARGEST_DEPTH` deep."""
-        if is_too_deep(value):
-            raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
 
     def check_version(self, record: Mapping[str, Any], expected: int) -> None:
         """Rejects every version but the expected integer; ``true`` and ``1.0`` are not integers."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.errors import SampleRejected
-from energon_packing.stored_record import LARGEST_DEPTH, is_too_deep
+from energon_packing.stored_record import check_depth
 
 # What a record holds was parsed from JSON, so it has no cycles.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
@@ -19,9 +19,11 @@ def encode_record(record: Mapping[str, Any]) -> bytes:
     Raises:
         SampleRejected: ``bad_text``, or ``too_deep``.
     """
-    if is_too_deep(record):
-        raise SampleRejected("too_deep", f"objects and lists lie more than {LARGEST_DEPTH} deep inside each other")
     try:
-        return _ENCODER.encode(record).encode()
-    except (UnicodeEncodeError, ValueError, RecursionError) as error:
+        text = _ENCODER.encode(record).encode()
+    except RecursionError as error:
+        raise SampleRejected("too_deep", "objects and lists lie too deep inside each other for Python") from error
+    except (UnicodeEncodeError, ValueError) as error:
         raise SampleRejected("bad_text", f"the record cannot be written as UTF-8 JSON: {error}") from error
+    check_depth(text, record)
+    return text

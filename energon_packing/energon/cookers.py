@@ -19,6 +19,7 @@ from energon_packing.conversation import Conversation, Media
 from energon_packing.energon.samples import ConversationSample, Problem
 from energon_packing.energon.shard_reads import refuse_unreadable
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import check_depth
 
 TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
 """Detail of ``too_deep`` where not even the parser finishes."""
@@ -37,8 +38,10 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
     try:
-        refuse_unreadable(sample["json"])
-        record = json.loads(sample["json"])
+        text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
+        refuse_unreadable(text)
+        record = json.loads(text)
+        check_depth(text, record)
         conversation = complete(Conversation.from_record(sample["__key__"], record), store)
     except SampleRejected as error:
         return ConversationSample(**keys, conversation=None, problem=Problem(reason=error.reason, detail=error.detail))

@@ -76,6 +76,5 @@ def _readers(dataset: Any, seen: set[int]) -> Iterator[Any]:
         if isinstance(reader, ITarReader) and id(reader) not in seen:
             seen.add(id(reader))
             yield reader
-    # A wrapper of Energon has a list; its property ``dataset`` asserts that there is one in it.
-    for each in getattr(dataset, "datasets", None) or filter(None, [vars(dataset).get("dataset")]):
+    for each in getattr(dataset, "datasets", ()):
         yield from _readers(each, seen)

@@ -75,7 +75,8 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     """Reads ``<key>.json`` as `TextToVideo.to_record` wrote it. Never raises for bad data: see `Problem`."""
     keys = basic_sample_keys(sample)
     try:
-        refuse_unreadable(sample["json"])
+        if isinstance(sample["json"], bytes):
+            refuse_unreadable(sample["json"])
         record = TextToVideo.from_record(sample["__key__"], json.loads(sample["json"]))
     except SampleRejected as error:
         return TextToVideoSample(**keys, sample=None, problem=Problem(reason=error.reason, detail=error.detail))

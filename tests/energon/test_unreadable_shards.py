@@ -154,3 +154,21 @@ def test_the_command_names_the_shard_and_reports_no_bug(whole, tmp_path):
     assert "unreadable_shard" in sentence
     assert ".tar at byte" in sentence
     assert "bug" not in sentence
+
+
+def test_a_cut_shard_of_one_data_set_of_a_blend_costs_its_own_samples(whole, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(whole, tmp_path / name)
+    shard = sorted((tmp_path / "two" / "text").glob("*.tar"))[0]
+    there = places(shard)
+    with shard.open("r+b") as stream:
+        stream.truncate(list(there.values())[4][1])
+    (tmp_path / "blend.yaml").write_text(
+        "{__module__: megatron.energon, __class__: MetadatasetV2, splits: {train: {blend_epochized: "
+        "[{repetitions: 1, path: one/dataset.yaml}, {repetitions: 2, path: two/dataset.yaml}]}}}"
+    )
+    loader = build_loader(config_of(tmp_path / "blend.yaml"))
+    packs = list(loader)
+    lost = 2 * (len(there) - 5)
+    assert loader.epoch_report.dropped == {REASON: lost}
+    assert sum(len(pack.keys) for pack in packs) == 3 * RECORDS - lost

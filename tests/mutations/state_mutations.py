@@ -72,7 +72,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/loader.py",
-                'loaded = copy.deepcopy(state["loader"])',
+                'loaded = _copied(state["loader"])',
                 'loaded = state["loader"]',
             ),
         ),
@@ -126,7 +126,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a record is read to any depth",
         test=HOSTILE + "test_a_record_of_any_depth_costs_itself_and_is_named",
         oracle="the definition",
-        edits=(("conversation.py", "_RECORD.check_depth(record)", "pass"),),
+        edits=(("energon/cookers.py", "check_depth(text, record)", "pass"),),
     ),
     Mutation(
         trap=56,

@@ -115,7 +115,7 @@ def audit_chunk(
     audited: list[_Audited] = []
     places: list[str] = []
     for index, raw in enumerate(read_chunk(chunk, max_record_bytes=config.max_record_bytes)):
-        key, named, warnings = wanted_key(raw.value, raw.source.name, raw.number)
+        key, named, warnings = wanted_key(config.column_map.with_id(raw.value), raw.source.name, raw.number)
         if not named:
             audit.unnamed.append(index)
         audit.keys.append(key)

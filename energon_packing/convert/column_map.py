@@ -11,7 +11,8 @@ from energon_packing.convert.unread import says_nothing
 from energon_packing.errors import ConfigError, SampleRejected
 
 COLUMNS = (
-    *("id", "messages", "conversations", "system", "tools", "images", "videos", "audios", "chosen", "rejected"),
+    *("id", "messages", "conversations", "system", "tools", "chosen", "rejected"),
+    *("image", "images", "video", "videos", "audio", "audios"),
     *("instruction", "input", "output", "query", "response", "prompt", "completion", "history", "text"),
 )
 """Columns that may have another name."""
@@ -49,6 +50,11 @@ class ColumnMap:
     def __bool__(self) -> bool:
         return bool(self.columns or self.roles or self.only)
 
+    def with_id(self, record: Any) -> Any:
+        """What a record says about its key: the record itself, or its id alone under the usual name."""
+        theirs = self.columns.get("id")
+        return record if theirs is None or not isinstance(record, dict) else {"id": record.get(theirs)}
+
     def apply(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
         """A record under the names that layouts read.
 
@@ -65,7 +71,7 @@ class ColumnMap:
         for name, value in record.items():
             if name in taken:
                 continue
-            if self.only and name in COLUMNS:
+            if self.only and name in COLUMNS and name != "id":
                 if not says_nothing(value):
                     left.add(name)
                 continue

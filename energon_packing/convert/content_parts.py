@@ -88,7 +88,8 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             media.ignore(path, {"url", "path", "bytes"}, f"{column}[].{kind}")
             if not isinstance(path.get("bytes"), bytes):
                 path = path.get("url", path.get("path"))
-        if path is None and set(part) == {"type"}:
+        if path is None and all(value is None for field, value in part.items() if field != "type"):
+            # As in tables, which fill the fields that a part lacks with null.
             pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
         elif isinstance(path, list):
             pieces.append(media.add(reference_of({**part, "frames": path}, media_kind, kind, media.frame_fps)))

@@ -71,7 +71,8 @@ def find_chunks(
             else:
                 form, start, error = _look_inside(source, stream, suffix, compression, max_record_bytes)
                 stream.seek(0)
-                keep = max_record_bytes + _LARGEST_UNPACKED
+                # An element is bounded in characters, of up to four bytes.
+                keep = max_record_bytes * (1 if form in _LINES else 4) + _LARGEST_UNPACKED
                 reader = UnpackingReader(DigestingReader(stream), compression, source.name, keep=keep)
             if error is not None:
                 yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)
@@ -91,14 +92,12 @@ def _unpacked(chunks: Iterator[Chunk], source: SourceFile, reader: Reader) -> It
     if isinstance(reader, DigestingReader):
         yield from chunks
         return
-    number = 0
     for chunk in chunks:
-        number = chunk.first
         if chunk.error is None:
             chunk = replace(chunk, content=reader.cut(chunk.start, chunk.end), position=reader.packed_position)
         yield chunk
     if reader.error is not None:
-        yield Chunk(source=source, form="lines", start=0, end=0, first=number, error=reader.error)
+        yield Chunk(source=source, form="lines", start=0, end=0, first=0, error=reader.error)
 
 
 def _look_inside(

@@ -6,6 +6,7 @@ does not grow with the file, and a skipped row costs little.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +25,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow
     except ImportError as error:
         raise UserError(
-            f"{path} is a {_kind(path)} file, which needs the package pyarrow; run pip install "
+            f"{path} holds rows in the format {_kind(path)}, which needs the package pyarrow; run pip install "
             "'energon-packing[convert]', or save the records as JSON Lines"
         ) from error
     return pyarrow
@@ -112,6 +113,11 @@ class _Table:
                 return
             before += rows
 
+    @property
+    def damaged_until(self) -> int:
+        """After an error: the first row that does not depend on what could not be read."""
+        return sys.maxsize if self._file is None else self._group_end
+
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """The rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
@@ -148,7 +154,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     except (ValueError, OSError, OverflowError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
-        detail = f"{source.name}: is not a {_kind(source.path)} file: {one_line(error)}"
+        detail = f"{source.name}: cannot be read as {_kind(source.path)}: {one_line(error)}"
         yield Chunk(source=source, form="rows", start=0, end=0, first=0, error=SampleRejected(_CONTENT, detail))
         return
     whole = sum(size for _, size in parts) or 1
@@ -169,22 +175,27 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
 
 
 def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
-    """Yields the record of every row of a chunk; where the file is damaged, one error and no further row.
+    """Yields the record of every row of a chunk; rows that damage has made unreadable have an error each.
 
     Raises:
         UserError: the file cannot be read.
     """
-    source = chunk.source
-    row = chunk.start
-    try:
-        for row, batch in _opened(source.path).rows(chunk.start, chunk.end):
-            yield from _records(source, row, batch, max_record_bytes)
-            row += batch.num_rows
-    except (ValueError, OSError, OverflowError) as error:
-        _table.cache_clear()
-        where = f"{source.name}[{row}]"
-        detail = f"{one_line(error)}; the rows up to {chunk.end - 1} were not read"
-        yield broken(source, row, where, detail, reason=_CONTENT)
+    source, row = chunk.source, chunk.start
+    while row < chunk.end:
+        table = None
+        try:
+            table = _opened(source.path)
+            for first, batch in table.rows(row, chunk.end):
+                yield from _records(source, first, batch, max_record_bytes)
+                row = first + batch.num_rows
+        except (ValueError, OSError, OverflowError) as error:
+            # The same rows in every division into chunks: from the first batch that cannot be read to the end of its
+            # row group, or of an Arrow file.
+            end = chunk.end if table is None else max(row + 1, min(chunk.end, table.damaged_until))
+            _table.cache_clear()
+            for number in range(row, end):
+                yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
+            row = end
 
 
 def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:

@@ -179,7 +179,9 @@ def _names(value: Mapping[str, Any], kind: MediaKind) -> bool:
     if any(value.get(name) for name in COLUMNS[kind]):
         return True
     return any(
-        isinstance(part, dict) and kind in str(part.get("type")) and len(part) > 1
+        isinstance(part, dict)
+        and kind in str(part.get("type"))
+        and any(value is not None for field, value in part.items() if field != "type")
         for column in TURN_COLUMNS
         for turn in (value[column] if isinstance(value.get(column), list) else ())
         for content in ((turn.get("content"), turn.get("value")) if isinstance(turn, dict) else ())

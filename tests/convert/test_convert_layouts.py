@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -299,8 +300,14 @@ def test_columns_fields_and_roles_may_have_other_names(tmp_path: Path) -> None:
         "dialog": [{"speaker": "person", "said": "<image>Who?"}, {"speaker": "bot", "said": "Nobody."}],
         "pics": ["a.png"],
         "topic": "x",
+        "uuid": "u7",
     }
-    options = ["--columns", "messages=dialog,images=pics,role=speaker,content=said", "--roles", "human=person,gpt=bot"]
+    options = [
+        "--columns",
+        "id=uuid,messages=dialog,images=pics,role=speaker,content=said",
+        "--roles",
+        "human=person,gpt=bot",
+    ]
     source = write_lines(tmp_path / "a.jsonl", [record])
     result = CliRunner().invoke(
         cli, ["convert", str(source), "--out", str(tmp_path / "out"), "--workers", "1", "--json", *options]
@@ -308,6 +315,8 @@ def test_columns_fields_and_roles_may_have_other_names(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert (report["written"], report["images"], list(report["ignored_columns"])) == (1, 1, ["topic"])
+    with tarfile.open(next((tmp_path / "out/text").glob("*.tar"))) as tar:
+        assert tar.getnames() == ["u7.json"]
 
 
 def test_a_column_under_its_own_and_another_name_is_refused() -> None:

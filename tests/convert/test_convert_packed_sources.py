@@ -265,6 +265,34 @@ def test_a_damaged_table_is_one_reason_and_never_a_crash(tmp_path: Path, way: An
     assert {reason for _, reason in bad(path)} <= {"corrupt_source"}
 
 
+def test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks(tmp_path: Path) -> None:
+    path = as_parquet(tmp_path / "a", RECORDS)
+    column = pq.ParquetFile(path).metadata.row_group(3).column(1)
+    start = min(filter(None, (column.dictionary_page_offset, column.data_page_offset)))
+    content = bytearray(path.read_bytes())
+    content[start : start + 60] = b"\xff" * 60
+    path.write_bytes(bytes(content))
+    (source,) = find_sources((path,))
+    found = []
+    for size in (1 << 30, 3000, 1):
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size))
+        found.append([record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=1 << 20)])
+        assert [record.number for record in found[-1]] == list(range(300))
+    said = [[(record.number, record.value, str(record.error)) for record in records] for records in found]
+    assert said[0] == said[1] == said[2]
+    lost = [record.number for record in found[0] if record.error is not None]
+    assert lost == list(range(3 * 37, 4 * 37))
+
+
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_stream])
+def test_parts_of_a_message_whose_other_fields_are_null_are_bare(tmp_path: Path, way: Any) -> None:
+    image = write_image(tmp_path / "a.png").read_bytes()
+    record = openai("k", [{"type": "image", "text": None}, {"type": "text", "text": "?"}])
+    record["messages"][1]["content"] = [{"type": "text", "text": "Yes."}]
+    report = run(way(tmp_path / "a", [{**record, "images": [{"bytes": image, "path": None}]}]), tmp_path / "out")
+    assert (report.written, report.images, report.ignored_columns) == (1, 1, {})
+
+
 def test_a_row_above_the_limit_is_refused_alone(tmp_path: Path) -> None:
     records = [openai("a"), openai("b", "x" * 5000), openai("c")]
     path = as_parquet(tmp_path / "a", records)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutation_table import Mutation
 
 CONVERT_TRAPS: dict[int, str] = {
+    40: "a pickled member runs code, or asks for any amount of room",
     44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
     46: "columns and fields that change the meaning are dropped",
 }
@@ -14,6 +15,9 @@ COLUMNS = "tests/convert/test_convert_columns.py::"
 LOSS = "tests/convert/test_convert_loss_fields.py::"
 THINKING = "tests/convert/test_convert_thinking_fields.py::"
 PLAIN = "tests/convert/test_convert_plain_records.py::"
+LAYOUTS = "tests/convert/test_convert_layouts.py::"
+TARS = "tests/convert/test_convert_tars.py::"
+PACKED = "tests/convert/test_convert_packed_sources.py::"
 ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_come_in_the_order_of_the_records"
 
 CONVERT_MUTATIONS: tuple[Mutation, ...] = (
@@ -157,5 +161,67 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=ORDER,
         oracle="the bytes that one process writes",
         edits=(("convert/worker.py", "            audit.spool = self._number\n", "            audit.spool = 0\n"),),
+    ),
+    Mutation(
+        trap=40,
+        name="a pickle may name functions and call them",
+        test=TARS + "test_no_pickle_runs_anything",
+        oracle="a function that notes that it ran",
+        edits=(
+            ("convert/plain_pickles.py", "if instruction.name not in _ALLOWED:", 'if instruction.name == "EXT1":'),
+            (
+                "convert/plain_pickles.py",
+                'raise pickle.UnpicklingError(f"it names {module}.{name}")',
+                "return super().find_class(module, name)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=40,
+        name="a pickle of ten bytes may ask for gigabytes",
+        test=TARS + "test_a_pickle_that_asks_for_room_it_does_not_need_is_refused_before_it_gets_any",
+        oracle="the instructions that `pickletools` shows",
+        edits=(("convert/plain_pickles.py", "argument > count", "argument > 1 << 40"),),
+    ),
+    Mutation(
+        trap=46,
+        name="earlier turns of an Alpaca record are left out",
+        test=LAYOUTS + "test_alpaca_says_what_llama_factory_makes_of_it",
+        oracle="LLaMA-Factory's rules, written down by themselves",
+        edits=(
+            (
+                "convert/layouts/question_answer.py",
+                'messages = [*_history(record), {"role": "user", "content": question}]',
+                'messages = [{"role": "user", "content": question}]',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=46,
+        name="an unwanted answer gets the sign of a wanted one",
+        test=LAYOUTS + "test_a_named_label_becomes_the_preference_that_pairs_have",
+        oracle="the answers of a pair",
+        edits=(("convert/kto_label.py", "1.0 if wanted else -1.0", "1.0 if wanted is not None else -1.0"),),
+    ),
+    Mutation(
+        trap=46,
+        name="thoughts of LLaMA-Factory's v1 are left out",
+        test=LAYOUTS + "test_v1_parts_become_text_thinking_and_calls_with_their_weights",
+        oracle="the rules of its Qwen3 renderer, written down by themselves",
+        edits=(("convert/layouts/llamafactory_v1.py", "    if thoughts:\n", "    if len(thoughts) > 9:\n"),),
+    ),
+    Mutation(
+        trap=46,
+        name="a record of two layouts is read as the first of them",
+        test=LAYOUTS + "test_a_record_of_two_layouts_is_refused_with_both_names",
+        oracle="the record",
+        edits=(("convert/layouts/registry.py", "    if len(found) > 1:\n", "    if len(found) > 8:\n"),),
+    ),
+    Mutation(
+        trap=51,
+        name="rows of a damaged group are lost from where a chunk begins",
+        test=PACKED + "test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks",
+        oracle="the numbers of all rows",
+        edits=(("convert/table_files.py", "max(row + 1, min(chunk.end, table.damaged_until))", "chunk.end"),),
     ),
 )

@@ -6,7 +6,6 @@ does not grow with the file, and a skipped row costs little.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -113,11 +112,6 @@ class _Table:
                 return
             before += rows
 
-    @property
-    def damaged_until(self) -> int:
-        """After an error: the first row that does not depend on what could not be read."""
-        return sys.maxsize if self._file is None else self._group_end
-
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """The rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
@@ -181,21 +175,16 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
         UserError: the file cannot be read.
     """
     source, row = chunk.source, chunk.start
-    while row < chunk.end:
-        table = None
-        try:
-            table = _opened(source.path)
-            for first, batch in table.rows(row, chunk.end):
-                yield from _records(source, first, batch, max_record_bytes)
-                row = first + batch.num_rows
-        except (ValueError, OSError, OverflowError) as error:
-            # The same rows in every division into chunks: from the first batch that cannot be read to the end of its
-            # row group, or of an Arrow file.
-            end = chunk.end if table is None else max(row + 1, min(chunk.end, table.damaged_until))
-            _table.cache_clear()
-            for number in range(row, end):
-                yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
-            row = end
+    try:
+        for first, batch in _opened(source.path).rows(row, chunk.end):
+            yield from _records(source, first, batch, max_record_bytes)
+            row = first + batch.num_rows
+    except (ValueError, OSError, OverflowError) as error:
+        # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
+        # a part nothing can be read from the first damaged batch on.
+        _table.cache_clear()
+        for number in range(row, chunk.end):
+            yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
 
 
 def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) -> Iterator[RawRecord]:

@@ -219,9 +219,9 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=51,
-        name="rows of a damaged group are lost from where a chunk begins",
+        name="of the rows that damage makes unreadable, one is reported for each chunk",
         test=PACKED + "test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks",
         oracle="the numbers of all rows",
-        edits=(("convert/table_files.py", "max(row + 1, min(chunk.end, table.damaged_until))", "chunk.end"),),
+        edits=(("convert/table_files.py", "range(row, chunk.end)", "range(row, row + 1)"),),
     ),
 )

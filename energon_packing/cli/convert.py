@@ -23,7 +23,7 @@ from energon_packing.convert.config import (
 )
 from energon_packing.convert.dataset_info import read_dataset_info
 from energon_packing.convert.pipeline import convert as run_conversion
-from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, ConversionReport
+from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
@@ -137,7 +137,9 @@ Examples:
 )
 @click.option("--dry-run", is_flag=True, help="Read and check everything, print the report, and write nothing.")
 @click.option(
-    "--allow-truncated", is_flag=True, help="Accept a JSON array that breaks off; without it, that exits with 1."
+    "--allow-truncated",
+    is_flag=True,
+    help="Accept a source that is damaged or breaks off; without it, that exits with 1.",
 )
 @click.option(
     "--resume", is_flag=True, help="Skip a finished conversion; reuse the media checks of an interrupted one."
@@ -236,12 +238,12 @@ def convert(
         message = f"Error: {share} records were rejected, more than --max-rejects {max_rejects:g}; see {see}"
         click.echo(message, err=True)
         context.exit(1)
-    if (broken := report.rejected.get("truncated_array", 0)) and not allow_truncated:
-        click.echo(
-            f"Error: {broken} JSON array{'s break' if broken > 1 else ' breaks'} off, and nothing after was read; see "
-            f"{out / REJECTS_FILE}, fix the source, or add --allow-truncated",
-            err=True,
+    if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
+        where = "the report" if dry_run else out / REJECTS_FILE
+        message = (
+            f"Error: sources are damaged or break off at {broken} place{'s' if broken > 1 else ''}, and what follows "
         )
+        click.echo(f"{message}was not read; see {where}, fix the source, or add --allow-truncated", err=True)
         context.exit(1)
 
 

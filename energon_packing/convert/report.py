@@ -16,6 +16,8 @@ CONVERSION_VERSION = 5
 
 CONVERSION_FILE = "conversion.json"
 REJECTS_FILE = "rejects.jsonl"
+UNREAD_REASONS = ("truncated_array", "corrupt_source")
+"""Reasons that may stand for more than one record: nothing after the place could be read."""
 WARNINGS_FILE = "warnings.jsonl"
 
 

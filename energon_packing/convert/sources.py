@@ -181,6 +181,8 @@ def _find_elements(
 
 def _unread(source: SourceFile, at: int, records: int) -> str:
     """Says how much of an array was not read, from this byte on; so many records lie before it."""
+    if suffix_of(source.path)[1] is not None:  # how much there is, unpacked, is not known
+        return "nothing after it was read"
     left = max(source.path.stat().st_size - at, 0)
     guess = f", about {max(round(left * records / at), 1):,} records" if records else ""
     return f"nothing after it was read ({left:,} bytes{guess})"

@@ -12,11 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 from energon_reading import read_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import openai, rejects, run, sharegpt, write_image, write_lines
 
+from energon_packing.cli.main import cli
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import find_sources
 from energon_packing.convert.sources import find_chunks, read_chunk, read_records
@@ -323,3 +325,28 @@ def test_a_resumed_conversion_of_a_table_is_skipped(tmp_path: Path) -> None:
     as_parquet(tmp_path / "a", RECORDS[:-1])
     with pytest.raises(UserError, match="has changed"):
         run(path, tmp_path / "out", resume=True)
+
+
+def test_a_damaged_source_exits_with_1_until_that_is_allowed(tmp_path: Path) -> None:
+    path = as_gzip(tmp_path / "a", [{**record, "n": number} for number, record in enumerate(RECORDS)])
+    path.write_bytes(path.read_bytes()[:-600])
+    arguments = ["convert", str(path), "--workers", "1", "--max-rejects", "1.0"]
+    for options, code, words in (
+        ([], 1, "rejects.jsonl"),
+        (["--dry-run"], 1, "the report"),
+        (["--allow-truncated"], 0, ""),
+    ):
+        result = CliRunner().invoke(cli, [*arguments, "--out", str(tmp_path / f"out{len(options)}{code}"), *options])
+        assert result.exit_code == code
+        assert ("--allow-truncated" in result.stderr) == (code == 1)
+        assert words in result.stderr
+
+
+def test_an_array_in_a_gzip_file_that_breaks_off_says_so_without_a_wrong_size(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b'[{"a": 1}, {"b": 2}, {"c": ' + b"x" * 900 + b"}]"))
+    records = list(read_records(find_sources((path,))[0], max_record_bytes=1 << 20))
+    assert [record.value for record in records[:2]] == [{"a": 1}, {"b": 2}]
+    assert records[2].error is not None
+    assert records[2].error.reason == "truncated_array"
+    assert "bytes" not in records[2].error.detail

@@ -28,6 +28,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
+_UNITS = {"read": "bytes", "write": "samples", "index": "shards"}
 _MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b
@@ -223,7 +224,7 @@ def convert(
         overwrite=overwrite,
     )
     try:
-        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json) as shown:
+        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
             report = run_conversion(config, shown)
     except KeyboardInterrupt:
         click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-_SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 class ShownProgress:
@@ -20,12 +20,18 @@ class ShownProgress:
         console: of standard error.
         stages: name of each stage -> what is shown for it.
         quiet: show nothing.
+        units: name of each stage -> what it counts, for the rate in a log; bytes are shown in MB. A stage without a
+            unit shows its share alone.
     """
 
-    def __init__(self, console: Console, stages: Mapping[str, str], *, quiet: bool) -> None:
+    def __init__(
+        self, console: Console, stages: Mapping[str, str], *, quiet: bool, units: Mapping[str, str] | None = None
+    ) -> None:
         self._console = console
         self._stages = stages
         self._quiet = quiet
+        self._units = units or {}
+        self._began = 0.0
         self._bar: Progress | None = None
         self._task: Any = None
         self._stage = ""
@@ -49,8 +55,11 @@ class ShownProgress:
             return
         self._last, self._ended = now, ends
         if not self._console.is_terminal:
+            if begins:
+                self._began = now
             if not begins or ends:
-                click.echo(f"{self._stages[stage]}: {100 * done // max(total, 1)} %", err=True)
+                rest = "" if ends else self._rate(stage, done, total, now - self._began)
+                click.echo(f"{self._stages[stage]}: {100 * done // max(total, 1)} %{rest}", err=True)
             self._stage = stage
             return
         if begins:
@@ -62,6 +71,18 @@ class ShownProgress:
             self._task = self._bar.add_task(self._stages[stage], total=max(total, 1))
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=max(total, 1))
+
+    def _rate(self, stage: str, done: int, total: int, seconds: float) -> str:
+        """How much of a stage is done, how fast, and how long the rest will take at that speed."""
+        unit = self._units.get(stage)
+        if unit is None or done <= 0 or seconds <= 0:
+            return ""
+        scale, shown = (1e6, "MB") if unit == "bytes" else (1, unit)
+        digits = 1 if unit == "bytes" else 0
+        left = round((total - done) * seconds / done)
+        time_left = f"{left // 3600} h {left % 3600 // 60} min" if left >= 3600 else f"{left // 60} min {left % 60} s"
+        amount = f"{done / scale:,.{digits}f} of {total / scale:,.{digits}f} {shown}"
+        return f" ({amount}, {done / scale / seconds:,.1f} {shown}/s, about {time_left} left)"
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

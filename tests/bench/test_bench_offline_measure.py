@@ -1,0 +1,47 @@
+"""``bench.py offline measure``: figures of a small run, whose parts are what they say."""
+
+from __future__ import annotations
+
+import pytest
+from bench.offline_measure import IMAGES, figures, measured, tokenized, write_dataset
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pytestmark = pytest.mark.full
+
+
+def test_every_part_has_its_figures(tmp_path):
+    text, media, processes = figures(tmp_path, samples=64, rounds=1)
+    assert (text["part"], media["part"], processes["part"]) == ("text", "media", "processes")
+    assert media["images"] == 16 * IMAGES
+    assert 0 < text["of_tokenizer"] < 2
+    assert text["samples_per_second"] == pytest.approx(text["of_tokenizer"] * text["tokenizer_per_second"], rel=0.05)
+    assert processes["seconds_1"] > 0
+
+
+def test_the_bare_tokenizer_gets_the_text_of_every_sample(tmp_path, monkeypatch):
+    """Its calls are compared with the tokens that `measure` counts for the same samples."""
+    import transformers
+    from bench.offline_measure import config_of
+
+    from energon_packing.offline.measure import MeasureConfig, measure
+
+    path = tmp_path / "data"
+    write_dataset(path, 20, images=0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config_of(path).encoder.processor)
+    counts = []
+
+    class Counting:
+        def __call__(self, text, **given):
+            counts.append(len(tokenizer(text, **given)["input_ids"]))
+
+        def apply_chat_template(self, *given, **named):
+            return tokenizer.apply_chat_template(*given, **named)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given: Counting())
+    assert tokenized(path) >= 0
+    monkeypatch.undo()
+    index = measure(MeasureConfig(paths=(path,), out=tmp_path / "index", workers=0), config_of(path)).index
+    (part,) = index.datasets
+    lengths = [row["length"] for shard in part.shards for row in index.rows(part, shard).to_pylist()]
+    assert sorted(counts) == sorted(lengths)
+    assert measured(path, 0) > 0

@@ -55,6 +55,7 @@ def convert(
     from energon_packing.cli.plan import encoder_parts, print_summary
     from energon_packing.energon.loader import build_task_encoder
     from energon_packing.offline.online_state import left_in_epoch, read_states
+    from energon_packing.offline.parquet import replacing
     from energon_packing.offline.plan import Plan
     from energon_packing.offline.planned_loader import plan_fingerprint, planned_state
     from energon_packing.offline.planner import make_plan
@@ -68,7 +69,10 @@ def convert(
         try:
             states_out.mkdir(parents=True, exist_ok=True)
             file = states_out / "train_dataloader_dprank000.pt"
-            torch.save({"dataloader_state_dict": planned_state(0, fingerprint)}, file)
+            # As a replica's reader saves it; the number of packs is that from which its ranks count.
+            saved = {"packs": 0, "source": planned_state(0, fingerprint)}
+            with replacing(file) as aside:
+                torch.save({"dataloader_state_dict": saved}, aside)
         except (OSError, RuntimeError) as error:
             raise UserError(f"--states-out {states_out} cannot be written ({error})") from error
     rest = sum(left.samples.values())

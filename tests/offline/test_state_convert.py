@@ -14,6 +14,8 @@ from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_reader import OneReader
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.plan import Plan
@@ -141,7 +143,7 @@ def test_a_bridge_state_is_written_that_begins_at_the_plan(dataset, run_of, inde
     assert done.exit_code == 0, done.output
     state = torch.load(new / "train_dataloader_dprank000.pt", weights_only=False)["dataloader_state_dict"]
     restored, fresh = (open_loader(run_of(plan, window=8)) for _ in range(2))
-    restored.restore_state(state)
+    OneReader(restored, Replica()).restore_state(state)  # of Bridge's iterator
     assert next(iter(restored)).keys == next(iter(fresh)).keys
 
 

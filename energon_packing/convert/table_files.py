@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and `pandas` write them; one record per row.
+"""Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them; one record per row.
 
 A worker reads forward through a file, a batch at a time, and turns only its own rows into Python objects. So memory
 does not grow with the file, and a skipped row costs little.

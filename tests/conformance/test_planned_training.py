@@ -130,6 +130,6 @@ def test_a_plan_without_a_data_set_to_evaluate_on_is_refused_before_training(fol
     provider = tiny_models.provider("text", vocab_size=1024, tokens=None, seq_length=256, layers=2)
     config = training_run.make_config(provider, dataset, steps=2, global_batch_size=2, learning_rate=1e-3)
     config.validation.eval_iters = 1
-    with pytest.raises(ConfigError, match="is a plan, which has no other split"):
+    with pytest.raises(ConfigError, match="is a plan, or packed from one, which has no other split"):
         config.validate()
     assert len(Plan.open(plan)) > 10

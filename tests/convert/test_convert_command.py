@@ -126,7 +126,7 @@ def test_an_array_that_breaks_off_exits_with_1_unless_it_is_allowed(tmp_path: Pa
     (tmp_path / "chats.json").write_text(text[: len(text) // 2])
     result = call(tmp_path / "chats.json", "--out", tmp_path / "one")
     assert result.exit_code == 1
-    assert "1 JSON array breaks off, and nothing after was read" in result.output
+    assert "damaged or break off at 1 place, and what follows was not read" in result.output
     (line,) = rejects(tmp_path / "one")
     assert line["reason"] == "truncated_array"
     assert "bytes, about" in line["detail"]

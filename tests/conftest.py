@@ -26,6 +26,9 @@ FREEZE = gc.freeze
 LONGEST_FIRST = (
     "mutations/test_mutations.py",
     "conformance/test_replica_training.py",
+    "offline/test_packed_loader.py",
+    "offline/test_pack_command.py",
+    "offline/test_measure_on_ray.py",
     "conformance/test_megatron_lm_page.py",
     "conformance/test_megatron_lm.py",
     "scripts/test_launchers.py",
@@ -46,6 +49,11 @@ LONGEST_FIRST = (
     "bench/test_bench_train.py",
     "bench/test_bench_loader.py",
     "offline/test_resume_matrix.py",
+    "offline/test_pack_on_ray.py",
+    "offline/test_planned_loader.py",
+    "offline/test_state_convert.py",
+    "energon/test_fingerprint.py",
+    "energon/test_states.py",
 )
 """Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
 

@@ -68,6 +68,7 @@ def files_of(out: Path) -> dict[Path, bytes]:
     return {file.relative_to(out): file.read_bytes() for file in out.rglob("*.*") if file.is_file()}
 
 
+@pytest.mark.full  # half a minute of imports in the workers
 def test_ray_writes_the_same_files_although_a_worker_is_killed_and_says_nothing_of_its_own(command, whole, tmp_path):
     running = started(command)
     os.kill(a_worker(tmp_path / "index"), signal.SIGKILL)
@@ -81,6 +82,7 @@ def test_ray_writes_the_same_files_although_a_worker_is_killed_and_says_nothing_
     assert all(name.name[0] == "." for name in found.keys() - whole.keys())
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_command_and_all_workers_and_the_next_command_goes_on(command, whole, tmp_path, monkeypatch):
     running = started(command)
     worker = a_worker(tmp_path / "index")

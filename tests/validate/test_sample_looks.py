@@ -133,4 +133,4 @@ def test_a_shard_that_is_no_shard_is_an_error_with_energons_reason(pieces, tmp_p
     (broken / "text" / "train-000000.tar").write_bytes(b"nothing" * 2000)
     (look,) = samples(broken)
     assert look.outcome == "error"
-    assert f"cannot read {broken / 'text'}" in look.why
+    assert f"unreadable_shard): train-000000@0: {broken / 'text'}" in look.why

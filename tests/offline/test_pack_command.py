@@ -88,7 +88,7 @@ def test_a_second_pack_does_nothing_and_ranks_share_the_shards(plan_of, whole, t
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("dataset", ["polylithic"], indirect=True)
+@pytest.mark.parametrize("layout", ["polylithic"], indirect=True)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
 def test_a_pack_that_is_killed_anywhere_continues_and_ends_as_if_it_had_not_been(seed, plan_of, whole, tmp_path):
     drawn = random.Random(seed)

@@ -177,7 +177,7 @@ def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(way,
     check_same(expected, list(open_loader(packed(run, tmp_path, way))))
 
 
-@pytest.mark.parametrize("dataset", ["polylithic"], indirect=True)
+@pytest.mark.parametrize("layout", ["polylithic"], indirect=True)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 0), (8, 1)])
 def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(way, ranks, workers, plan_of, packed_runs):

@@ -53,7 +53,7 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
         for finding in report.findings:
             click.echo(str(finding))
         click.echo(
-            f"{report.packs:,} packs with {report.samples:,} samples in {report.shards:,} shards, {report.remade:,} of "
+            f"{report.packs:,} packs with {report.samples:,} samples (shards: {report.shards:,}), {report.remade:,} of "
             f"the packs made anew: {f'{len(report.findings):,} shards differ' if report.findings else 'all as planned'}"
         )
     if report.findings:

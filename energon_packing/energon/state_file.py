@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     restricted = types.ModuleType("loader_state_pickle")
     vars(restricted).update(Unpickler=_StateUnpickler, load=_load, UnpicklingError=pickle.UnpicklingError)
     try:
+        _check_checksums(path)
         saved = torch.load(path, map_location="cpu", weights_only=False, pickle_module=restricted)
     except Exception as error:  # damaged bytes make a pickle fail in any way
         reason = " ".join(str(error).split())[:200] or type(error).__name__
@@ -72,6 +74,17 @@ def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:
     if not isinstance(saved, dict) or "dataloader_state_dict" not in saved:
         raise ConfigError(f"{path} is not the state of a loader: it has no dataloader_state_dict. {_WAY_OUT}")
     return saved["dataloader_state_dict"]
+
+
+def _check_checksums(path: Path) -> None:
+    """Asks each part of the file for its CRC-32, which ``torch.save`` writes and ``torch.load`` does not read.
+
+    Without it one flipped bit gives another position in the data, without a word.
+    """
+    if torch.serialization.get_crc32_options() and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as parts:
+            if (damaged := parts.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of its part {damaged} differs")
 
 
 _WAY_OUT = "Continue from an earlier checkpoint."

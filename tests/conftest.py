@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,16 @@ def imports_without_garbage() -> None:
     """
     gc.collect()
     FREEZE()
+
+
+@pytest.fixture(autouse=True)
+def first_use_without_garbage() -> Iterator[None]:
+    """The same for what a test was the first to import: transformers imports when it is used."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 50:
+        gc.collect()
+        FREEZE()
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from energon_packing.config import (
     DataConfig,
@@ -24,7 +25,6 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.fingerprint import BY_CONTENT, FREE, READERS
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
-from energon_packing.thd.pixels import finish
 
 full = pytest.mark.full
 PACKS = 14  # more than an epoch of the small data set
@@ -184,11 +184,13 @@ def digest(pack: Any) -> str:
     """Of everything that a step reads."""
     batch = pack.batch
     found = hashlib.sha256(repr((pack.keys, batch.total_tokens)).encode())
-    tensors = {**batch.token_tensors, **finish(batch.visual_inputs or {}, batch.pixel_forms or {})}
+    tensors = {**batch.token_tensors, **(batch.visual_inputs or {})}
     tensors |= {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_padded": batch.cu_seqlens_padded}
+    found.update(repr(sorted((batch.pixel_forms or {}).items())).encode())  # what makes pixels of bytes
     for name, value in sorted(tensors.items()):
         if value is not None:
-            found.update(f"{name}{tuple(value.shape)}".encode() + value.double().numpy().tobytes())
+            found.update(f"{name}{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 
 

@@ -64,6 +64,13 @@ class Recorder:
             )
 
 
+class OneCase:
+    """Pytest plugin: keeps one case of each parametrized test."""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+
+
 def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None = None) -> None:
     """A copy of the package under `folder`, with the mutation's edits.
 
@@ -94,7 +101,7 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
             bytecode.unlink()
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> None:
+def run_tests(folder: Path, tests: Sequence[str], *, one_case: bool) -> None:
     """In the fork: runs the tests against the package in `folder`, writes ``result.json`` there, never returns."""
     code = 1
     try:
@@ -121,7 +128,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> None:
         places = [str(ROOT / test) for test in tests]
         status = pytest.main(
             [*places, f"--rootdir={ROOT}", f"-c{ROOT / 'pyproject.toml'}", "-pno:cacheprovider", "-x", *PYTEST],
-            plugins=[recorder],
+            plugins=[recorder, *([OneCase()] if one_case else [])],
         )
         imported = Path(sys.modules[PACKAGE].__file__ or "").resolve()
         result = {
@@ -139,12 +146,12 @@ def run_tests(folder: Path, tests: Sequence[str]) -> None:
         os._exit(code)
 
 
-def start(folder: Path, tests: Sequence[str]) -> int:
-    """Forks a process group that runs `tests`; gives its id."""
+def start(folder: Path, tests: Sequence[str], *, one_case: bool) -> int:
+    """Forks a process group that runs `tests`, each with one of its cases or all; gives its id."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
-        run_tests(folder, tests)
+        run_tests(folder, tests, one_case=one_case)
     return child
 
 
@@ -180,9 +187,9 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
     rows: list[dict[str, Any]] = []
     todo: list[tuple[Mutation | None, list[str]]] = []
     usable = [mutation for mutation in mutations if has_bridge or not mutation.needs_bridge]
-    # Without mutation one test of each file: that it passes here, as the tests' own run says of all, shows that what
-    # fails below does not fail for want of a file, a fixture or a variable. In two parts, because tests that fork ranks
-    # need a process in which no backward pass has run before.
+    # Without mutation one test of each file, in one case: that it passes here, as the tests' own run says of all, shows
+    # that what fails below does not fail for want of a file, a fixture or a variable. In two parts, because tests that
+    # fork ranks need a process in which no backward pass has run before.
     names = sorted({mutation.test.partition("::")[0]: mutation.test for mutation in usable}.values())
     forking = [name for name in names if "gloo" in name]
     todo += [(None, part) for part in (forking, [name for name in names if name not in forking]) if part]
@@ -204,7 +211,7 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
             folder = keep / f"{number:03d}"
             number += 1
             copy_package(folder, mutation, compiled)
-            running[start(folder, tests)] = (mutation, folder, time.monotonic())
+            running[start(folder, tests, one_case=mutation is None)] = (mutation, folder, time.monotonic())
         for child, (mutation, folder, since) in list(running.items()):
             ended, _ = os.waitpid(child, os.WNOHANG)
             late = time.monotonic() - since > LIMIT_S

@@ -30,7 +30,15 @@ def sources(tmp_path_factory):
     return source, more
 
 
-@pytest.fixture(scope="session", params=["polylithic", pytest.param("monolithic", marks=pytest.mark.full)])
+def pytest_generate_tests(metafunc):
+    """One layout, and where a test is marked ``both_layouts`` the other one too, in the full tier."""
+    if "layout" in metafunc.fixturenames:
+        both = metafunc.definition.get_closest_marker("both_layouts")
+        others = [pytest.param("monolithic", marks=pytest.mark.full)] if both else []
+        metafunc.parametrize("layout", ["polylithic", *others], indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def layout(request):
     return request.param
 

@@ -47,6 +47,7 @@ def rows_of(index):
     }
 
 
+@pytest.mark.both_layouts
 def test_lengths_targets_and_refusals_are_those_of_the_online_loader(index, dataset, run_of):
     packs = list(build_loader(run_of(dataset, seq_length=16384)))
     rows = {key: row for key, (_, _, row) in rows_of(index).items()}
@@ -67,6 +68,7 @@ def test_lengths_targets_and_refusals_are_those_of_the_online_loader(index, data
     assert {reason for reason, _ in dropped.values()} == {"reserved_token"}
 
 
+@pytest.mark.both_layouts
 def test_records_and_media_lie_where_tarfile_finds_them(index):
     seen = 0
     for key, (part, shard, row) in rows_of(index).items():
@@ -82,6 +84,7 @@ def test_records_and_media_lie_where_tarfile_finds_them(index):
     assert seen > 20
 
 
+@pytest.mark.both_layouts
 def test_images_and_patches_are_those_of_the_packs(index, dataset, run_of):
     patches = sum(
         int(pack.batch.visual_inputs[name].shape[0])
@@ -108,6 +111,7 @@ def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index,
     assert (report.measured, report.reused) == (0, 6)
 
 
+@pytest.mark.both_layouts
 def test_only_what_is_new_or_changed_is_measured(dataset, run_of, tmp_path, sources):
     run, out = run_of(dataset), tmp_path / "index"
     measure(MeasureConfig(paths=(dataset,), out=out, workers=0), run)

@@ -22,7 +22,6 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'energon-pa
 
 
 @pytest.mark.full  # half a minute of imports in the workers
-@pytest.mark.parametrize("layout", ["polylithic"], indirect=True)
 def test_ray_packs_what_one_process_packs_although_a_worker_is_killed_and_verifies_it(dataset, run_of, tmp_path):
     run = planned(run_of(dataset, seq_length=1024), dataset, tmp_path)
     plan, whole, out = Path(run.data.path), tmp_path / "whole", tmp_path / "packed"

@@ -9,13 +9,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
 from test_planned_loader import digests, planned
 
 from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
-from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
@@ -49,17 +50,26 @@ def on(run, path):
     return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
 
 
+def read(run, **options):
+    """All packs of an epoch, their pixels as the processor's numbers."""
+    return [dataclasses.replace(each, batch=each.batch.finished()) for each in open_loader(run, **options)]
+
+
 def check_same(expected, found):
-    """Everything about every pack: `field_digests` is the oracle of the rows, the rest is compared by value."""
+    """Everything about every pack, each tensor bit for bit."""
     assert len(found) == len(expected)
     for ours, theirs in zip(expected, found, strict=True):
-        assert field_digests(theirs.batch.finished()) == field_digests(ours.batch.finished())
+        tensors, others = tensors_of(ours.batch), tensors_of(theirs.batch)
+        assert tensors.keys() == others.keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == others[name].dtype, name
+            assert torch.equal(tensor, others[name]), name
         assert theirs.batch.visual_counts == ours.batch.visual_counts
         assert (theirs.batch.sample_keys, theirs.batch.fillers) == (ours.batch.sample_keys, ours.batch.fillers)
         for field in dataclasses.fields(ours):
             if field.name not in ("batch", "worker"):
                 assert getattr(theirs, field.name) == getattr(ours, field.name), field.name
-        assert first_difference(ours, theirs) is None
+    assert first_difference(expected[0], found[0]) is None
 
 
 @pytest.fixture(scope="module")
@@ -74,41 +84,38 @@ def packed_runs(plan_of):
     return {way: packed(plan_of, Path(plan_of.data.path).parent, way, shard_packs=4) for way in WAYS}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(way, plan_of, packed_runs):
-    expected = list(open_loader(plan_of))
+@pytest.mark.both_layouts
+def test_every_pack_of_an_epoch_is_the_planned_one_whatever_it_is_read_from(plan_of, packed_runs):
+    expected = read(plan_of)
     assert sum(bool(each.batch.visual_inputs) for each in expected) > 5
     assert sum("pixel_values_videos" in (each.batch.visual_inputs or {}) for each in expected) > 2
     assert any(key.startswith("pair") for each in expected for key in each.keys)
-    check_same(expected, list(open_loader(packed_runs[way])))
-    check_same(expected, list(open_loader(packed_runs[way], workers=2)))
+    for way in WAYS:
+        check_same(expected, read(packed_runs[way]))
+        check_same(expected, read(packed_runs[way], workers=2))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "name", ["glm4v", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.full) for name in FULL_TIER)]
 )
-def test_every_family_has_the_same_packs_three_ways(name, way, dataset, run_of, tmp_path_factory):
+def test_every_family_has_the_same_packs_three_ways(name, dataset, run_of, tmp_path):
     """Positions on three axes where the family has them, token types, padded images, images and videos of one token."""
-    folder = tmp_path_factory.getbasetemp() / f"family-{name}-{dataset.parent.name}"
-    processor = folder / "processor"
-    if not processor.exists():
-        folder.mkdir()
-        if name in MADE:
-            MADE[name]().save_pretrained(processor)
-        else:
-            shutil.copytree(processor_path("qwen3_vl"), processor)
+    processor = tmp_path / "processor"
+    if name in MADE:
+        MADE[name]().save_pretrained(processor)
+    else:
+        shutil.copytree(processor_path("qwen3_vl"), processor)
     family = "huggingface" if name == "huggingface" else "auto"
     positions = "mrope" if name in ("glm4v", "ernie4_5_vl", "qwen3_vl") else "1d"
     encoder = EncoderConfig(processor=str(processor), family=family, position_ids=positions)
     run = dataclasses.replace(run_of(dataset), encoder=encoder)
-    run = planned(run, dataset, folder)
-    expected = list(open_loader(run))
+    run = planned(run, dataset, tmp_path)
+    expected = read(run)
     assert sum(bool(each.batch.visual_inputs) for each in expected) > 2
-    check_same(expected, list(open_loader(packed(run, folder, way))))
+    for way in WAYS:
+        check_same(expected, read(packed(run, tmp_path, way)))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("packing", "encoder"),
     [
@@ -119,38 +126,38 @@ def test_every_family_has_the_same_packs_three_ways(name, way, dataset, run_of, 
     ],
     ids=["split", "truncate", "dummy_image", "resize"],
 )
-def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(packing, encoder, way, dataset, run_of, tmp_path):
+def test_what_a_row_makes_of_long_samples_is_stored_as_it_is_planned(packing, encoder, dataset, run_of, tmp_path):
     run = run_of(dataset, encoder=encoder, **packing)
     run = planned(dataclasses.replace(run, parallel=ParallelConfig(context_parallel=2)), dataset, tmp_path)
-    expected = list(open_loader(run))
+    expected = read(run)
     assert sum(len(each.changed) for each in expected) > 0 or "dummy_image" in packing
-    run_packed = packed(run, tmp_path, way)
-    check_same(expected, list(open_loader(run_packed)))
     # A plan for context parallelism 2 serves 1, and rows of another width: the packs are assembled again.
     change = {"packing": dataclasses.replace(run.packing, pad_to_max_length=not run.packing.pad_to_max_length)}
     change["parallel"] = ParallelConfig()
-    expected = list(open_loader(dataclasses.replace(run, **change)))
-    check_same(expected, list(open_loader(dataclasses.replace(run_packed, **change))))
+    assembled_again = read(dataclasses.replace(run, **change))
+    for way in WAYS:
+        run_packed = packed(run, tmp_path, way)
+        check_same(expected, read(run_packed))
+        check_same(assembled_again, read(dataclasses.replace(run_packed, **change)))
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pixels", ["float32", "bfloat16"])
-def test_pixels_are_what_the_run_asks_for_whatever_is_stored(pixels, way, plan_of, packed_runs):
+def test_pixels_are_what_the_run_asks_for_whatever_is_stored(pixels, plan_of, packed_runs):
     def asked(run):
-        return list(open_loader(dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, pixels=pixels))))
+        return read(dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, pixels=pixels)))
 
     expected = asked(plan_of)
     kinds = {str(each.batch.visual_inputs["pixel_values"].dtype) for each in expected if _images(each)}
     assert kinds == {f"torch.{pixels}"}
-    check_same(expected, asked(packed_runs[way]))
+    for way in WAYS:
+        check_same(expected, asked(packed_runs[way]))
 
 
 def _images(made):
     return "pixel_values" in (made.batch.visual_inputs or {})
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(way, tmp_path):
+def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(tmp_path):
     from PIL import Image
 
     Image.new("RGB", (60, 80), (200, 30, 90)).save(tmp_path / "image.png")
@@ -172,14 +179,13 @@ def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(way,
         packing=PackingConfig(seq_length=256),
     )
     run = planned(run, tmp_path / "data", tmp_path)
-    expected = list(open_loader(run))
+    expected = read(run)
     assert all(each.batch.extra["reward"].any() for each in expected)
-    check_same(expected, list(open_loader(packed(run, tmp_path, way))))
+    for way in WAYS:
+        check_same(expected, read(packed(run, tmp_path, way)))
 
 
-@pytest.mark.parametrize("layout", ["polylithic"], indirect=True)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 0), (8, 1)])
+@pytest.mark.parametrize(("way", "ranks", "workers"), [("tokens", 1, 1), ("copied", 8, 0), ("pixels", 2, 0)])
 def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(way, ranks, workers, plan_of, packed_runs):
     def endless(run):
         return dataclasses.replace(run, data=dataclasses.replace(run.data, repeat=True))
@@ -200,8 +206,7 @@ def test_a_state_of_the_plan_continues_on_its_packs_and_back_with_any_ranks(way,
         assert [each for step in zip(*merged, strict=True) for each in step] == whole[8:]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(way, dataset, run_of, tmp_path):
+def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)
     run = planned(run_of(copied), copied, tmp_path)
@@ -211,24 +216,26 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_as_from_the_plan(way, datase
     with (Path(source.media_root) / source.media_shards[media.shard]).open("r+b") as file:
         file.seek(media.offset)
         file.write(b"\0" * media.size)
-    expected = list(open_loader(run))
+    expected = read(run)
     dropped = [(entry.key, entry.reason) for each in expected for entry in each.dropped]
     assert sample.key in dict(dropped)
-    report = pack(PackConfig(plan=Path(run.data.path), out=tmp_path / way, workers=0, **WAYS[way]))
-    check_same(expected, list(open_loader(on(run, tmp_path / way))))
-    if way == "pixels":  # decoded, and so dropped, when it was packed
-        assert sum(sum(shard.drops.values()) for shard in report.facts.shards) == len(dropped)
-        lines = [json.loads(line) for line in (tmp_path / way / "drops.jsonl").read_text().splitlines()]
-        assert lines[0] == {"plan": plan.facts.id}
-        assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
+    for way, settings in WAYS.items():
+        report = pack(PackConfig(plan=Path(run.data.path), out=tmp_path / way, workers=0, **settings))
+        check_same(expected, read(on(run, tmp_path / way)))
+    # Pixels are decoded, and their samples so dropped, when they are packed.
+    assert sum(sum(shard.drops.values()) for shard in report.facts.shards) == len(dropped)
+    lines = [json.loads(line) for line in (tmp_path / "pixels" / "drops.jsonl").read_text().splitlines()]
+    assert lines[0] == {"plan": plan.facts.id}
+    assert [(line["dropped"], line["reason"]) for line in lines[1:]] == dropped
 
 
+@pytest.mark.both_layouts
 def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)
     run = planned(run_of(copied), copied, tmp_path)
     runs = {way: packed(run, tmp_path, way) for way in WAYS}
-    expected = list(open_loader(run))
+    expected = read(run)
     uuid = next(
         path
         for path in copied.rglob("index.uuid")
@@ -237,14 +244,14 @@ def test_a_packed_run_needs_its_data_sets_only_for_media_that_stayed_there(datas
     before = uuid.read_text()
     uuid.write_text("another")
     with pytest.raises(UserError, match=r"changed since .* was packed with --media reference"):
-        list(open_loader(runs["tokens"]))
+        read(runs["tokens"])
     uuid.write_text(before)
-    check_same(expected, list(open_loader(runs["tokens"])))
+    check_same(expected, read(runs["tokens"]))
     shutil.rmtree(copied)
     with pytest.raises(UserError, match=r"cannot be read"):
-        list(open_loader(runs["tokens"]))
+        read(runs["tokens"])
     for way in ("copied", "pixels"):
-        check_same(expected, list(open_loader(runs[way])))
+        check_same(expected, read(runs[way]))
         assert not verify(VerifyConfig(directory=Path(runs[way].data.path), share=0)).findings
 
 
@@ -255,14 +262,14 @@ def test_data_sets_that_moved_are_planned_where_they_are_and_nothing_is_packed_a
     (tmp_path / "second").mkdir()
     run = planned(run_of(before), before, tmp_path / "first")
     stored = packed(run, tmp_path, "tokens")
-    expected = list(open_loader(run))
+    expected = read(run)
     before.rename(after)
     with pytest.raises(UserError, match="cannot be read"):
-        list(open_loader(stored))
+        read(stored)
     moved = planned(run_of(after), after, tmp_path / "second")
     report = pack(PackConfig(plan=Path(moved.data.path), out=tmp_path / "tokens", workers=0))
     assert (report.packed, report.missing) == (0, 0)
-    check_same(expected, list(open_loader(stored)))
+    check_same(expected, read(stored))
 
 
 @pytest.mark.parametrize(

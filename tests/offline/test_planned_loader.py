@@ -66,6 +66,7 @@ def samples_of(packs):
     return found
 
 
+@pytest.mark.both_layouts
 def test_every_sample_is_in_one_pack_and_is_the_sample_of_the_online_loader(plan_of, dataset, run_of):
     offline, online = list(open_loader(plan_of)), list(build_loader(run_of(dataset)))
     assert len(offline) == len(Plan.open(plan_of.data.path))
@@ -78,6 +79,7 @@ def test_every_sample_is_in_one_pack_and_is_the_sample_of_the_online_loader(plan
     assert found == expected
 
 
+@pytest.mark.both_layouts
 def test_pixels_of_a_planned_pack_are_those_of_its_samples_online(plan_of, dataset, run_of):
     def pixels(packs):
         total = torch.zeros((), dtype=torch.float64)
@@ -101,8 +103,7 @@ def test_any_number_of_ranks_and_workers_reads_the_same_global_packs(plan_of, ra
     assert merged == whole
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 3), (8, 1)])
-@pytest.mark.parametrize("saving", [0, 3])
+@pytest.mark.parametrize(("saving", "ranks", "workers"), [(0, 1, 0), (3, 2, 3), (0, 8, 0)])
 def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack(plan_of, ranks, workers, saving):
     endless = dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, repeat=True))
     count = len(Plan.open(plan_of.data.path))
@@ -164,6 +165,7 @@ def test_the_command_plan_measures_long_samples_again_by_itself(dataset, run_of,
     assert out.read_bytes() == Path(run.data.path).read_bytes()
 
 
+@pytest.mark.both_layouts
 def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its_pack(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)
@@ -194,6 +196,7 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its
     assert sample.key in written.read_text()
 
 
+@pytest.mark.both_layouts
 def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_of, tmp_path):
     copied = tmp_path / "data"
     shutil.copytree(dataset, copied)

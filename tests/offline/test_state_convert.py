@@ -77,6 +77,7 @@ def planned(plan, epoch=0):
     return given, {entry["dropped"] for entry in read_drops(plan, found.facts.id)}
 
 
+@pytest.mark.both_layouts
 @pytest.mark.parametrize(
     ("ranks", "workers", "packs", "data"),
     [

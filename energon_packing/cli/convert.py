@@ -230,7 +230,8 @@ def convert(
         click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
         raise
     if as_json:
-        click.echo(json.dumps(report.to_json(), ensure_ascii=False))
+        # A column's name may hold half of a character, which no terminal takes; its escape is JSON, too.
+        click.echo(json.dumps(report.to_json(), ensure_ascii=False).encode("utf-8", "backslashreplace"))
     else:
         _print_report(report)
     if report.too_many_rejects(max_rejects):
@@ -285,6 +286,6 @@ def _print_report(report: ConversionReport) -> None:
         for reason, first in report.first_rejects.items():
             console.print(f"first {reason}: {first}", soft_wrap=True, highlight=False, markup=False)
         return
-    console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False)
+    console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False, markup=False)
     if report.rejected:
-        console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False)
+        console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False, markup=False)

@@ -112,7 +112,10 @@ def _decoded(address: str, max_bytes: int) -> tuple[bytes, str]:
     kind, *options = head.split(";")
     name = "x." + kind.rpartition("/")[2].lower()
     if "base64" not in (option.strip().lower() for option in options):
-        return unquote_to_bytes(data), name
+        try:
+            return unquote_to_bytes(data), name
+        except UnicodeEncodeError as error:
+            raise SampleRejected("corrupt_media", "a data: address holds half of a character") from error
     if len(data) // 4 * 3 > max_bytes + 3:
         raise SampleRejected("media_too_large", f"a data: address of {len(data)} characters; the limit is {max_bytes}")
     try:

@@ -111,7 +111,7 @@ def resolve_media(reference: str, root: Path) -> str:
     if _ADDRESS.match(reference):
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
-    if not reference or "\0" in reference:
+    if not reference or "\0" in reference or not _is_path(reference):
         raise SampleRejected("missing_media", f"{reference!r} is not a path")
     if (plain := _plain_file(reference, str(root))) is not None:
         return plain
@@ -125,6 +125,15 @@ def resolve_media(reference: str, root: Path) -> str:
     except OSError as error:
         raise SampleRejected("missing_media", f"{reference!r} cannot be looked up: {error.strerror}") from error
     return str(path)
+
+
+def _is_path(reference: str) -> bool:
+    """Whether the system can be asked for it; JSON can hold half of a character."""
+    try:
+        os.fsencode(reference)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)

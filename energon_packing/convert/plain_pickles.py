@@ -38,13 +38,17 @@ def read_files(content: bytes, where: str) -> list[bytes]:
         SampleRejected: ``unsafe_pickle`` for one with other instructions, ``corrupt_media`` for one that is damaged or
             holds anything else.
     """
-    return [_bytes(value, where) for value in _list(_read(content, where), where)]
+    return _files(_list(_read(content, where), where), where)
 
 
 def read_frame_lists(content: bytes, where: str) -> list[list[bytes]]:
     """A pickled list of videos, each a list of frames; raises as `read_files` does."""
     videos = _list(_read(content, where), where)
-    return [[_bytes(frame, where) for frame in _list(video, where)] for video in videos]
+    if sum(len(video) for video in videos if isinstance(video, list | tuple)) > len(content):
+        raise SampleRejected("unsafe_pickle", f"{where}: the pickle repeats lists of frames beyond its own size")
+    lists = [_list(video, where) for video in videos]
+    files = iter(_files([frame for frames in lists for frame in frames], where))
+    return [[next(files) for _ in frames] for frames in lists]
 
 
 def _read(content: bytes, where: str) -> Any:
@@ -69,6 +73,12 @@ def _list(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list | tuple):
         raise SampleRejected("corrupt_media", f"{where}: the pickle holds {type(value).__name__}, expected a list")
     return list(value)
+
+
+def _files(values: list[Any], where: str) -> list[bytes]:
+    """Each of these as bytes. A pickle may name one value many times in two bytes each; it is copied once."""
+    copied = {id(value): _bytes(value, where) for value in values}
+    return [copied[id(value)] for value in values]
 
 
 def _bytes(value: Any, where: str) -> bytes:

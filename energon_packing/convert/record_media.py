@@ -237,6 +237,7 @@ def _path(entry: Any, name: str) -> MediaPath:
 
 
 def kind_of(value: Any) -> str:
-    """The type of a JSON value, in words for a message."""
+    """The type of a value of JSON or of a table, in words for a message."""
     names = {"NoneType": "null", "dict": "an object", "list": "a list", "str": "text", "bool": "a truth value"}
-    return names.get(type(value).__name__, "a number")
+    others = {"bytes": "bytes", "date": "a date", "datetime": "a date", "Timestamp": "a date"}
+    return (names | others).get(type(value).__name__, "a number")

@@ -105,7 +105,8 @@ class ConversionReport:
     def write(self, directory: Path) -> None:
         """Writes `conversion.json`."""
         text = json.dumps(self.to_json(), indent=2, ensure_ascii=False)
-        (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8")
+        # A column's name may hold half of a character; in JSON its escape is what Python writes for it, too.
+        (directory / CONVERSION_FILE).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:

@@ -42,7 +42,10 @@ def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -
     names: set[str] = set()
     for origin, source in enumerate(sources):
         for path, name in _found(source, shut):
-            files.append(SourceFile(path=path, name=name if name not in names else str(path), origin=origin))
+            shown = name if name not in names else str(path)
+            # Reports are UTF-8, and the name of a file may be any bytes.
+            shown = shown.encode("utf-8", "backslashreplace").decode()
+            files.append(SourceFile(path=path, name=shown, origin=origin))
             names.add(name)
     return files
 

@@ -196,5 +196,30 @@ def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) 
         detail = f"the row has more than {max_record_bytes} bytes"
         yield broken(source, first, f"{source.name}[{first}]", detail, reason="record_too_large")
         return
-    for number, value in enumerate(batch.to_pylist(), first):
+    for number, value in enumerate(_values(batch), first):
         yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)
+
+
+def _values(batch: Any) -> list[Any]:
+    """The rows of a batch. A column that Python cannot express, such as a date after the year 9999, is its text.
+
+    Raises:
+        ValueError, OverflowError: a column has neither, or the file is damaged.
+    """
+    rows: list[Any]
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):
+        columns = [_column_values(column) for column in batch.columns]
+        rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
+    return rows
+
+
+def _column_values(column: Any) -> Any:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError) as error:
+        try:
+            return column.cast("string").to_pylist()
+        except (ValueError, NotImplementedError):  # of Arrow: it has no text for values of this type
+            raise error from None

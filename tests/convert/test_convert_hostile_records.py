@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from energon_reading import read_dataset
-from source_files import openai, rejects, run, sharegpt, write_image, write_json
+from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines
+
+from energon_packing.cli.main import cli
+from energon_packing.convert.report import read_report
 
 
 @pytest.fixture
@@ -153,3 +157,42 @@ def test_a_record_nested_beyond_the_limit_is_rejected(between, depth: int, kind:
         return {**talk(*turns), "tools": [tool]}
 
     assert between(made(depth))["reason"] == "too_deep"
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ("\ud800.jpg", "missing_media"),
+        ("\ud800/a.jpg", "missing_media"),
+        ("data:,\ud800", "corrupt_media"),
+        ("data:image/jpeg;base64,\ud800", "corrupt_media"),
+    ],
+)
+def test_half_a_character_in_the_name_of_an_image_costs_its_record(tmp_path: Path, image: str, reason: str) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [sharegpt("bad", "<image>?", image=image), sharegpt("good")])
+    report = run(source, tmp_path / "out", max_rejects=1.0, split={"train": 1.0})
+    assert (report.written, report.rejected) == (1, {reason: 1})
+
+
+def test_half_a_character_in_the_name_of_a_column_is_reported(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [sharegpt("good", **{"\ud800": 3})])
+    done = CliRunner().invoke(cli, ["convert", str(source), "--out", str(tmp_path / "out"), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["ignored_columns"] == {"\ud800": {"records": 1}}
+    known = read_report(tmp_path / "out")
+    assert known is not None
+    assert known["ignored_columns"] == {"\ud800": {"records": 1}}
+
+
+def test_a_source_whose_name_is_not_utf_8_is_converted(tmp_path: Path) -> None:
+    source = tmp_path / "a\udcff.jsonl"
+    write_lines(source, [sharegpt()])
+    report = run(source, tmp_path / "out", split={"train": 1.0})
+    assert report.layouts == {"a\\udcff.jsonl": {"sharegpt": 1}}
+    assert run(source, tmp_path / "out", split={"train": 1.0}, resume=True).skipped
+
+
+@pytest.mark.parametrize("kind", [{"a": 1}, ["text"], 5, None])
+def test_a_part_whose_type_is_no_word_is_rejected(between, kind: Any) -> None:
+    part = {"type": kind, "value": "Hi."}
+    assert between({"messages": [{"role": "user", "content": [part]}]})["reason"] == "unknown_part"

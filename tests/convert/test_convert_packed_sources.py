@@ -6,6 +6,8 @@ import base64
 import gzip
 import json
 from collections.abc import Callable
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +352,22 @@ def test_an_array_in_a_gzip_file_that_breaks_off_says_so_without_a_wrong_size(tm
     assert records[2].error is not None
     assert records[2].error.reason == "truncated_array"
     assert "bytes" not in records[2].error.detail
+
+
+def test_a_cell_that_python_cannot_express_costs_no_row(tmp_path: Path) -> None:
+    """A date after the year 9999 in a column that nothing reads, in one row of many."""
+    times = pa.array([1] * 10 + [1 << 60] + [1] * 2000, pa.timestamp("us"))
+    messages = pa.array([openai()["messages"]] * len(times))
+    pq.write_table(pa.table({"messages": messages, "created": times}), tmp_path / "a.parquet")
+    report = run(tmp_path / "a.parquet", tmp_path / "out", split={"train": 1.0})
+    assert (report.written, report.rejected) == (len(times), {})
+    assert report.ignored_columns == {"created": {"records": len(times)}}
+
+
+@pytest.mark.parametrize("value", [date(2026, 1, 1), Decimal("1.5"), b"x"])
+def test_a_cell_that_json_cannot_express_costs_its_row_alone(tmp_path: Path, value: Any) -> None:
+    tools = pa.array([[{"name": "now", "since": value}], None])
+    messages = pa.array([openai()["messages"]] * 2)
+    pq.write_table(pa.table({"messages": messages, "tools": tools}), tmp_path / "a.parquet")
+    report = run(tmp_path / "a.parquet", tmp_path / "out", split={"train": 1.0})
+    assert (report.written, report.rejected) == (1, {"bad_text": 1})

@@ -212,3 +212,20 @@ def test_arbitrary_bytes_are_refused_or_read_and_never_raise_anything_else(conte
 def test_lists_of_bytes_come_back_as_they_were(files: list[bytes], protocol: int, as_tuple: bool) -> None:
     assert read_files(pickle.dumps(tuple(files) if as_tuple else files, protocol), "") == files
     assert read_frame_lists(pickle.dumps([files, files], protocol), "") == [files, files]
+
+
+def test_a_file_that_a_pickle_names_many_times_is_in_memory_once() -> None:
+    size = 1 << 16
+    array = pickle.BYTEARRAY8 + size.to_bytes(8, "little") + bytes(size) + pickle.MEMOIZE
+    named_again = pickle.BINGET + b"\1"
+    content = b"\x80\x05]" + pickle.MEMOIZE + b"(" + array + named_again * 1000 + b"e."
+    files = read_files(content, ".jpgs")
+    assert len(files) == 1001
+    assert {id(file) for file in files} == {id(files[0])}
+
+
+def test_a_pickle_that_repeats_a_list_of_frames_beyond_its_size_is_refused() -> None:
+    frames = [b"f"] * 1000
+    assert read_frame_lists(pickle.dumps([frames, frames]), ".videos") == [frames, frames]
+    with pytest.raises(SampleRejected, match="unsafe_pickle"):
+        read_frame_lists(pickle.dumps([frames] * 1000), ".videos")

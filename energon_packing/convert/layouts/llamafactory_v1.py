@@ -67,7 +67,7 @@ def _message(message: Any, number: int) -> Any:
             thoughts.append(value)
         elif kind == "tool_call":
             calls += parse_function_call_text(value, set())
-        elif kind in _MEDIA:
+        elif isinstance(kind, str) and kind in _MEDIA:
             parts.append({"type": _MEDIA[kind], _MEDIA[kind]: value, **rest})
         else:
             known = ", ".join(("text", "reasoning", "tool_call", *_MEDIA))

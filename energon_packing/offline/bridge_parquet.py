@@ -100,8 +100,8 @@ def pack_parquet(
         raise UserError(f"{out} cannot be written ({error.strerror or error}); choose another --out") from error
     if others:
         raise UserError(f"{out} holds other files ({min(others)}), which Bridge would read too; choose another --out")
-    todo = [task for task in tasks if not work.found(task)]
-    mine = [task for task in todo if tasks.index(task) % share[1] == share[0]]
+    todo = [(number, task) for number, task in enumerate(tasks) if not work.found(task)]
+    mine = [task for number, task in todo if number % share[1] == share[0]]
     done, total = 0, sum(task.stop - task.first for task in mine)
     progress("pack", 0, total)
     if mine:
@@ -109,7 +109,7 @@ def pack_parquet(
             for task, _ in results:
                 done += task.stop - task.first
                 progress("pack", done, total)
-    missing = sum(not work.found(task) for task in todo)
+    missing = sum(not work.found(task) for _, task in todo)
     return ParquetReport(packs=len(plan), packed=len(mine), reused=len(tasks) - len(todo), missing=missing)
 
 

@@ -77,7 +77,8 @@ class IndexedShard:
     @property
     def file(self) -> str:
         """Name of its file in the data set's directory of the index."""
-        return f"{self.name.removesuffix('.tar').replace('/', '_')}.parquet"
+        # Two shards never share a file: "a/b.tar" and "a_b.tar" are two.
+        return f"{self.name.removesuffix('.tar').replace('%', '%25').replace('/', '%2F')}.parquet"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

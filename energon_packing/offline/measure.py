@@ -118,7 +118,7 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
             cannot be measured.
     """
     measurer = ShardMeasurer(run.encoder)
-    before = _index(config.out, measurer)
+    _index(config.out, measurer)  # refused before anything is measured
     parts = [part for path in config.paths for part in source_parts(path, config.split)]
     names = [_name(part) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -141,7 +141,8 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
             done[task.dataset, task.shard] = found
     reused = len(done)
     # By the number of the shard, not by what is left: ranks look at different times.
-    mine = [task for task in todo if tasks.index(task) % config.world_size == config.rank]
+    turns = {id(task): number % config.world_size for number, task in enumerate(tasks)}
+    mine = [task for task in todo if turns[id(task)] == config.rank]
     total = sum(measurer.index_of(task.part.root).samples[task.shard] for task in mine)
     progress("measure", 0, total)
     samples = 0
@@ -173,7 +174,7 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]
         try:
-            index = _saved(config.out, measurer, before, datasets, run.encoder)
+            index = _saved(config.out, measurer, datasets, run.encoder)
         except OSError as error:
             raise cannot_write(config.out, error) from error
     return MeasureReport(index=index, measured=len(mine), reused=reused, missing=missing)
@@ -210,13 +211,14 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
     return found
 
 
-def _saved(
-    out: Path, measurer: ShardMeasurer, before: Index | None, datasets: Sequence[IndexedDataset], encoder: EncoderConfig
-) -> Index:
-    """Writes the index with the data sets of this command in it, beside those that are there."""
+def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: EncoderConfig) -> Index:
+    """Writes the index with the data sets of this command in it, beside those that are there.
+
+    Raises:
+        UserError: meanwhile, another command has made it with another encoder.
+    """
     with _locked(out):
-        if before is not None:
-            before = Index.open(out)  # another command may have added a data set meanwhile
+        before = _index(out, measurer)  # another command may have added a data set meanwhile, or made the index
         kept = {each.name: each for each in (before.datasets if before else ())}
         kept.update({each.name: each for each in datasets})
         index = Index(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY
 from energon_packing.errors import UserError
@@ -61,7 +62,8 @@ class ShardIndex:
         self.uuid = self.uuid_of(root)
         try:
             counts = json.loads((meta / INFO_FILE).read_text(encoding="utf-8"))["shard_counts"]
-            self._database = sqlite3.connect(f"file:{meta / 'index.sqlite'}?mode=ro&immutable=1", uri=True)
+            place = quote(str(meta / "index.sqlite"))  # "#", "?" and "%" would end or change the path
+            self._database = sqlite3.connect(f"file:{place}?mode=ro&immutable=1", uri=True)
             self._database.execute("SELECT 1 FROM sample_parts LIMIT 1")
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
             raise UserError(f"{meta} cannot be read ({error}); run 'energon prepare {root}'") from error

@@ -21,7 +21,7 @@ from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.index import Index
+from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.parquet import HOST
 
@@ -250,3 +250,42 @@ def test_mistakes_are_one_sentence_each(dataset, run_of, tmp_path):
     assert done.exit_code == 0, done.output
     (row,) = json.loads(done.stdout)["datasets"]
     assert (row["shards"], row["samples"], row["dropped"]) == (6, 67, 1)
+
+
+def test_two_commands_that_begin_an_index_at_once_lose_no_data_set(sources, run_of, tmp_path):
+    """The second begins and ends while the first measures, and both found no index."""
+    first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "index"
+    for data in (first, second):
+        convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    run = run_of(first)
+    seen = []
+
+    def meanwhile(stage, done, total):
+        if not seen:
+            seen.append(measure(MeasureConfig(paths=(second,), out=out, workers=0), run))
+
+    measure(MeasureConfig(paths=(first,), out=out, workers=0), run, meanwhile)
+    assert {each.path for each in Index.open(out).datasets} == {str(first), str(second)}
+    seen.clear()
+    other = run_of(first, encoder={"train_on": "last"})
+
+    def with_another_encoder(stage, done, total):
+        if not seen:
+            seen.append(measure(MeasureConfig(paths=(second,), out=tmp_path / "new", workers=0), other))
+
+    with pytest.raises(UserError, match=r"measured with another encoder: encoder\.train_on"):
+        measure(MeasureConfig(paths=(first,), out=tmp_path / "new", workers=0), run, with_another_encoder)
+
+
+def test_the_path_of_a_data_set_may_have_any_characters(sources, run_of, tmp_path):
+    data = tmp_path / "100%25 #1?mode=rw"
+    convert(ConvertConfig(sources=sources[1:], out=data, split={"train": 1.0}, workers=0))
+    report = measure(MeasureConfig(paths=(data,), out=tmp_path / "index", workers=0), run_of(data))
+    assert report.index.datasets[0].shards[0].samples == 7
+
+
+def test_shards_of_like_names_have_files_of_their_own():
+    names = ("a/b.tar", "a_b.tar", "a%2Fb.tar", "b.tar")
+    shards = [IndexedShard(name=name, samples=0, dropped=0, tokens=0, identity={}) for name in names]
+    assert len({shard.file for shard in shards}) == len(names)
+    assert not any("/" in shard.file for shard in shards)

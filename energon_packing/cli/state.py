@@ -17,6 +17,9 @@ Examples:
   energon-packing state convert 0.pt 1.pt --index index --config run.yaml --out rest.parquet --json
 """
 
+FILE = "train_dataloader_dprank000.pt"
+"""Of a Bridge checkpoint; ranks that are new take the first rank's state."""
+
 
 @click.group(epilog=_EXAMPLES)
 def state() -> None:
@@ -30,7 +33,7 @@ def state() -> None:
 @click.option("--set", "overrides", metavar="SECTION.KEY=VALUE", multiple=True, help="Change a value; may be repeated.")
 @click.option("--out", metavar="PLAN", required=True, type=click.Path(path_type=Path, dir_okay=False), help="To write.")
 @click.option("--states-out", metavar="DIR", type=click.Path(path_type=Path), help="Folder for Bridge's new state.")
-@click.option("--force", is_flag=True, help="Replace an existing plan.")
+@click.option("--force", is_flag=True, help="Replace an existing plan and state.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def convert(
     states: tuple[Path, ...],
@@ -60,6 +63,8 @@ def convert(
     from energon_packing.offline.planned_loader import plan_fingerprint, planned_state
     from energon_packing.offline.planner import make_plan
 
+    if states_out is not None:
+        _check_states_out(states_out / FILE, states, force)
     config = load_config(config_path, overrides)
     left = left_in_epoch(read_states(states), config)
     limits, remeasure = encoder_parts(config, (index,))
@@ -68,7 +73,7 @@ def convert(
         fingerprint = plan_fingerprint(Plan.open(out), build_task_encoder(config))
         try:
             states_out.mkdir(parents=True, exist_ok=True)
-            file = states_out / "train_dataloader_dprank000.pt"
+            file = states_out / FILE
             # As a replica's reader saves it; the number of packs is that from which its ranks count.
             saved = {"packs": 0, "source": planned_state(0, fingerprint)}
             with replacing(file) as aside:
@@ -93,3 +98,16 @@ def convert(
         f"epoch {left.epoch} are left, in the first {facts.epoch_ends[0] if rest else 0:,} packs of the plan"
     )
     print_summary(result)
+
+
+def _check_states_out(file: Path, states: tuple[Path, ...], force: bool) -> None:
+    """Refuses to replace a state, which may be the only one of a run.
+
+    Raises:
+        UserError: it is one of those that are read, or it is there and `force` is not given.
+    """
+    read = {given / FILE if given.is_dir() else given for given in states}
+    if file.resolve() in {each.resolve() for each in read}:
+        raise UserError(f"--states-out {file.parent} holds the states that are converted; name another folder.")
+    if file.exists() and not force:
+        raise UserError(f"{file} exists already; name another --states-out, or replace it with --force.")

@@ -58,6 +58,9 @@ def read_drops(plan: Path, identifier: str) -> Iterator[dict[str, Any]]:
             if json.loads(file.readline()).get("plan") != identifier:
                 raise UserError(f"{path} has the drops of another plan; make the plan again.")
             for line in file:
-                yield json.loads(line)
+                entry = json.loads(line)
+                if not isinstance(entry, dict) or not isinstance(entry.get("dropped"), str):
+                    raise ValueError(f"a line names no sample: {line[:80]!r}")
+                yield entry
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{path}, the drops of the plan, cannot be read ({error}); make the plan again.") from error

@@ -26,15 +26,19 @@ def explanation(plan: Plan, key: str) -> dict[str, Any]:
         UserError: nothing is known about the key.
     """
     whole, separator, piece = key.rpartition("#")
-    source = whole if separator and piece.isdigit() else key
+    source = whole if separator and piece.isdecimal() else key
     packed: list[dict[str, Any]] = []
     for table in plan.tables(["pack", "key"]):
         hits = table.filter(pc.is_in(table.column("key"), value_set=_strings({key, source})))
         for pack in sorted(set(hits.column("pack").to_pylist())):
             (found,) = plan.packs(pack, pack + 1)
             packed.extend(_occurrences(plan, found, key))
+    # A key may hold "#" itself; what follows the last one is a piece's number only if it is a number.
     dropped = [
-        drop for drop in read_drops(plan.path, plan.facts.id) if key in (drop["dropped"], drop["dropped"].split("#")[0])
+        drop
+        for drop in read_drops(plan.path, plan.facts.id)
+        if key == drop["dropped"]
+        or (drop["dropped"].startswith(f"{key}#") and drop["dropped"].removeprefix(f"{key}#").isdecimal())
     ]
     if not packed and not dropped:
         raise UserError(

@@ -68,8 +68,8 @@ class PlannedLoader(LoaderBase):
         self._pinned = torch.cuda.is_available()
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
-        if not self._repeat and self._position >= len(self._packs):
-            self._position = 0  # the last iteration ended with the plan
+        if not self._repeat and self._position >= len(self._packs) and not self._resumed:
+            self._position = 0  # the last iteration ended with the plan; a run that goes on at its end has no more
         stop = None if self._repeat else len(self._packs)
         positions = _Positions(self._position + self._rank, self._world_size, stop)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(

@@ -12,6 +12,7 @@ from made_index import drawn_rows, made_index, row
 
 from energon_packing.cli.main import cli
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan_drops import drops_path
 
 SETTINGS = ("--set", "packing.seq_length=1024", "--set", "plan.max_data_parallel=4")
 
@@ -106,6 +107,23 @@ def test_explain_says_where_a_sample_is_and_beside_what_or_why_it_is_nowhere(ind
     missing = plan("--explain", "nobody", out)
     assert missing.exit_code == 2
     assert "has no sample 'nobody'" in missing.output
+
+
+def test_explain_tells_keys_with_a_number_sign_from_pieces(index: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.parquet"
+    result(index, *SETTINGS, "--out", out)
+    drops = drops_path(out)
+    first = drops.read_text().splitlines()[0]
+    named = ["x#1#0", "x#1", "x#one", "x"]
+    entry = {"reason": "oversize", "detail": "", "dataset": "a", "shard": "shard_0.tar", "row": 0}
+    drops.write_text("\n".join([first, *(json.dumps({"dropped": name, **entry}) for name in named)]) + "\n")
+    found = {name: [each["dropped"] for each in result("--explain", name, out)["dropped"]] for name in named}
+    assert found == {"x": ["x#1", "x"], "x#1": ["x#1#0", "x#1"], "x#1#0": ["x#1#0"], "x#one": ["x#one"]}
+    for damage in ("[]", '{"dropped": 5}', "{"):
+        drops.write_text(f"{first}\n{damage}\n")
+        refused = plan("--explain", "x", out)
+        assert refused.exit_code == 2
+        assert "the drops of the plan, cannot be read" in refused.output
 
 
 @pytest.mark.parametrize(

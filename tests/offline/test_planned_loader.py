@@ -124,6 +124,17 @@ def test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_
     assert [pack for step in zip(*merged, strict=True) for pack in step] == whole[4 * steps :]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of, ranks):
+    """The plan does not begin again for it, as it does for a loader that is read once more."""
+    finished = open_loader(plan_of, rank=0, world_size=ranks)
+    read = [pack.keys for pack in finished]
+    restored = open_loader(plan_of, rank=0, world_size=ranks)
+    restored.restore_state(finished.save_state())
+    assert list(restored) == []
+    assert [pack.keys for pack in restored] == [pack.keys for pack in finished] == read
+
+
 def test_a_state_read_later_is_that_of_the_pack_at_which_it_was_asked_for(plan_of):
     loader = open_loader(plan_of)
     packs = iter(loader)

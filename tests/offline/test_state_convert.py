@@ -148,6 +148,25 @@ def test_a_bridge_state_is_written_that_begins_at_the_plan(dataset, run_of, inde
     assert next(iter(restored)).keys == next(iter(fresh)).keys
 
 
+def test_a_state_is_never_replaced_unasked_and_those_that_are_read_never(dataset, run_of, index, tmp_path):
+    run = run_of(dataset, data={"repeat": True, "workers": 0}, window=8)
+    states, other = tmp_path / "states", tmp_path / "other"
+    saved_after(run, 2, 1, states)
+    saved_after(run, 3, 1, other)
+    before = {file: file.read_bytes() for file in (*states.iterdir(), *other.iterdir())}
+    (first,) = states.iterdir()
+    for given in (states, first):
+        done, plan = converted(run, [given], index, tmp_path, "--states-out", str(tmp_path / "." / "states"), "--force")
+        assert done.exit_code == 2
+        assert "holds the states that are converted" in done.output
+        assert not plan.exists()
+    done, plan = converted(run, [states], index, tmp_path, "--states-out", str(other))
+    assert "train_dataloader_dprank000.pt exists already" in done.output
+    assert not plan.exists()
+    assert {file: file.read_bytes() for file in before} == before
+    assert converted(run, [states], index, tmp_path, "--states-out", str(other), "--force")[0].exit_code == 0
+
+
 def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of, index, sources, tmp_path):
     run = run_of(dataset, data={"repeat": True, "workers": 0}, window=8)
     saved_after(run, 2, 2, tmp_path / "states")

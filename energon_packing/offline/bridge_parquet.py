@@ -100,8 +100,8 @@ def pack_parquet(
         raise UserError(f"{out} cannot be written ({error.strerror or error}); choose another --out") from error
     if others:
         raise UserError(f"{out} holds other files ({min(others)}), which Bridge would read too; choose another --out")
-    todo = [(number, task) for number, task in enumerate(tasks) if not work.found(task)]
-    mine = [task for number, task in todo if number % share[1] == share[0]]
+    todo = [(at, task) for at, task in enumerate(tasks) if not work.found(task)]
+    mine = [task for at, task in todo if at % share[1] == share[0]]
     done, total = 0, sum(task.stop - task.first for task in mine)
     progress("pack", 0, total)
     if mine:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.errors import UserError
+from energon_packing.offline.checked_fields import count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 
 FORMAT = 1
@@ -110,10 +111,26 @@ class IndexedDataset:
         """A data set from what `dataclasses.asdict` made of it.
 
         Raises:
-            KeyError, TypeError: a field is missing or unknown.
+            KeyError, TypeError, ValueError: a field is missing or has another form.
         """
-        shards = tuple(IndexedShard(**each) for each in values["shards"])
-        return cls(**{**values, "shards": shards, "media_shards": tuple(values["media_shards"])})
+        return cls(
+            name=inner_path(values, "name"),
+            **{name: text(values, name) for name in ("path", "split", "root", "media_root")},
+            media_shards=tuple(inner_path({"media_shards": each}, "media_shards") for each in values["media_shards"]),
+            shards=tuple(_shard(each) for each in values["shards"]),
+            subflavors=mapping(values, "subflavors"),
+        )
+
+
+def _shard(values: Mapping[str, Any]) -> IndexedShard:
+    identity = mapping(values, "identity")
+    count(identity, "bytes")
+    text(identity, "index_uuid")
+    return IndexedShard(
+        name=inner_path(values, "name"),
+        **{name: count(values, name) for name in ("samples", "dropped", "tokens")},
+        identity=identity,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +163,7 @@ class Index:
             raise UserError(
                 f"{directory} is not an index (it has no {INDEX_FILE}); make one with 'energon-packing measure'"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file} cannot be read ({error}); measure again") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise UserError(f"{file} is not an index of format {FORMAT}; measure again with this version")
@@ -154,10 +171,10 @@ class Index:
             return cls(
                 directory=Path(directory),
                 datasets=tuple(IndexedDataset.from_json(each) for each in found["datasets"]),
-                encoder=found["encoder"],
-                fingerprint=found["fingerprint"],
+                encoder=mapping(found, "encoder"),
+                fingerprint=mapping(found, "fingerprint"),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{file} is damaged ({error!r}); measure again") from error
 
     def save(self) -> None:

@@ -127,22 +127,19 @@ def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *
     out = config.out.absolute()  # workers may have another current directory
     work = _Measuring(measurer, [out / name for name in names])
     done: dict[tuple[int, str], IndexedShard] = {}
-    todo: list[_Task] = []
+    mine: list[_Task] = []
     tasks = [
         _Task(number, part, shard, out / name)
         for number, (name, part) in enumerate(zip(names, parts, strict=True))
         for shard in part.shards
     ]
-    for task in tasks:
+    for at, task in enumerate(tasks):
         found = measurer.measured(task.part, task.shard, task.directory)
-        if found is None:
-            todo.append(task)
-        else:
+        if found is not None:
             done[task.dataset, task.shard] = found
+        elif at % config.world_size == config.rank:  # not by what is left: ranks look at different times
+            mine.append(task)
     reused = len(done)
-    # By the number of the shard, not by what is left: ranks look at different times.
-    turns = {id(task): number % config.world_size for number, task in enumerate(tasks)}
-    mine = [task for task in todo if turns[id(task)] == config.rank]
     total = sum(measurer.index_of(task.part.root).samples[task.shard] for task in mine)
     progress("measure", 0, total)
     samples = 0

@@ -9,16 +9,20 @@ The metadata (`energon_packing.offline.parquet.read_metadata`) have the fields o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from energon_packing.config import PACK_LIMITS
 from energon_packing.errors import UserError
+from energon_packing.offline.checked_fields import count, counts, limit, mapping, text
 from energon_packing.offline.index import MEDIA, IndexedDataset
 from energon_packing.offline.parquet import read_metadata, write_table
 
@@ -135,13 +139,24 @@ class PlanFacts:
         """Facts from `to_json`.
 
         Raises:
-            KeyError, TypeError: a field is missing or has another form.
+            KeyError, TypeError, ValueError: a field is missing or has another form.
         """
-        given = {entry.name: values[entry.name] for entry in fields(cls)}
-        given["datasets"] = tuple(IndexedDataset.from_json(each) for each in values["datasets"])
-        for name in ("epoch_ends", "row_groups"):
-            given[name] = tuple(int(number) for number in values[name])
-        return cls(**given)
+        facts = cls(
+            id=text(values, "id"),
+            **{name: mapping(values, name) for name in ("config", "fingerprint", "decided", "drops", "summary")},
+            datasets=tuple(IndexedDataset.from_json(each) for each in values["datasets"]),
+            **{name: count(values, name) for name in ("packs", "samples", "max_data_parallel")},
+            **{name: counts(values, name) for name in ("epoch_ends", "row_groups")},
+        )
+        for name in ("seq_length", "multiple", "reserved"):
+            count(facts.decided, name)
+        for name in PACK_LIMITS:
+            limit(facts.decided, name)
+        mapping(facts.config, "packing")
+        ascending = (*facts.row_groups, facts.packs)
+        if facts.row_groups[:1] != (0,) or any(stop <= first for first, stop in pairwise(ascending)):
+            raise ValueError(f"row groups that begin at {facts.row_groups[:8]} do not hold {facts.packs} packs")
+        return facts
 
 
 def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None:
@@ -253,12 +268,29 @@ class Plan:
         known = self._groups.get(number)
         if known is None:
             table = self._read(number, None)
-            known = self._groups[number] = table, table.column("pack").to_numpy()
+            packs = self._checked(number, table)
+            known = self._groups[number] = table, packs
             if len(self._groups) > CACHED:
                 self._groups.popitem(last=False)
         else:
             self._groups.move_to_end(number)
         return known
+
+    def _checked(self, number: int, table: pa.Table) -> np.ndarray:
+        """The pack of each row of a row group.
+
+        Raises:
+            UserError: a row is not in the data sets, or the packs are others than the metadata say.
+        """
+        first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
+        try:
+            wrong = wrong_rows(table.cast(SCHEMA), self.facts.datasets, first, stop)
+        except (pa.ArrowException, ValueError) as error:
+            wrong = str(error)
+        if wrong:
+            raise UserError(f"{self.path} is damaged ({wrong}); make the plan again.")
+        packs: np.ndarray = table.column("pack").to_numpy()
+        return packs
 
     def _read(self, number: int, columns: list[str] | None) -> pa.Table:
         try:
@@ -268,3 +300,32 @@ class Plan:
             return self._file.read_row_group(number, columns=columns, use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{self.path} cannot be read ({error}); make the plan again.") from error
+
+
+def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, stop: int) -> str | None:
+    """Why rows cannot be those of the packs ``[first, stop)`` of these data sets; None if they can."""
+    numbers = [name for name in SCHEMA.names if name != "media"]
+    if missing := [name for name in numbers if table.column(name).null_count]:
+        return f"a row lacks its {missing[0]}"
+    columns = {name: table.column(name).to_numpy().astype(np.int64) for name in numbers if name != "key"}
+    packs = columns["pack"]
+    steps = np.diff(packs)
+    if not (packs.size and packs[0] == first and packs[-1] == stop - 1 and ((steps == 0) | (steps == 1)).all()):
+        return f"its packs from {first} to {stop - 1} are not all there, in order"
+    media = table.column("media").combine_chunks()
+    files = media.flatten()
+    owner = np.repeat(columns["dataset"], pc.fill_null(pc.list_value_length(media), 0).to_numpy(zero_copy_only=False))
+    if files.null_count or any(files.field(at).null_count for at in range(files.type.num_fields)):
+        return "a file of a sample lacks its place"
+    most = np.array([len(dataset.shards) for dataset in datasets])
+    most_media = np.array([len(dataset.media_shards) for dataset in datasets])
+    small = dict.fromkeys(("shard", "row", "offset", "size", "length", "second"), 0) | {"piece": -1}
+    inside = (columns["dataset"] >= 0) & (columns["dataset"] < most.size)
+    if not inside.all() or not (columns["shard"] < most[columns["dataset"]]).all():
+        return "a row names a shard that no data set has"
+    if any((columns[name] < least).any() for name, least in small.items()):
+        return "a row has a number below 0"
+    found = {name: files.field(name).to_numpy(zero_copy_only=False) for name in ("shard", "offset", "size")}
+    if any((values < 0).any() for values in found.values()) or not (found["shard"] < most_media[owner]).all():
+        return "a file of a sample lies in a shard that its data set lacks"
+    return None

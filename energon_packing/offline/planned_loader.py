@@ -236,8 +236,8 @@ def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split
                 f"{plan.path} was made with {name}={plan.facts.fingerprint.get(name)}, but this run has "
                 f"{own.get(name)}; restore the setting, or measure and plan again."
             )
-    planned = plan.facts.config
-    length, multiple = planned["packing"]["seq_length"], int(plan.facts.decided["multiple"])
+    planned = plan.facts.config["packing"]
+    length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:
         raise ConfigError(
             f"{plan.path} has rows of packing.seq_length {length}, but this run has {config.packing.seq_length}; plan "
@@ -249,8 +249,8 @@ def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split
             f"{encoder.multiple}; plan again with these sizes."
         )
     for name in ("dummy_image", "oversize", "split_at", "split_positions"):
-        if planned["packing"][name] != getattr(config.packing, name):
+        if planned.get(name) != getattr(config.packing, name):
             raise ConfigError(
-                f"{plan.path} was made with packing.{name}={planned['packing'][name]!r}, but this run has "
+                f"{plan.path} was made with packing.{name}={planned.get(name)!r}, but this run has "
                 f"{getattr(config.packing, name)!r}; restore the setting, or plan again."
             )

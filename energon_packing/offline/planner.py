@@ -19,7 +19,7 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
-from energon_packing.offline.index import IndexedDataset
+from energon_packing.offline.index import MEDIA, IndexedDataset
 from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
 from energon_packing.offline.parquet import said
 from energon_packing.offline.plan import PlanFacts, write_plan
@@ -29,6 +29,28 @@ from energon_packing.offline.remeasured import Remeasure
 from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
 from energon_packing.offline.sources import Sources
 from energon_packing.packing.pack_limits import PackLimits
+
+LARGEST_NARROW = 1 << 30
+"""Bytes of keys, positions and media that are held with offsets of 32 bits, which end at 2 GiB of names."""
+_CONTENT = pa.schema(
+    [
+        pa.field("key", pa.large_string()),
+        pa.field("offset", pa.int64()),
+        pa.field("size", pa.int32()),
+        pa.field(
+            "media",
+            pa.large_list(
+                pa.struct(
+                    [
+                        pa.field("name", pa.large_string()),
+                        *(field for field in MEDIA.value_type if field.name != "name"),
+                    ]
+                )
+            ),
+        ),
+    ]
+)
+"""What a row of the plan has from its source, with offsets of 64 bits."""
 
 
 def make_plan(
@@ -189,8 +211,10 @@ def _row_groups(offsets: np.ndarray) -> list[int]:
 
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
     """The rows of the plan, one row group at a time."""
-    names = ("key", "offset", "size", "media")
+    names = tuple(_CONTENT.names)
     parts = [table for _, table in sources.tables(names)]
+    if sum(table.nbytes for table in parts) > LARGEST_NARROW:
+        parts = [table.cast(_CONTENT) for table in parts]
     content = pa.concat_tables(parts).combine_chunks()
     del parts
     bounds = [*facts.row_groups, facts.packs]
@@ -208,6 +232,6 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
             "length": samples.sizes.length[rows],
             "second": samples.sizes.second[rows],
             "piece": samples.piece[rows],
-            **{name: found.column(name) for name in names},
+            **{name: found.column(name).cast(plan_file.SCHEMA.field(name).type) for name in names},
         }
         yield pa.table({name: columns[name] for name in plan_file.SCHEMA.names}, schema=plan_file.SCHEMA)

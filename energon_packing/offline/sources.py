@@ -114,11 +114,18 @@ class Sources:
 def _check_encoder(index: Index, encoder: EncoderConfig) -> None:
     measured, own = dict(index.encoder), to_mapping(encoder)
     for name in sorted(measured.keys() | own.keys()):
-        if name not in SAME_LENGTHS and measured.get(name) != own.get(name):
+        if name not in SAME_LENGTHS and _plain(measured.get(name)) != _plain(own.get(name)):
             raise ConfigError(
                 f"{index.directory} was measured with encoder.{_differing(name, measured.get(name), own.get(name))}; "
                 "give the same configuration to 'energon-packing measure' and 'energon-packing plan'."
             )
+
+
+def _plain(value: Any) -> Any:
+    """A section without settings that are None: one that is missing is one that an older version did not have."""
+    return (
+        {name: _plain(each) for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+    )
 
 
 def _differing(name: str, measured: Any, own: Any) -> str:

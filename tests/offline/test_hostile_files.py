@@ -1,0 +1,179 @@
+"""Indexes and plans that somebody has changed: a sentence, never a traceback, another sample or another directory."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from made_index import made_index, row
+
+from energon_packing.config import RunConfig, from_mapping, to_mapping
+from energon_packing.errors import UserError
+from energon_packing.offline import planner
+from energon_packing.offline.index import INDEX_FILE, Index
+from energon_packing.offline.parquet import METADATA
+from energon_packing.offline.plan import SCHEMA, Plan
+from energon_packing.offline.plan_changes import changes
+from energon_packing.offline.plan_drops import drops_path
+from energon_packing.offline.plan_explanation import explanation
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shard_borders import shard_firsts
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+RUN = from_mapping(RunConfig, {"packing": {"seq_length": 64}, "plan": {"max_data_parallel": 2}}, where="the test")
+ODD: list[Any] = [
+    None,
+    -1,
+    0,
+    7,
+    1 << 63,
+    1 << 70,
+    1.5,
+    True,
+    "",
+    "x",
+    "../x",
+    "/x",
+    "\ud800",
+    "\0",
+    [],
+    [1],
+    {},
+    {"a": 1},
+]
+INTEGERS = [None, -30000, -1, 0, 1, 32000]
+FILES = [
+    None,
+    [],
+    [{"name": "x", "shard": 9, "offset": 0, "size": 5}],
+    [{"name": "x", "shard": 0, "offset": -1, "size": 5}],
+    [{"name": "x", "shard": 0, "offset": 0, "size": -5}],
+    [{"name": None, "shard": None, "offset": None, "size": None}],
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("hostile")
+    rows = [row(length, images=length % 3) for length in range(4, 24)]
+    made_index(root / "index", {"a": [rows[:8], rows[8:14]], "b": [rows[14:]]})
+    make_plan([root / "index"], RUN, root / "plan.parquet")
+    return root
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in inner:
+        yield (*here, name)
+        yield from places(each, (*here, name))
+
+
+def changed(data: st.DataObject, value: Any) -> Any:
+    """The value with one part of it replaced or left out."""
+    value = copy.deepcopy(value)
+    place = data.draw(st.sampled_from(list(places(value))))
+    around = value
+    for name in place[:-1]:
+        around = around[name]
+    if isinstance(around, dict) and data.draw(st.integers(0, 9)) == 0:
+        del around[place[-1]]
+    else:
+        around[place[-1]] = data.draw(st.sampled_from(ODD))
+    return value
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_index_is_planned_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
+    file = made / "index" / INDEX_FILE
+    whole = file.read_text()
+    try:
+        file.write_text(json.dumps(changed(data, json.loads(whole))))
+        with suppress(UserError):
+            make_plan([made / "index"], RUN, made / "other.parquet", force=True)
+    finally:
+        file.write_text(whole)
+
+
+def look_at(path: Path, before: Plan) -> None:
+    """All that reads a plan and no data set."""
+    plan = Plan.open(path)
+    found = plan.packs(0, len(plan))
+    assert [pack.number for pack in found] == list(range(len(plan)))
+    for pack in found:
+        for sample in pack.samples:
+            dataset = plan.facts.datasets[sample.dataset]
+            assert 0 <= sample.shard < len(dataset.shards)
+            assert all(0 <= file.shard < len(dataset.media_shards) for file in sample.media)
+            assert min(sample.offset, sample.size, *(file.size for file in sample.media)) >= 0
+    changes(before, plan)
+    explanation(plan, found[0].samples[0].name)
+    shard_firsts(plan, store="tokens", media="copy", most_packs=4)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_plan_is_read_or_refused_in_a_sentence(made: Path, data: st.DataObject) -> None:
+    table = pq.read_table(made / "plan.parquet")
+    facts = json.loads(table.schema.metadata[METADATA])
+    rows = table.to_pylist()
+    if data.draw(st.booleans()):
+        facts = changed(data, facts)
+    else:
+        name = data.draw(st.sampled_from(table.schema.names))
+        texts = pa.types.is_string(table.schema.field(name).type)
+        odd = FILES if name == "media" else [None, "", "x"] if texts else INTEGERS
+        rows[data.draw(st.integers(0, len(rows) - 1))][name] = data.draw(st.sampled_from(odd))
+    schema = table.schema.with_metadata({METADATA: json.dumps(facts).encode()})
+    other = made / "changed.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), other)
+    drops_path(other).write_bytes(drops_path(made / "plan.parquet").read_bytes())
+    with suppress(UserError):
+        look_at(other, Plan.open(made / "plan.parquet"))
+
+
+def test_a_negative_number_never_means_the_last_of_a_list(made: Path) -> None:
+    table = pq.read_table(made / "plan.parquet")
+    for name in ("dataset", "shard"):
+        rows = table.to_pylist()
+        rows[0][name] = -1
+        pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), made / "changed.parquet")
+        with pytest.raises(UserError, match="is damaged"):
+            Plan.open(made / "changed.parquet").packs(0, 1)
+
+
+def test_an_index_from_before_a_setting_whose_default_is_none_is_planned(made: Path) -> None:
+    file = made / "index" / INDEX_FILE
+    whole = file.read_text()
+    content = json.loads(whole)
+    unset = [name for name, value in to_mapping(RUN.encoder.limits).items() if value is None]
+    for name in unset:
+        del content["encoder"]["limits"][name]
+    try:
+        file.write_text(json.dumps(content))
+        assert unset
+        make_plan([made / "index"], RUN, made / "other.parquet", force=True)
+    finally:
+        file.write_text(whole)
+
+
+def test_names_beyond_2_gib_would_make_the_same_plan(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offsets of 64 bits are used from a size on that no test has; from no size on, they make the same bytes."""
+    monkeypatch.setattr(planner, "LARGEST_NARROW", -1)
+    make_plan([made / "index"], RUN, made / "wide.parquet")
+    assert (made / "wide.parquet").read_bytes() == (made / "plan.parquet").read_bytes()
+
+
+def test_the_files_of_an_index_and_a_plan_pass(made: Path) -> None:
+    assert len(Index.open(made / "index").datasets) == 2
+    look_at(made / "plan.parquet", Plan.open(made / "plan.parquet"))
+    assert pq.read_schema(made / "plan.parquet").equals(SCHEMA)

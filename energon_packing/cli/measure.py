@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from energon_packing.cli.executor_options import executor_options
@@ -89,7 +90,7 @@ def measure(
         for name in rows[0]:
             table.add_column(name, justify="left" if name in ("dataset", "path", "split") else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+            table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
         console.print(table)
     console.print(f"shards measured: {report.measured:,}, up to date: {report.reused:,}", highlight=False)
     if report.missing:
@@ -97,4 +98,5 @@ def measure(
             f"shards that other ranks have not measured yet: {report.missing:,}; the last rank completes {out}",
             highlight=False,
             soft_wrap=True,
+            markup=False,
         )

@@ -125,12 +125,14 @@ def _explanation(given: tuple[Path, ...], key: str) -> dict[str, Any]:
 
 
 def print_summary(result: dict[str, Any]) -> None:
+    """Shows the figures of a plan as tables."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     console.print(
-        f"{result['plan']}: {result['rows']:,} samples in {result['packs']:,} packs "
+        f"{escape(result['plan'])}: {result['rows']:,} samples in {result['packs']:,} packs "
         f"({result['samples_per_pack']:.1f} a pack), {result['tokens']:,} tokens, {result['images']:,} images"
     )
     console.print(

@@ -6,7 +6,6 @@ not a fork: the calling program may have threads, and its main module need not b
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.media_checks import MediaChecker, Recall
 from energon_packing.convert.shards import ShardPiece, write_piece
 from energon_packing.executors.parent import end_with_parent
+from energon_packing.executors.sent_errors import sendable
 
 Task = Chunk | tuple[Path, ShardPiece]
 """A chunk to audit, or a piece of a shard to write and its directory."""
@@ -118,14 +118,4 @@ def serve(descriptor: int, parent: int) -> None:
         except (EOFError, ConnectionError):
             return  # the parent has no more tasks, or is gone
         except Exception as error:
-            error.add_note(traceback.format_exc())
-            _tell(connection, error)
-
-
-def _tell(connection: Connection, error: Exception) -> None:
-    try:
-        connection.send(("failed", error))
-    except (OSError, ValueError):
-        raise
-    except Exception:  # an exception that cannot be pickled
-        connection.send(("failed", RuntimeError("".join(traceback.format_exception(error)))))
+            connection.send(("failed", sendable(error)))

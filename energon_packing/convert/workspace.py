@@ -19,6 +19,7 @@ from energon_packing.errors import UserError
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
 _JOURNAL = "media-checks.jsonl"
+_REPLACED = "replaced"
 
 
 def partial_directory(out: Path) -> Path:
@@ -97,10 +98,15 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / _LOCK)):
+                raise OSError("it was made anew")
+        except OSError as error:  # also where another one has finished meanwhile, and removed the file
             raise UserError(
                 f"another conversion is writing to {config.out}; wait for it, or choose another --out"
             ) from error
+        if (replaced := partial / _REPLACED).is_dir() and not config.out.exists():
+            os.rename(replaced, config.out)  # a kill between the two renames of `publish`
+        check_out(config)  # another conversion may have finished since it was checked first
         _clear(partial, keep_journal=config.resume and _same_options(partial, fingerprint))
         (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
         build = partial / "build"
@@ -138,11 +144,14 @@ def _clear(partial: Path, *, keep_journal: bool) -> None:
 def publish(build: Path, out: Path) -> None:
     """Moves the finished directory to its place in one step, and removes the previous content and the workspace.
 
+    Previous content is moved away first. A kill in between leaves it in the workspace, from where `workspace` brings it
+    back.
+
     Raises:
         UserError: the place cannot be written.
     """
     partial = build.parent
-    old = partial / "replaced"
+    old = partial / _REPLACED
     try:
         if out.is_dir():
             os.rename(out, old)

@@ -45,7 +45,11 @@ def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, 
     if not place.is_file():
         yield place, _prepared(place)
         return
-    text = place.read_text()
+    try:
+        text = place.read_text()
+    except UnicodeDecodeError:  # Energon, which reads it next, says what is wrong
+        yield place, f"metadataset {_short(place.read_bytes())}"
+        return
     yield place, f"metadataset {_short(text.encode())}"
     try:
         content = load_yaml(text, most_values=MOST_OF_DATA)
@@ -102,6 +106,7 @@ def _prepared(place: Any) -> str:
         counts = json.loads((meta / INFO_FILE).read_text())["shard_counts"]
     except (ValueError, KeyError, TypeError):  # Energon, which reads it next, says what is wrong
         counts = {}
+    counts = counts if isinstance(counts, dict) else {}
     total = 0
     for shard in counts if isinstance(place, Path) else ():
         file = place / shard

@@ -123,7 +123,11 @@ def check_fingerprint(
 
 
 def _accepts(accepted: Sequence[str], name: str) -> bool:
-    return any(name == each or name.startswith((f"{each}.", f"{each} ")) for each in accepted)
+    # "data" is the section, and "data set" all data sets of a blend: neither stands for the other.
+    return any(
+        name == each or name.startswith(f"{each}.") or (each == "data set" and name.startswith("data set "))
+        for each in accepted
+    )
 
 
 def _difference(name: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

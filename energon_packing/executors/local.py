@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -14,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from energon_packing.executors.parent import end_with_parent
+from energon_packing.executors.sent_errors import sendable
 from energon_packing.executors.work import Attempt, Attempts, Results, Work
 
 
@@ -122,10 +122,4 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
     except (EOFError, ConnectionError):
         return  # the calling process is gone
     except Exception as error:
-        error.add_note(traceback.format_exc())
-        try:
-            connection.send(("failed", error))
-        except (OSError, ValueError):
-            raise
-        except Exception:  # an exception that cannot be pickled
-            connection.send(("failed", RuntimeError("".join(traceback.format_exception(error)))))
+        connection.send(("failed", sendable(error)))

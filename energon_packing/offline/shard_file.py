@@ -102,7 +102,11 @@ class ShardFile:
                 raise ValueError(f"a table of {self.packs} packs does not fit into it")
             table = os.pread(self._descriptor, 8 * (self.packs + 1), self._table_at)
             self._places = np.frombuffer(table, dtype="<i8")
-            if self._places[0] != 0 or self._places[-1] != self._table_at or (np.diff(self._places) < 0).any():
+            if (
+                self._places[0] != 0
+                or self._places[-1] != self._table_at
+                or (self._places[1:] < self._places[:-1]).any()
+            ):
                 raise ValueError("its table of packs is damaged")
         except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             self.close()
@@ -115,21 +119,22 @@ class ShardFile:
             UserError: the file became shorter meanwhile, or cannot be read.
         """
         begin, end = int(self._places[number]), int(self._places[number + 1])
-        if end - begin >= _MAPPED:
-            first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            mapping = mmap.mmap(self._descriptor, end - first, mmap.MAP_PRIVATE, offset=first)
-            mapping.madvise(mmap.MADV_WILLNEED)
-            return memoryview(mapping)[begin - first :]
-        buffer = memoryview(bytearray(end - begin))
-        read = 0
         try:
+            if end - begin >= _MAPPED:
+                first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                mapping = mmap.mmap(self._descriptor, end - first, mmap.MAP_PRIVATE, offset=first)
+                mapping.madvise(mmap.MADV_WILLNEED)
+                return memoryview(mapping)[begin - first :]
+            buffer = memoryview(bytearray(end - begin))
+            read = 0
             while read < len(buffer):
                 more = os.preadv(self._descriptor, [buffer[read:]], begin + read)
                 if not more:
                     raise OSError(0, "it ends early")
                 read += more
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read ({error.strerror}); put it back as it was") from error
+        except (OSError, ValueError) as error:  # a file that is shorter than a mapping is a ValueError
+            said = getattr(error, "strerror", None) or error
+            raise UserError(f"{self.path} cannot be read ({said}); put it back as it was") from error
         return buffer
 
     def digest(self) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from source_files import run, sharegpt, write_image, write_json
 
-from energon_packing.convert import ConvertConfig, convert, media_files
+from energon_packing.convert import ConvertConfig, convert, media_files, pipeline
 from energon_packing.convert.report import read_report
 from energon_packing.errors import UserError
 
@@ -216,3 +217,47 @@ def test_a_killed_process_leaves_nothing_that_looks_whole_and_resume_finishes_it
     assert len([line for line in journal if line]) == 6
     assert run(source, out, resume=True).written == 6
     assert json.loads((out / "conversion.json").read_text())["written"] == 6
+
+
+def test_a_kill_between_the_two_renames_of_an_overwrite_loses_no_data_set(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out)
+    before = stamps(out)
+    interrupted(ConvertConfig(sources=(source,), out=out, workers=1, overwrite=True))
+    out.rename(tmp_path / "out.partial/replaced")
+    with pytest.raises(UserError, match="already contains a converted data set"):
+        run(source, out)
+    assert stamps(out) == before
+    assert run(source, out, overwrite=True).written == 6
+
+
+def test_a_conversion_that_finishes_while_another_begins_is_not_replaced_by_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    sources = pipeline.find_sources
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(pipeline, "find_sources", sources)
+        run(source, out)
+        return sources(*given, **named)
+
+    monkeypatch.setattr(pipeline, "find_sources", meanwhile)
+    with pytest.raises(UserError, match="already contains a converted data set"):
+        run(source, out)
+
+
+def test_a_workspace_that_is_removed_while_its_lock_is_opened_is_that_of_another(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fcntl.flock
+
+    def late(*given: Any) -> None:
+        shutil.rmtree(tmp_path / "out.partial")
+        lock(*given)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(UserError, match="another conversion"):
+        run(source, tmp_path / "out")
+    monkeypatch.undo()
+    assert run(source, tmp_path / "out").written == 6

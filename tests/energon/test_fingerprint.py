@@ -22,7 +22,7 @@ from energon_packing.config import (
 )
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.energon.fingerprint import BY_CONTENT, FREE, READERS
+from energon_packing.energon.fingerprint import BY_CONTENT, FREE, READERS, check_fingerprint
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
 
@@ -230,3 +230,13 @@ def test_a_setting_that_a_family_refuses_is_refused_in_any_value(streams: Stream
     for name, value in REFUSED.items():
         with pytest.raises(ConfigError, match=name):
             streams.of({name: value})
+
+
+def test_accepting_a_section_accepts_no_data_set() -> None:
+    saved, own = ({"data.seed": seed, "data set": name} for seed, name in (("1", "old"), ("2", "new")))
+    with pytest.raises(ConfigError, match="made with data set=old"):
+        check_fingerprint(saved, own, ("data",))
+    with pytest.raises(ConfigError, match=r"made with data\.seed=1"):
+        check_fingerprint(saved, own, ("data set",))
+    assert len(check_fingerprint(saved, own, ("data", "data set"))) == 2
+    assert check_fingerprint({"data set 2 (a)": "old"}, {"data set 2 (a)": "new"}, ("data set",))

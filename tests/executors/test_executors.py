@@ -28,6 +28,13 @@ THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHON
 KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
 
 
+class Particular(Exception):
+    """It can be pickled, but not read back."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(f"{number}: {why}")
+
+
 @dataclass
 class Squares:
     """Squares a number, after what the task's word says happened to the worker."""
@@ -46,6 +53,8 @@ class Squares:
         note.open("a").write("x")
         if word == "dies" or (word == "dies once" and first):
             os.kill(os.getpid(), signal.SIGKILL)
+        if word == "fails in its own way":
+            raise Particular(number, "a matter of its own")
         if word == "fails":
             raise SampleRejected("bad", f"number {number}")
         time.sleep(0.3 if word == "slow" else 0)
@@ -182,3 +191,8 @@ def test_a_machine_without_ray_is_told_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"--executor ray needs Ray .*pip install 'energon-packing\[ray\]'"):
         ExecutorConfig(kind="ray").executor(3)
+
+
+def test_an_exception_that_cannot_be_read_back_is_told_in_its_words(tmp_path):
+    with pytest.raises(RuntimeError, match=r"Particular: 1: a matter of its own"):
+        list(LocalProcesses(2).results([(0, ""), (1, "fails in its own way")], Squares(tmp_path)))

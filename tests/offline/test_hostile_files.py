@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import json
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +29,7 @@ from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.plan_explanation import explanation
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shard_borders import shard_firsts
+from energon_packing.offline.shard_file import MAGIC, ShardFile
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -177,3 +182,28 @@ def test_the_files_of_an_index_and_a_plan_pass(made: Path) -> None:
     assert len(Index.open(made / "index").datasets) == 2
     look_at(made / "plan.parquet", Plan.open(made / "plan.parquet"))
     assert pq.read_schema(made / "plan.parquet").equals(SCHEMA)
+
+
+def shard(path: Path, records: list[bytes], places: list[int] | None = None) -> Path:
+    """A shard of these records, with a table that may lie."""
+    ends = [0, *itertools.accumulate(map(len, records))] if places is None else places
+    said = json.dumps({"packs": len(records)}).encode()
+    table = np.array(ends, dtype="<i8").tobytes()
+    content = b"".join(records) + table + said + len(said).to_bytes(8, "little")
+    path.write_bytes(content + hashlib.sha256(content).digest() + MAGIC)
+    return path
+
+
+def test_a_table_of_packs_whose_differences_overflow_is_refused(tmp_path: Path) -> None:
+    places = [0, (1 << 63) - 1, -2, 192]
+    with pytest.raises(UserError, match="its table of packs is damaged"):
+        ShardFile(shard(tmp_path / "shard", [b"x" * 64] * 3, places))
+    assert bytes(ShardFile(shard(tmp_path / "shard", [b"x" * 64] * 3)).record(2)) == b"x" * 64
+
+
+@pytest.mark.parametrize("size", [64, 5 << 20])
+def test_a_shard_that_becomes_shorter_while_it_is_open_is_a_sentence(tmp_path: Path, size: int) -> None:
+    opened = ShardFile(shard(tmp_path / "shard", [b"x" * size] * 2))
+    os.truncate(tmp_path / "shard", size + 10)
+    with pytest.raises(UserError, match="put it back as it was"):
+        opened.record(1)

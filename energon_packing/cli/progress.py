@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 import click
@@ -15,6 +17,9 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 class ShownProgress:
     """A bar on a terminal, a line now and then in a log, nothing with --json.
+
+    While it is shown, standard output is standard error: the former is for the report that follows, and libraries print
+    there too, such as Ray when a worker dies, whatever its settings of logs are.
 
     Args:
         console: of standard error.
@@ -37,12 +42,16 @@ class ShownProgress:
         self._stage = ""
         self._ended = False
         self._last = 0.0
+        self._redirected: Any = None
 
     def __enter__(self) -> ShownProgress:
+        self._redirected = redirect_stdout(sys.stderr)
+        self._redirected.__enter__()
         return self
 
     def __exit__(self, *ignored: object) -> None:
         self._stop_bar()
+        self._redirected.__exit__(*ignored)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Shows that `done` of `total` parts of a stage are done; a new stage ends the one before."""

@@ -47,3 +47,11 @@ def test_a_stage_without_a_unit_shows_its_share_alone(
         now = 31.0
         shown("pack", 5, 10)
     assert capsys.readouterr().err == "packing: 50 %\n"
+
+
+def test_what_libraries_print_meanwhile_does_not_come_before_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with ShownProgress(Console(file=io.StringIO()), {"pack": "packing"}, quiet=True) as shown:
+        shown("pack", 0, 10)
+        print("a worker died")
+    print("{}")
+    assert capsys.readouterr() == ("{}\n", "a worker died\n")

@@ -311,6 +311,15 @@ def test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field(copi
     assert finding.pack == first + 1
     assert finding.what.startswith("padding_")
 
+    # A record of another sample of the same length: checksums, lengths and boundaries are as they were.
+    def other_sample(record):
+        first, *others = record.samples
+        return dataclasses.replace(record, samples=(dataclasses.replace(first, key="another"), *others))
+
+    changed(copied, 2, other_sample)
+    (finding,) = verify(VerifyConfig(directory=copied, share=0)).findings
+    assert (finding.pack, finding.what.partition(",")[0]) == (first + 1, "its sample 0 is another")
+
 
 @pytest.mark.parametrize(
     ("change", "said"),

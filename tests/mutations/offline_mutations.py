@@ -1,0 +1,119 @@
+"""The traps of plans and stored packs; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+COMMAND = "tests/offline/test_pack_command.py::"
+LOADER = "tests/offline/test_planned_loader.py::"
+ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
+LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
+DIFFERS = COMMAND + "test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field[polylithic]"
+
+OFFLINE_TRAPS = {
+    60: "a stored pack is not the planned one, and nothing says so",
+    61: "a shard that is damaged, half written, or of other data or another plan is taken for whole",
+    62: "the packs of a plan depend on ranks or on where a run continues, or are longer than their row",
+}
+
+OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=60,
+        name="labels are stored as the tokens that follow, whatever they are",
+        test=ROWS,
+        oracle="the row before it was stored",
+        edits=(("offline/stored_rows.py", "if not np.array_equal(_following(tokens, weights), labels):", "if False:"),),
+    ),
+    Mutation(
+        trap=60,
+        name="positions on three axes are stored as if they counted",
+        test=ROWS,
+        oracle="the row before it was stored",
+        edits=(
+            (
+                "offline/stored_rows.py",
+                "    if not np.array_equal(np.broadcast_to(_counted(",
+                "    if len(positions) == 1 and not np.array_equal(np.broadcast_to(_counted(",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=60,
+        name="a pack made anew is compared, and the difference forgotten",
+        test=DIFFERS,
+        oracle="a shard whose token was changed",
+        edits=(("offline/verify.py", "            if difference is not None:\n", "            if False:\n"),),
+    ),
+    Mutation(
+        trap=60,
+        name="verify counts the samples of a pack, and does not compare them with the plan",
+        test=DIFFERS,
+        oracle="a shard whose samples changed places",
+        edits=(("offline/verify.py", "    if names != expected:\n", "    if len(names) != len(expected):\n"),),
+    ),
+    Mutation(
+        trap=61,
+        name="verify believes the checksum that a shard states",
+        test=COMMAND + "test_what_is_whole_is_verified_and_every_flipped_byte_is_found[polylithic]",
+        oracle="a flipped bit in every file",
+        edits=(("offline/verify.py", "if shard.digest() != shard.checksum:", "if False:"),),
+    ),
+    Mutation(
+        trap=61,
+        name="a directory of other packs is continued",
+        test=COMMAND + "test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes[polylithic]",
+        oracle="the files before",
+        edits=(
+            ("offline/pack.py", "                if value != facts.settings[name]:\n", "                if False:\n"),
+        ),
+    ),
+    Mutation(
+        trap=61,
+        name="what was written aside stays when writing fails",
+        test=COMMAND + "test_a_full_disk_and_a_read_only_place_are_one_sentence_and_nothing_half_written[polylithic]",
+        oracle="the files of the directory",
+        edits=(("offline/parquet.py", "        aside.unlink(missing_ok=True)\n", "        pass\n"),),
+    ),
+    Mutation(
+        trap=61,
+        name="a source shard that grew since it was measured is read",
+        test=COMMAND
+        + "test_a_source_that_is_missing_or_changed_is_refused_by_name_and_no_half_shard_is_left[polylithic]",
+        oracle="the size that was measured",
+        edits=(
+            (
+                "offline/planned_packs.py",
+                '        if size != identity["bytes"] or uuid != identity',
+                "        if uuid != identity",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=62,
+        name="a rank reads the packs of the first one",
+        test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
+        oracle="one rank without workers",
+        edits=(("offline/planned_loader.py", "_Positions(self._position + self._rank,", "_Positions(self._position,"),),
+    ),
+    Mutation(
+        trap=62,
+        name="a state counts the packs of its own rank",
+        test=LOADER
+        + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-0-1-0]",
+        oracle="a run that never stopped",
+        edits=(("offline/planned_loader.py", "self._position += self._world_size", "self._position += 1"),),
+    ),
+    Mutation(
+        trap=62,
+        name="a plan counts lengths without their alignment",
+        test=LIMITS,
+        oracle="the limits of the online loader",
+        edits=(
+            (
+                "offline/array_limits.py",
+                "return -(-sizes.length.astype(np.int64) // multiple)",
+                "return sizes.length.astype(np.int64) // multiple",
+            ),
+        ),
+    ),
+)

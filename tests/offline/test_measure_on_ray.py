@@ -85,7 +85,7 @@ def test_ray_writes_the_same_files_although_a_worker_is_killed_and_standard_outp
 
 @pytest.mark.full
 def test_ctrl_c_ends_the_command_and_all_workers_and_the_next_command_goes_on(command, whole, tmp_path, monkeypatch):
-    running = started(command)
+    running = started([*command, "--workers", "1"])
     worker = a_worker(tmp_path / "index")
     os.kill(running.pid, signal.SIGINT)
     _, stderr = running.communicate(timeout=200)

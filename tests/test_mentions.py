@@ -55,10 +55,17 @@ class Text:
             yield found[2], found[1] == "`", f"{self.path.relative_to(ROOT)}:{line}"
 
 
+@functools.cache
+def parsed(path: Path) -> tuple[str, ast.Module]:
+    """A module as written, and its syntax tree."""
+    source = path.read_text(encoding="utf-8")
+    return source, ast.parse(source)
+
+
 def texts_of(path: Path) -> Iterator[Text]:
     """The docstrings of a module, also those after an assignment, and its comments."""
-    source = path.read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
+    source, tree = parsed(path)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield Text(path=path, line=node.lineno, text=node.value.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -81,7 +88,7 @@ def said_in_code() -> tuple[frozenset[str], str]:
     names: set[str] = {part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts}
     strings = [path.read_text(encoding="utf-8") for path in SHELL]
     for path in CODE:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        _, tree = parsed(path)
         prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         for node in ast.walk(tree):
             match node:
@@ -101,9 +108,10 @@ def said_in_code() -> tuple[frozenset[str], str]:
     return frozenset(names | set(re.findall(r"\w+", whole))), whole
 
 
+@functools.cache
 def defined(module: Path) -> set[str]:
     """Names that a module binds at its top, and the words of its strings: a package lists its public names in them."""
-    tree = ast.parse(module.read_text(encoding="utf-8"))
+    _, tree = parsed(module)
     names: set[str] = set()
     for node in ast.walk(tree):
         match node:

@@ -22,8 +22,8 @@ if installed_version("megatron-bridge") is None:
 
 pytestmark = pytest.mark.timeout(1800)
 
-RUNS = 18_000
-ALONE = 40
+RUNS = 10_000
+ALONE = 20
 """Runs in which a rule must be the only one violated."""
 HERE = RunView.of(bridge_version=installed_version("megatron-bridge")).bridge_release
 ERRORS = [rule.id for rule in RULES if rule.severity == "error" and rule.speaks_of(HERE)]
@@ -54,7 +54,7 @@ class Counts:
 def counts(request: pytest.FixtureRequest) -> Counts:
     verdict.prepare_bridge()
     with verdict.without_output():  # once, not four times for every run
-        return judged(RUNS // 3 if request.config.getoption("--fast") else RUNS)
+        return judged(6_000 if request.config.getoption("--fast") else RUNS)
 
 
 def judged(runs: int) -> Counts:

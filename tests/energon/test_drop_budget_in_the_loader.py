@@ -13,7 +13,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.ledger import Ledger
 
-RUNS = 80
+RUNS = 40
 
 
 @pytest.mark.timeout(300)

@@ -79,7 +79,7 @@ def test_what_is_no_state_is_refused_in_one_sentence(run_config, state):
         build_loader(config_of(run_config)).restore_state(state)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_state_with_a_part_replaced_is_refused_or_restored_but_never_another_error(damage_target, data):
     config, state, rest = damage_target

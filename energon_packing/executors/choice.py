@@ -14,6 +14,16 @@ from energon_packing.executors.work import CallingProcess, Executor
 ExecutorKind = Literal["local", "ray"]
 
 
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuses a rank among several commands that share their work.
+
+    Raises:
+        ConfigError: there is none of this number.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"--rank {rank} does not exist with --world-size {world_size}.")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecutorConfig:
     """Who does the tasks of a command.

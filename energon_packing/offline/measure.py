@@ -13,7 +13,7 @@ from pathlib import Path
 
 from energon_packing.config import EncoderConfig, RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.measuring import ShardMeasurer, cannot_write
 from energon_packing.offline.parquet import remove_leftovers
@@ -48,8 +48,7 @@ class MeasureConfig:
         if not self.paths:
             raise ConfigError("measure needs at least one data set.")
         self.executor_config()  # refuses what cannot be
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
+        check_rank(self.rank, self.world_size)
 
     def executor_config(self) -> ExecutorConfig:
         """Who measures.

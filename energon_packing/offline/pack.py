@@ -17,7 +17,7 @@ from energon_packing.config import RunConfig, from_mapping
 from energon_packing.drop_budget import over_budget
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.packed import (
     DROPS_FILE,
@@ -74,8 +74,7 @@ class PackConfig:
         if self.shard_packs < 1:
             raise ConfigError(f"--shard-packs is {self.shard_packs}; it must be at least 1.")
         self.executor_config()  # refuses what cannot be
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"--rank {self.rank} does not exist with --world-size {self.world_size}.")
+        check_rank(self.rank, self.world_size)
 
     def executor_config(self) -> ExecutorConfig:
         """Who packs.

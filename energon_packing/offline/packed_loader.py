@@ -5,48 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 from energon_packing.config import RunConfig
-from energon_packing.energon.epoch_end import Agree
-from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.offline.packed import Packed, stored_fingerprint
 from energon_packing.offline.packed_packs import PackedPacks
-from energon_packing.offline.planned_loader import PlannedLoader, check_plan, loader_of
+from energon_packing.offline.planned_loader import PlannedLoader, loader_of
 
 
-def packed_loader(
-    config: RunConfig,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    split: str | None = None,
-    workers: int | None = None,
-    prefetch: int = 2,
-    task_encoder: PackingTaskEncoder | None = None,
-    data_parallel_group: Any = None,
-    agree: Agree | None = None,
-) -> PlannedLoader:
+def packed_loader(config: RunConfig, **arguments: Any) -> PlannedLoader:
     """Builds the loader of the packed directory at ``data.path``.
 
     Its packs, and its states, are those of the plan that was packed.
 
     Args:
-        config: of the run; encoder and row must be those of the plan.
-        split: must be the plan's own if it is given.
-        rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
-            `energon_packing.energon.loader.build_loader`.
+        config, arguments: of `energon_packing.offline.planned_loader.loader_of`.
 
     Raises:
         UserError: the directory is damaged or not complete.
         ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
     """
     packed = Packed.open(config.data.path)
-    encoder = build_task_encoder(config) if task_encoder is None else task_encoder
-    check_plan(packed.plan, config, encoder, split)
-    check_stored(packed, encoder)
-    packs = PackedPacks(packed, encoder, rank=rank)
-    base = {"rank": rank, "world_size": world_size, "prefetch": prefetch, "agree": agree, "group": data_parallel_group}
-    return loader_of(packs, packed.plan, config, encoder, workers=workers, **base)
+
+    def packs_of(encoder: PackingTaskEncoder, rank: int) -> PackedPacks:
+        check_stored(packed, encoder)
+        return PackedPacks(packed, encoder, rank=rank)
+
+    return loader_of(packed.plan, packs_of, config, **arguments)
 
 
 def check_stored(packed: Packed, encoder: PackingTaskEncoder) -> None:

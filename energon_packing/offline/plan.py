@@ -143,10 +143,17 @@ class PlanFacts:
         """
         facts = cls(
             id=text(values, "id"),
-            **{name: mapping(values, name) for name in ("config", "fingerprint", "decided", "drops", "summary")},
+            config=mapping(values, "config"),
+            fingerprint=mapping(values, "fingerprint"),
+            decided=mapping(values, "decided"),
             datasets=tuple(IndexedDataset.from_json(each) for each in values["datasets"]),
-            **{name: count(values, name) for name in ("packs", "samples", "max_data_parallel")},
-            **{name: counts(values, name) for name in ("epoch_ends", "row_groups")},
+            packs=count(values, "packs"),
+            samples=count(values, "samples"),
+            max_data_parallel=count(values, "max_data_parallel"),
+            epoch_ends=counts(values, "epoch_ends"),
+            row_groups=counts(values, "row_groups"),
+            drops=mapping(values, "drops"),
+            summary=mapping(values, "summary"),
         )
         for name in ("seq_length", "multiple", "reserved"):
             count(facts.decided, name)

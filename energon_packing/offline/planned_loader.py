@@ -151,7 +151,23 @@ def _unchanged(pack: Any) -> Any:
     return pack
 
 
-def planned_loader(
+def planned_loader(config: RunConfig, **arguments: Any) -> PlannedLoader:
+    """Builds the loader of the plan at ``data.path``.
+
+    Args:
+        config, arguments: of `loader_of`.
+
+    Raises:
+        UserError: there is no plan.
+        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+    """
+    plan = Plan.open(config.data.path)
+    return loader_of(plan, lambda encoder, rank: PlannedPacks(plan, encoder, rank=rank), config, **arguments)
+
+
+def loader_of(
+    plan: Plan,
+    packs_of: Callable[[PackingTaskEncoder, int], PositionedPacks],
     config: RunConfig,
     *,
     rank: int = 0,
@@ -163,46 +179,27 @@ def planned_loader(
     data_parallel_group: Any = None,
     agree: Agree | None = None,
 ) -> PlannedLoader:
-    """Builds the loader of the plan at ``data.path``.
+    """The loader of the packs of a plan; its states fit every other loader of this plan.
 
     Args:
+        plan: of the packs.
+        packs_of: the packs for an encoder and a rank, whatever they are read from.
         config: of the run; encoder and row must be those of the plan.
         split: must be the plan's own if it is given.
         rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
 
     Raises:
-        UserError: there is no plan.
-        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+        ConfigError: as `check_plan`.
     """
-    plan = Plan.open(config.data.path)
     encoder = build_task_encoder(config) if task_encoder is None else task_encoder
     check_plan(plan, config, encoder, split)
-    packs = PlannedPacks(plan, encoder, rank=rank)
-    base = {"rank": rank, "world_size": world_size, "prefetch": prefetch, "agree": agree, "group": data_parallel_group}
-    return loader_of(packs, plan, config, encoder, workers=workers, **base)
-
-
-def loader_of(
-    packs: PositionedPacks,
-    plan: Plan,
-    config: RunConfig,
-    encoder: PackingTaskEncoder,
-    *,
-    workers: int | None,
-    **base: Any,
-) -> PlannedLoader:
-    """The loader of the packs of a plan; its states fit every other loader of this plan.
-
-    Args:
-        packs: of the plan.
-        plan, config, encoder: that were compared by `check_plan`.
-        workers: replaces ``data.workers`` if it is given.
-        base: further arguments of `PlannedLoader`.
-    """
     return PlannedLoader(
-        packs,
+        packs_of(encoder, rank),
+        rank=rank,
+        world_size=world_size,
         workers=config.data.workers if workers is None else workers,
+        prefetch=prefetch,
         repeat=config.data.repeat,
         keep_memory=config.data.keep_memory,
         fingerprint=plan_fingerprint(plan, encoder),
@@ -211,7 +208,8 @@ def loader_of(
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
         budget=config.packing.drop_budget,
-        **base,
+        agree=agree,
+        group=data_parallel_group,
     )
 
 

@@ -6,19 +6,15 @@ import importlib.util
 
 import bridge_ranks
 import pytest
-
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.demo import make_data, processor_path
+from planned_data import planned_data
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 from energon_packing.bridge_cpu import stand_ins
-from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
-from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.demo import processor_path
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.planner import make_plan
 
 if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)
@@ -35,24 +31,7 @@ LEGS = {"two": {"world": 2}, "one": {"world": 2, "context": 2}, "four": {"world"
 def folder(tmp_path_factory):
     """The plan, one run that nobody stops, and one that continues twice with other ranks."""
     folder = tmp_path_factory.mktemp("planned-ranks")
-    source = make_data(folder / "made", conversations=80, defects=False)
-    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
-    encoder = EncoderConfig(
-        processor=str(processor_path("qwen3_vl")),
-        min_pixels=32 * 32,
-        video_min_pixels=32 * 32,
-        max_pixels=64 * 64,
-        video_max_pixels=64 * 64,
-    )
-    run = RunConfig(
-        data=DataConfig(path=str(folder / "data")),
-        encoder=encoder,
-        packing=PackingConfig(seq_length=bridge_ranks.SEQ_LENGTH, drop_budget=1.0),
-        parallel=ParallelConfig(context_parallel=2),
-        plan=PlanConfig(max_data_parallel=4, seed=1),
-    )
-    measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
-    make_plan([folder / "index"], run, folder / "plan.parquet")
+    planned_data(folder)
     dataset = {
         "path": str(folder / "plan.parquet"),
         "validation_path": str(folder / "data"),

@@ -39,14 +39,18 @@ Examples:
   energon-packing convert chats/ --out data --resume --json
   energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
   energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
-  energon-packing convert chats.jsonl --out data --dry-run
+  energon-packing convert chats.jsonl --dry-run
   energon-packing convert clips.jsonl --format text-to-video --media-root clips --out data
 """
 
 
 @click.command(name="convert", epilog=_EXAMPLES)
 @click.argument("sources", metavar="SRC...", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory to write the data set to.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Directory to write the data set to; --dry-run needs none.",
+)
 @click.option(
     "--media-root",
     type=click.Path(path_type=Path),
@@ -151,7 +155,7 @@ Examples:
 def convert(
     context: click.Context,
     sources: tuple[Path, ...],
-    out: Path,
+    out: Path | None,
     media_root: Path | None,
     record_format: Any,
     columns: str,
@@ -200,9 +204,11 @@ def convert(
         sources = sources or ((entry.source,) if entry.source is not None else ())
     if not sources:
         raise click.UsageError("Missing argument 'SRC...'.")
+    if out is None and not dry_run:
+        raise click.UsageError("Missing option '--out'; only --dry-run does without it.")
     config = ConvertConfig(
         sources=sources,
-        out=out,
+        out=out or Path(),
         media_root=media_root,
         format=record_format,
         layout=layout,
@@ -227,7 +233,8 @@ def convert(
         with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
             report = run_conversion(config, shown)
     except KeyboardInterrupt:
-        click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
+        if not dry_run:
+            click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
         raise
     if as_json:
         # A column's name may hold half of a character, which no terminal takes; its escape is JSON, too.
@@ -236,12 +243,12 @@ def convert(
         _print_report(report)
     if report.too_many_rejects(max_rejects):
         share = f"{report.reject_share:.1%} of the" if max_rejects <= 1 else f"{sum(report.rejected.values()):,}"
-        see = "the report" if dry_run else out / REJECTS_FILE
+        see = "the report" if dry_run else config.out / REJECTS_FILE
         message = f"Error: {share} records were rejected, more than --max-rejects {max_rejects:g}; see {see}"
         click.echo(message, err=True)
         context.exit(1)
     if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
-        where = "the report" if dry_run else out / REJECTS_FILE
+        where = "the report" if dry_run else config.out / REJECTS_FILE
         message = (
             f"Error: sources are damaged or break off at {broken} place{'s' if broken > 1 else ''}, and what follows "
         )
@@ -280,7 +287,8 @@ def _print_report(report: ConversionReport) -> None:
     for line in lines[:_MOST_LINES]:
         console.print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
     if len(lines) > _MOST_LINES:
-        rest = f"{len(lines) - _MOST_LINES} more ignored columns are listed in {Path(report.out) / CONVERSION_FILE}"
+        listed = "by --json" if report.dry_run else f"in {Path(report.out) / CONVERSION_FILE}"
+        rest = f"{len(lines) - _MOST_LINES} more ignored columns are listed {listed}"
         console.print(f"warning: {rest}", soft_wrap=True, highlight=False, markup=False)
     if report.dry_run:
         for reason, first in report.first_rejects.items():

@@ -55,7 +55,7 @@ class ConvertConfig:
 
     Attributes:
         sources: files (JSON array, JSON Lines) or directories of such files.
-        out: directory of the data set; created, or replaced as a whole.
+        out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
         format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
             kind of data (docs/wan.md).
@@ -85,7 +85,7 @@ class ConvertConfig:
     """
 
     sources: tuple[Path, ...]
-    out: Path
+    out: Path = Path()
     media_root: Path | None = None
     format: RecordFormat = "auto"
     layout: Layout = "polylithic"

@@ -83,7 +83,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         raise UserError(f"--media-root {config.media_root} is not a directory")
     if not config.dry_run:
         check_out(config)
-    sources = find_sources(config.sources, exclude=(config.out, partial_directory(config.out)))
+    written = (config.out, partial_directory(config.out)) if config.out.name else ()
+    sources = find_sources(config.sources, exclude=written)
     fingerprint = {
         "version": CONVERSION_VERSION,
         "sources": {},
@@ -148,8 +149,10 @@ def _build(
         else:
             stored, splits = _write(config, reading, workers, build, fingerprint, tell)
     report = ConversionReport(
-        out=str(config.out),
-        entry=str(config.out / DATASET_FILE) if config.layout == "polylithic" else str(config.out),
+        out=str(config.out) if config.out.name else "",
+        entry=str(config.out / DATASET_FILE if config.layout == "polylithic" else config.out)
+        if config.out.name
+        else "",
         layout=config.layout,
         read=reading.read,
         written=sum(splits.values()),

@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from source_files import run, sharegpt, write_image, write_json
 
 from energon_packing.cli.main import cli
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import ConfigError, UserError
 
 SAME = ("read", "written", "rejected", "warnings", "layouts", "splits", "images", "media_files", "media_bytes")
@@ -79,6 +80,30 @@ def test_more_rejects_than_a_share_or_a_number_exit_with_1(source: Path, tmp_pat
         result = call(source, tmp_path / f"out{len(options)}", "--max-rejects", limit, *options)
         assert result.exit_code == code
         assert ("more than --max-rejects" in result.stderr) == bool(code)
+
+
+def test_a_dry_run_may_leave_out_where_to_write_to_and_nothing_else_may(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)  # the sources lie below the directory that a missing --out could be taken for
+    result = CliRunner().invoke(cli, ["convert", ".", "--dry-run", "--workers", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["written"], report["out"], report["entry"]) == (7, "", "")
+    for options in ([], ["--overwrite"], ["--resume"]):
+        result = CliRunner().invoke(cli, ["convert", "a.json", *options])
+        assert result.exit_code == 2
+        assert "Missing option '--out'" in result.stderr
+    with pytest.raises(UserError, match="no name of its own"):
+        convert(ConvertConfig(sources=(Path("a.json"),)))
+    assert sorted(path.name for path in source.parent.iterdir()) == ["a.json", "a.png"]
+
+
+def test_many_ignored_columns_of_a_dry_run_are_listed_where_they_are(tmp_path: Path) -> None:
+    record = sharegpt("k", **{f"column{number}": "x" for number in range(30)})
+    source = write_json(tmp_path / "a.json", [record])
+    result = CliRunner().invoke(cli, ["convert", str(source), "--dry-run", "--workers", "1"])
+    assert "10 more ignored columns are listed by --json" in result.stdout
 
 
 def test_a_broken_number_of_rejects_is_refused(source: Path, tmp_path: Path) -> None:

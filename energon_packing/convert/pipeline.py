@@ -43,6 +43,7 @@ from energon_packing.convert.source_list import content_digest, find_sources
 from energon_packing.convert.sources import find_chunks
 from energon_packing.convert.splits import Positions, SplitAssigner, positions_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
+from energon_packing.convert.tar_samples import unpacked_tar
 from energon_packing.convert.worker import Assignment, Task
 from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
 from energon_packing.convert.workspace import (
@@ -332,6 +333,7 @@ def _read(
                 source,
                 max_record_bytes=config.max_record_bytes,
                 chunk_bytes=size,
+                scratch=build.parent,
                 digest=lambda found, source=source: digests.__setitem__(_place(source), found),  # type: ignore[misc]
             )
 
@@ -346,10 +348,12 @@ def _read(
             assert audit is not None
             if task.source is not before:
                 done += before.path.stat().st_size
+                unpacked_tar(build.parent, before).unlink(missing_ok=True)  # all of it has been read
                 before = task.source
             reading.add(task, audit, logs)
             size.learn(audit.seconds)
             tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
+    unpacked_tar(build.parent, before).unlink(missing_ok=True)
     tell("read", total, total)
     return digests
 

@@ -15,6 +15,7 @@ TEXT_SUFFIX = ".txt"
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 TAR_SUFFIX = ".tar"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+_SHORT = {".tgz": ".tar.gz"}
 _KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
 _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 """Beside the tables of a saved Hugging Face data set; they hold no records."""
@@ -23,7 +24,8 @@ _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"
 def suffix_of(path: Path) -> tuple[str, str | None]:
     """The suffix of a file's content, lower case, and how the file is compressed: None, ``gzip`` or ``zstd``."""
     suffix = path.suffix.lower()
-    compression = COMPRESSIONS.get(suffix)
+    path = path.with_suffix(_SHORT[suffix]) if suffix in _SHORT else path
+    compression = COMPRESSIONS.get(path.suffix.lower())
     return (Path(path.stem).suffix.lower() if compression else suffix), compression
 
 
@@ -79,8 +81,8 @@ def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str]]:
 
 def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:
     suffix, compression = suffix_of(path)
-    plain = compression is None and (suffix in TABLE_SUFFIXES or suffix == TAR_SUFFIX)
-    if not (plain or suffix in JSON_SUFFIXES) or not path.is_file():
+    table = compression is None and suffix in TABLE_SUFFIXES
+    if not (table or suffix == TAR_SUFFIX or suffix in JSON_SUFFIXES) or not path.is_file():
         return False
     if any(part.startswith(".") for part in path.relative_to(root).parts):
         return False

@@ -7,12 +7,16 @@ compressed; tables and tars have files of their own.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
@@ -21,7 +25,7 @@ from energon_packing.convert.json_values import parse_json, parse_quickly
 from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
 from energon_packing.convert.source_readers import DigestingReader, UnpackingReader
 from energon_packing.convert.table_files import find_rows, read_rows
-from energon_packing.convert.tar_samples import find_samples, read_samples
+from energon_packing.convert.tar_samples import UnpackedCopy, find_samples, read_samples, unpacked_tar
 from energon_packing.errors import SampleRejected, UserError
 
 _LINES = ("lines", "text")
@@ -39,6 +43,7 @@ def find_chunks(
     max_record_bytes: int,
     chunk_bytes: Callable[[], int],
     digest: Callable[[str], None] = lambda found: None,
+    scratch: Path | None = None,
 ) -> Iterator[Chunk]:
     """Divides a file into chunks; where they begin and end has no influence on their records.
 
@@ -47,27 +52,36 @@ def find_chunks(
         max_record_bytes: longest line, and longest element of an array in characters.
         chunk_bytes: how large the next chunk should be; it ends with a record.
         digest: called once with the SHA-256 of the file.
+        scratch: directory for the unpacked copy of a compressed tar, which chunks refer to (`unpacked_tar`); None keeps
+            it as long as this iterator lives.
 
     Raises:
         UserError: the file cannot be opened.
+        OSError: there is no room for the unpacked copy.
     """
     suffix, compression = suffix_of(source.path)
+    reader: Reader
     try:
         if suffix in TABLE_SUFFIXES and compression is None:
             yield from find_rows(source, chunk_bytes)
             digest(content_digest(source.path))
             return
-        if suffix == TAR_SUFFIX:
-            if compression is not None:
-                raise UserError(f"{source.path} is a compressed tar, which has no random access; unpack it")
+        if suffix == TAR_SUFFIX and compression is None:
             yield from find_samples(source, chunk_bytes)
             digest(content_digest(source.path))
             return
         with source.path.open("rb") as stream:
+            if suffix == TAR_SUFFIX and compression is not None:
+                unpacking = UnpackingReader(DigestingReader(stream), compression, source.name, keep=0)
+                with tempfile.TemporaryDirectory() if scratch is None else nullcontext(str(scratch)) as directory:
+                    with UnpackedCopy(unpacking, unpacked_tar(Path(directory), source)) as copy:
+                        yield from find_samples(source, chunk_bytes, copy)
+                    digest(unpacking.hexdigest())
+                return
             if compression is None:
                 form, start, error = _look(source, stream, suffix, max_record_bytes)
                 stream.seek(0)
-                reader: Reader = DigestingReader(stream)
+                reader = DigestingReader(stream)
             else:
                 form, start, error = _look_inside(source, stream, suffix, compression, max_record_bytes)
                 stream.seek(0)
@@ -81,6 +95,8 @@ def find_chunks(
                 yield from _unpacked(_FIND[form](source, reader, max_record_bytes, chunk_bytes), source, reader)
             digest(reader.hexdigest())
     except OSError as problem:
+        if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # the unpacked copy of a tar
         raise UserError(f"{source.path} cannot be read: {problem.strerror or problem}") from problem
 
 

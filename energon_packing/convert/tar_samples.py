@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
@@ -17,6 +19,7 @@ from energon_packing.convert.json_values import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
 from energon_packing.convert.plain_pickles import read_files, read_frame_lists
 from energon_packing.convert.record_media import COLUMNS
+from energon_packing.convert.source_readers import UnpackingReader
 from energon_packing.errors import SampleRejected
 
 _MOST_SAMPLES = 1024
@@ -30,22 +33,74 @@ _PICKLED: Mapping[str, MediaKind] = {"jpgs": "image", "videos": "video", "mp4s":
 Sample = tuple[str, tuple[MemberBytes, ...]]
 
 
-def find_samples(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Chunk]:
+class UnpackedCopy:
+    """Reads a compressed tar as if it were unpacked, and writes all that it reads to a file.
+
+    Members are read by other processes and in any order, for which a compressed file has no means.
+    """
+
+    def __init__(self, reader: UnpackingReader, path: Path) -> None:
+        """
+        Args:
+            reader: of the compressed tar.
+            path: of the file; made, its directory included.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path.parent.mkdir(exist_ok=True)
+        self.path = path
+        self.reader = reader
+        self._stream = path.open("wb")
+
+    def __enter__(self) -> UnpackedCopy:
+        return self
+
+    def __exit__(self, *ignored: object) -> None:
+        self._stream.close()
+
+    def read(self, size: int) -> bytes:
+        """Reads up to ``size`` bytes; fewer at the end, or where the file is damaged."""
+        block = self.reader.read(size)
+        self._stream.write(block)
+        return block
+
+    def flush(self) -> None:
+        """Lets other processes read what has been read here."""
+        self._stream.flush()
+
+
+def unpacked_tar(scratch: Path, source: SourceFile) -> Path:
+    """Where the unpacked copy of a compressed tar is."""
+    return scratch / "unpacked" / f"{sha256(str(source.path).encode()).hexdigest()}.tar"
+
+
+def find_samples(
+    source: SourceFile, chunk_bytes: Callable[[], int], copy: UnpackedCopy | None = None
+) -> Iterator[Chunk]:
     """Divides a tar into chunks of samples; see `sources.find_chunks`.
 
+    Args:
+        source: the tar.
+        chunk_bytes: how large the next chunk should be.
+        copy: reads it if it is compressed.
+
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or its copy not be written.
     """
     samples: list[Sample] = []
     first = size = position = 0
     error: SampleRejected | None = None
-    found = _samples(source)
+    found = _samples(source.path if copy is None else copy)
     while True:
         try:
             sample = next(found, None)
         except tarfile.TarError as problem:
             error = SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
+        if copy is not None:
+            copy.flush()
+            error = copy.reader.error or error
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
             yield Chunk(
                 source=source,
@@ -53,7 +108,7 @@ def find_samples(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator
                 start=0,
                 end=0,
                 first=first,
-                position=position,
+                position=position if copy is None else copy.reader.packed_position,
                 samples=tuple(samples),
             )
             first += len(samples)
@@ -69,9 +124,12 @@ def find_samples(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator
         yield Chunk(source=source, form="samples", start=0, end=0, first=first, error=error)
 
 
-def _samples(source: SourceFile) -> Iterator[Sample]:
+def _samples(source: Path | UnpackedCopy) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
-    with tarfile.open(source.path, "r:") as tar:
+    path = source if isinstance(source, Path) else source.path
+    with (
+        tarfile.open(source, "r:") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r|")  # type: ignore[call-overload]
+    ) as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]
@@ -82,12 +140,11 @@ def _samples(source: SourceFile) -> Iterator[Sample]:
                 yield key, tuple(members)
                 members = []
             key = name
-            path = str(source.path)
-            members.append(MemberBytes(path=path, name=member.name, offset=member.offset_data, size=member.size))
+            members.append(MemberBytes(path=str(path), name=member.name, offset=member.offset_data, size=member.size))
         if members:
             yield key, tuple(members)
         # A header that cannot be read ends the loop without a word, as the block of zeros at the end does.
-        with source.path.open("rb") as stream:
+        with path.open("rb") as stream:
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(b"\0"):
                 raise tarfile.ReadError(f"the header at byte {tar.offset} cannot be read")

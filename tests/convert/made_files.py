@@ -31,6 +31,7 @@ from file_makers import (
     fine_tuning,
     lines,
     packed,
+    packed_tar,
     parquet,
     rows,
     saved,
@@ -191,5 +192,7 @@ MADE = [
     made("gzip", "openai", "JSON Lines, gzip", OPENAI_RULES, packed(".jsonl.gz"), unpacked),
     made("zstd", "openai", "JSON, zstd", OPENAI_RULES, packed(".json.zst"), unpacked),
     made("WebDataset with images", "openai", "tar (`webdataset`)", "tarfile", tar, web_dataset),
+    made("WebDataset, gzip", "openai", "`.tar.gz`", "tarfile", packed_tar(".gz"), web_dataset),
+    made("WebDataset, zstd", "openai", "`.tar.zst`", "tarfile", packed_tar(".zst"), web_dataset),
     made("Bridge's ChatML, pickled images and frames", "sharegpt", "tar (`webdataset`)", "pickle", bridge_tar, chatml),
 ]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import io
 import json
 import pickle
 import pickletools
+import random
 import tarfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zstandard
 from energon_reading import read_dataset
 from hypothesis import given
 from hypothesis import strategies as st
 from source_files import openai, rejects, run, sharegpt, write_image, write_json
 
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.plain_pickles import read_files, read_frame_lists
 from energon_packing.convert.source_list import find_sources
-from energon_packing.convert.sources import read_records
+from energon_packing.convert.sources import find_chunks, read_records
+from energon_packing.convert.tar_samples import unpacked_tar
 from energon_packing.errors import SampleRejected, UserError
 
 
@@ -165,10 +171,82 @@ def test_a_damaged_tar_gives_what_comes_before_the_damage(tmp_path: Path, damage
     assert records[-1].error.reason == "corrupt_source"
 
 
-def test_a_compressed_tar_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.gz").write_bytes(b"x")
-    with pytest.raises(UserError, match="unpack it"):
-        run(tmp_path / "a.tar.gz", tmp_path / "out")
+def pack(path: Path, suffix: str) -> Path:
+    """Compresses a tar, in a directory of its own."""
+    packed = path.parent / "packed" / f"{path.stem}{suffix}"
+    packed.parent.mkdir(exist_ok=True)
+    compress = zstandard.compress if suffix.endswith("zst") else gzip.compress
+    packed.write_bytes(compress(path.read_bytes()))
+    return packed
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tgz", ".tar.zst"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_compressed_tar_gives_the_data_set_of_the_tar(
+    tmp_path: Path, images: list[bytes], suffix: str, workers: int
+) -> None:
+    members: dict[str, Any] = {}
+    for number in range(60):
+        members[f"d/k{number:03d}.json"] = openai(question="<image>?")
+        members[f"d/k{number:03d}.jpg"] = images[number % 3]
+    plain = write_tar(tmp_path / "a.tar", members)
+    run(plain, tmp_path / "plain", split={"train": 1.0})
+    packed = pack(plain, suffix)
+    written = set[str]()
+    for source in (packed, packed.parent):  # named, and found in its directory
+        report = run(source, tmp_path / "out", split={"train": 1.0}, workers=workers, overwrite=True)
+        assert (report.written, report.media_files, report.rejected) == (60, 3, {})
+        written |= {path.name for path in tmp_path.iterdir()}
+        for path in sorted((tmp_path / "plain").rglob("*.tar")):
+            assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "plain")).read_bytes()
+        assert report.fingerprint["sources"] == {str(packed): hashlib.sha256(packed.read_bytes()).hexdigest()}
+    assert "out.partial" not in written
+
+
+def test_the_unpacked_copy_of_a_tar_goes_when_the_next_source_begins(tmp_path: Path, images: list[bytes]) -> None:
+    sources = []
+    for name in "abc":
+        members = {f"{name}.json": openai(question="<image>?"), f"{name}.jpg": images[0]}
+        sources.append(pack(write_tar(tmp_path / f"{name}.tar", members), ".tar.gz"))
+    most = []
+
+    def look(stage: str, done: int, total: int) -> None:
+        most.append(len(list((tmp_path / "out.partial/unpacked").glob("*.tar"))) if stage == "read" else 0)
+
+    convert(ConvertConfig(sources=tuple(sources), out=tmp_path / "out", workers=1), look)
+    assert most[0] == 1
+    assert max(most) <= 2  # the next one is looked at before the last result of the one before is taken
+    assert most[-1] == 0
+
+
+@pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
+def test_a_damaged_compressed_tar_gives_what_comes_before_the_damage(tmp_path: Path, suffix: str) -> None:
+    noise = random.Random(0)
+    members = {f"k{number}.json": openai(answer=noise.randbytes(2000).hex()) for number in range(40)}
+    path = pack(write_tar(tmp_path / "a.tar", members), suffix)
+    whole = path.read_bytes()
+    for content in (whole[: len(whole) // 2], b"x" * 300, whole[:-5000] + b"\xff" * 4000 + whole[-1000:]):
+        path.write_bytes(content)
+        (source,) = find_sources((path,))
+        records = list(read_records(source, max_record_bytes=1 << 20))
+        good = [record.value["id"] for record in records if record.error is None]
+        assert good == [f"k{number}" for number in range(len(good))]
+        assert len(good) < 40
+        assert records[-1].error is not None
+        assert records[-1].error.reason == "corrupt_source"
+        # gzip may give wrong bytes before it notices
+        assert {record.error.reason for record in records[:-1] if record.error is not None} <= {"bad_json"}
+
+
+def test_a_compressed_tar_that_is_a_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_packing.convert.source_readers._ALWAYS_ALLOWED", 1 << 16)
+    path = pack(write_tar(tmp_path / "a.tar", {"k.json": openai(), "k.bin": bytes(1 << 25)}), ".tar.gz")
+    (source,) = find_sources((path,))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 1 << 12, scratch=scratch))
+    assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
+    assert unpacked_tar(scratch, source).stat().st_size < 1 << 25
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from energon_packing.convert.config import (
     parse_split,
 )
 from energon_packing.convert.dataset_info import read_dataset_info
-from energon_packing.convert.pipeline import convert as run_conversion
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
@@ -229,6 +228,8 @@ def convert(
         resume=resume,
         overwrite=overwrite,
     )
+    from energon_packing.convert.pipeline import convert as run_conversion  # --help does without all of it
+
     try:
         with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
             report = run_conversion(config, shown)

@@ -37,6 +37,8 @@ class Subcommand:
 
     target: str
     summary: str
+    extras: tuple[str, ...] = ()
+    """Extras of the package without which the command does nothing."""
 
     @property
     def module(self) -> str:
@@ -64,26 +66,32 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "measure": Subcommand(
         target="energon_packing.cli.measure:measure",
         summary="Measure all samples of data sets once, without pixels.",
+        extras=("offline", "vlm"),
     ),
     "pack": Subcommand(
         target="energon_packing.cli.pack:pack",
         summary="Store the packs of a plan, ready to be trained on.",
+        extras=("offline", "vlm"),
     ),
     "parity": Subcommand(
         target="energon_packing.cli.parity:parity",
         summary="Compare packs with their samples alone, on a model.",
+        extras=("vlm",),
     ),
     "plan": Subcommand(
         target="energon_packing.cli.plan:plan",
         summary="Plan the packs of a whole run from measured indexes.",
+        extras=("offline",),
     ),
     "preview": Subcommand(
         target="energon_packing.cli.preview:preview",
         summary="Build real packs and show each of their samples.",
+        extras=("vlm",),
     ),
     "state": Subcommand(
         target="energon_packing.cli.state:state",
         summary="Make the saved state of an online run portable.",
+        extras=("offline", "vlm"),
     ),
     "validate": Subcommand(
         target="energon_packing.cli.validate:validate",
@@ -92,6 +100,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "verify": Subcommand(
         target="energon_packing.cli.verify:verify",
         summary="Check that a packed directory holds what its plan says.",
+        extras=("offline", "vlm"),
     ),
 }
 
@@ -142,7 +151,7 @@ class CommandGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the subcommands with the lines of the table; click's own listing would import each for its help."""
-        rows = [(name, self.table[name].summary) for name in self.list_commands(ctx)]
+        rows = [(name, _line(self.table[name])) for name in self.list_commands(ctx)]
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
@@ -157,6 +166,10 @@ class CommandGroup(click.Group):
         arguments = list(sys.argv[1:] if args is None else args)
         code = _run(self, arguments, prog_name or "energon-packing", extra)
         sys.exit(code)
+
+
+def _line(subcommand: Subcommand) -> str:
+    return f"{subcommand.summary} [{','.join(subcommand.extras)}]" if subcommand.extras else subcommand.summary
 
 
 def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, Any]) -> int:
@@ -178,6 +191,14 @@ def _run(group: CommandGroup, arguments: list[str], name: str, extra: dict[str, 
     except (KeyboardInterrupt, click.Abort):
         click.echo("\nInterrupted.", err=True)
         return EXIT_INTERRUPTED
+    except ModuleNotFoundError as error:
+        if debug:
+            traceback.print_exc()
+        from energon_packing.cli.extras import missing_extra
+
+        word = next((argument for argument in arguments if argument in group.table), "")
+        wanted = group.table[word].extras if word else ()
+        return _report(missing_extra(error, word, wanted) or _unexpected(error), as_json)
     except OSError as error:
         if error.errno == errno.EPIPE:
             _close_stdout()
@@ -251,7 +272,8 @@ def _print_version(context: click.Context, _parameter: click.Parameter, value: b
     cls=CommandGroup,
     table=SUBCOMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Each command has its own --help, with examples. Exit codes: 0 done, 1 a check failed, 2 unusable input.",
+    epilog="Each command has its own --help, with examples. [NAMES] are extras that a command needs, as in pip install "
+    "'energon-packing[vlm]'. Exit codes: 0 done, 1 a check failed, 2 unusable input.",
 )
 @click.option(
     "--version",

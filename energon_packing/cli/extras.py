@@ -1,0 +1,43 @@
+"""Optional packages, and the extra that installs each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+EXTRA_OF = {
+    "torch": "vlm",
+    "torchvision": "vlm",
+    "transformers": "vlm",
+    "jinja2": "vlm",
+    "megatron": "vlm",
+    "megatron.energon": "vlm",
+    "webdataset": "vlm",
+    "megatron.bridge": "bridge",
+    "megatron.core": "bridge",
+    "einops": "bridge",
+    "qwen_vl_utils": "bridge",
+    "transformer_engine": "te",
+    "pyarrow": "offline",
+    "zstandard": "convert",
+    "ray": "ray",
+    "diffusers": "wan",
+    "safetensors": "wan",
+}
+"""Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
+
+
+def missing_extra(error: ModuleNotFoundError, command: str, extras: Sequence[str]) -> str | None:
+    """A sentence about a package that an extra would have installed; None if no extra has it.
+
+    Args:
+        error: says which module was not found.
+        command: of the command line, or empty.
+        extras: that the command needs in any case.
+    """
+    parts = (error.name or "").split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    extra = next((EXTRA_OF[name] for name in names if name in EXTRA_OF), None)
+    if extra is None:
+        return None
+    wanted = ",".join(sorted({extra, *extras}))
+    return f"{command or 'this'} needs {parts[0]}, which is not installed; run pip install 'energon-packing[{wanted}]'"

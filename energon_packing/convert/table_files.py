@@ -1,13 +1,16 @@
 """Rows of Parquet and Arrow files, as Hugging Face's `datasets` and others write them; one record per row.
 
 A worker reads forward through a file, a batch at a time, and turns only its own rows into Python objects. So memory
-does not grow with the file, and a skipped row costs little.
+does not grow with the file, and a skipped row costs little. A process keeps one file open between chunks, until it
+reads another one or its work ends.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +51,41 @@ class _Table:
         self._batch: Any = None
         self._at = 0  # number of the batch's first row
         self._group_end = 0
-        self._open()
-
-    def _open(self) -> None:
         self._file: Any = None
-        if _kind(self._path) == "Parquet":
+        self._source = self._arrow.memory_map(str(path))
+        self._groups: list[tuple[int, int]] = []
+        if _kind(path) == "Parquet":
             import pyarrow.parquet
 
-            self._file = pyarrow.parquet.ParquetFile(self._path, memory_map=True, pre_buffer=False)
+            self._file = pyarrow.parquet.ParquetFile(self._source, pre_buffer=False)
+            metadata = self._file.metadata
+            groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+            self._groups = [(group.num_rows, group.total_byte_size) for group in groups]
         else:
             self._start_arrow()
+        self._starts = [0, *accumulate(rows for rows, _ in self._groups)]
+
+    def close(self) -> None:
+        """Closes the file; what has been read from it stays."""
+        self._batches, self._batch = iter(()), None
+        if self._file is not None:
+            self._file.close()
+        self._source.close()
 
     def _start_arrow(self) -> None:
-        source = self._arrow.memory_map(str(self._path))
+        self._source.seek(0)
         try:
-            file = self._arrow.ipc.open_file(source)
+            file = self._arrow.ipc.open_file(self._source)
             self._batches = (file.get_batch(number) for number in range(file.num_record_batches))
         except self._arrow.ArrowInvalid:
-            source.seek(0)
-            self._batches = iter(self._arrow.ipc.open_stream(source))
+            self._source.seek(0)
+            self._batches = iter(self._arrow.ipc.open_stream(self._source))
         self._batch, self._at = None, 0
 
     def parts(self) -> Iterator[tuple[int, int]]:
         """Rows and bytes of each part of the file: a row group of Parquet, a batch of Arrow."""
         if self._file is not None:
-            for number in range(self._file.num_row_groups):
-                group = self._file.metadata.row_group(number)
-                yield group.num_rows, group.total_byte_size
+            yield from self._groups
         else:
             self._start_arrow()
             for batch in self._batches:
@@ -103,14 +114,13 @@ class _Table:
 
     def _start_parquet(self, row: int) -> None:
         """Begins the row group that holds a row."""
-        before = 0
-        for number, (rows, size) in enumerate(self.parts()):
-            if row < before + rows:
-                most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
-                self._batches = self._file.iter_batches(batch_size=most, row_groups=[number])
-                self._at, self._group_end = before, before + rows
-                return
-            before += rows
+        number = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
+        if number >= len(self._groups):
+            return
+        rows, size = self._groups[number]
+        most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+        self._batches = self._file.iter_batches(batch_size=most, row_groups=[number])
+        self._at, self._group_end = self._starts[number], self._starts[number + 1]
 
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
         """The rows from ``start`` to ``end`` in batches, each with the number of its first row."""
@@ -123,15 +133,24 @@ class _Table:
             row += count
 
 
-@lru_cache(maxsize=1)
-def _table(path: Path, size: int, changed: int) -> _Table:
-    """The file that this process reads; size and time stamp tell a replaced file from the one before."""
-    return _Table(path)
+_open: dict[tuple[Path, int, int], _Table] = {}
+"""The file that this process reads rows of; size and time stamp tell a replaced file from the one before."""
 
 
 def _opened(path: Path) -> _Table:
     status = path.stat()
-    return _table(path, status.st_size, status.st_mtime_ns)
+    key = (path, status.st_size, status.st_mtime_ns)
+    if key not in _open:
+        close_table()
+        _open[key] = _Table(path)
+    return _open[key]
+
+
+def close_table() -> None:
+    """Closes the file that this process reads rows of, if there is one."""
+    for table in _open.values():
+        table.close()
+    _open.clear()
 
 
 def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Chunk]:
@@ -144,7 +163,8 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     total = source.path.stat().st_size
     first = seen = 0
     try:
-        parts = list(_opened(source.path).parts())
+        with closing(_Table(source.path)) as table:
+            parts = list(table.parts())
     except (ValueError, OSError, OverflowError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -182,7 +202,7 @@ def read_rows(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
     except (ValueError, OSError, OverflowError) as error:
         # The same rows for every division into chunks: a chunk ends with its part of the file at the latest, and within
         # a part nothing can be read from the first damaged batch on.
-        _table.cache_clear()
+        close_table()
         for number in range(row, chunk.end):
             yield broken(source, number, f"{source.name}[{number}]", one_line(error), reason=_CONTENT)
 

@@ -19,6 +19,7 @@ from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.media_checks import MediaChecker, Recall
 from energon_packing.convert.shards import ShardPiece, write_piece
+from energon_packing.convert.table_files import close_table
 from energon_packing.executors.parent import end_with_parent
 from energon_packing.executors.sent_errors import sendable
 
@@ -63,6 +64,7 @@ class Worker:
         self._embedded = EmbeddedFiles(self._assignment.embedded, max_bytes=config.max_media_bytes)
         self._checker = MediaChecker(config, self._assignment.journal, self._recall)
         self._stack.callback(self._checker.close)
+        self._stack.callback(close_table)
         self._spool = self._stack.enter_context(self._assignment.spools[self._number].open("wb"))
         return self
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gc
 import gzip
 import json
+import os
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -318,6 +320,47 @@ def test_a_missing_package_is_one_sentence(
     (tmp_path / name).write_bytes(b"PAR1")
     with pytest.raises(UserError, match=rf"{package}.*energon-packing\[convert\]"):
         run(tmp_path / name, tmp_path / "out")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_no_table_stays_open_after_a_conversion(tmp_path: Path, way: Any, damaged: bool) -> None:
+    path = way(tmp_path / "a", RECORDS)
+    if damaged:
+        content = path.read_bytes()
+        path.write_bytes(content[:2000] + bytes(500) + content[2500:])
+    run((path, write_lines(tmp_path / "b.jsonl", RECORDS)), tmp_path / "out", max_rejects=1.0)
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert not any(os.path.samestat(path.stat(), os.stat(link)) for link in open_files())
+
+
+def open_files() -> list[int]:
+    """Descriptors of this process that are open."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            os.fstat(int(name))
+            found.append(int(name))
+        except OSError:  # of the listing itself
+            continue
+    return found
+
+
+def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist(RECORDS)
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for start, end in ((0, 3), (3, 3), (3, 40), (40, 40), (40, 40), (40, 300)):
+            writer.write_table(table.slice(start, end - start))
+    assert values(path) == RECORDS
+    (source,) = find_sources((path,))
+    for size in (1, 700, 1 << 30):
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda size=size: size))
+        for chunk in reversed(chunks):
+            found = [record.value for record in read_chunk(chunk, max_record_bytes=1 << 20)]
+            assert found == RECORDS[chunk.start : chunk.end]
 
 
 def test_a_resumed_conversion_of_a_table_is_skipped(tmp_path: Path) -> None:

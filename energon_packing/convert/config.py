@@ -41,6 +41,8 @@ RECORD_COLUMNS = frozenset(
     )
 )
 """Columns of a record with a meaning of their own."""
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""The beginning of an address; `Path` has made one slash of two."""
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -114,6 +116,14 @@ class ConvertConfig:
         object.__setattr__(self, "out", Path(self.out))
         if self.media_root is not None:
             object.__setattr__(self, "media_root", Path(self.media_root))
+        for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
+            for path in paths:
+                if path is not None and (remote := _REMOTE.match(str(path))) and not Path(remote[0]).exists():
+                    address = str(path).replace(remote[0], f"{remote[0]}/", 1)
+                    raise ConfigError(
+                        f"{name} {address} is a remote address, and convert reads and writes files of this machine; "
+                        "mount the storage, or copy the files with its own tool, and name the local path"
+                    )
         object.__setattr__(self, "split", normalised_split(self.split))
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")

@@ -50,6 +50,21 @@ def test_json_is_the_report_and_nothing_else(source: Path, tmp_path: Path) -> No
     assert (report["read"], report["written"], report["rejected"]) == (4, 3, {"missing_media": 1})
 
 
+@pytest.mark.parametrize("address", ["msc://profile/data", "s3://bucket/data", "https://example.org/a.json"])
+@pytest.mark.parametrize("what", ["SRC", "--out", "--media-root"])
+def test_a_remote_address_is_one_sentence_and_no_directory_of_that_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, address: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    given = {"SRC": str(source), "--out": "out", "--media-root": str(source.parent), what: address}
+    result = call(given.pop("SRC"), *(word for pair in given.items() for word in pair))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {what} {address} is a remote address")
+    assert result.stderr.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_too_many_rejects_exit_with_1_and_keep_the_data_set(source: Path, tmp_path: Path) -> None:
     result = call(source, "--out", tmp_path / "out", "--max-rejects", "0.2")
     assert result.exit_code == 1

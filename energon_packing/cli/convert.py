@@ -27,7 +27,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
-_UNITS = {"read": "bytes", "write": "samples", "index": "shards"}
+_UNITS = {"records": "records", "read": "bytes", "write": "samples", "index": "shards"}
 _MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b

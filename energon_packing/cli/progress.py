@@ -26,7 +26,7 @@ class ShownProgress:
         stages: name of each stage -> what is shown for it.
         quiet: show nothing.
         units: name of each stage -> what it counts, for the rate in a log; bytes are shown in MB. A stage without a
-            unit shows its share alone.
+            unit shows its share alone. A unit of none of the stages is a count, which the lines of the stage show too.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class ShownProgress:
         self._ended = False
         self._last = 0.0
         self._redirected: Any = None
+        self._counted = ""
 
     def __enter__(self) -> ShownProgress:
         self._redirected = redirect_stdout(sys.stderr)
@@ -57,6 +58,9 @@ class ShownProgress:
         """Shows that `done` of `total` parts of a stage are done; a new stage ends the one before."""
         if self._quiet:
             return
+        if stage not in self._stages:
+            self._counted = f"{done:,} {self._units[stage]}, "
+            return
         now = time.monotonic()
         begins, ends = stage != self._stage, done >= total
         pause = 0.1 if self._console.is_terminal else _SECONDS_BETWEEN_LINES
@@ -66,6 +70,7 @@ class ShownProgress:
         if not self._console.is_terminal:
             if begins:
                 self._began = now
+                self._counted = ""
             if not begins or ends:
                 rest = "" if ends else self._rate(stage, done, total, now - self._began)
                 click.echo(f"{self._stages[stage]}: {100 * done // max(total, 1)} %{rest}", err=True)
@@ -91,7 +96,7 @@ class ShownProgress:
         left = round((total - done) * seconds / done)
         time_left = f"{left // 3600} h {left % 3600 // 60} min" if left >= 3600 else f"{left // 60} min {left % 60} s"
         amount = f"{done / scale:,.{digits}f} of {total / scale:,.{digits}f} {shown}"
-        return f" ({amount}, {done / scale / seconds:,.1f} {shown}/s, about {time_left} left)"
+        return f" ({self._counted}{amount}, {done / scale / seconds:,.1f} {shown}/s, about {time_left} left)"
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import sqlite3
 import time
@@ -57,7 +58,10 @@ from energon_packing.convert.workspace import (
 from energon_packing.errors import UserError
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards)."""
+"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards).
+
+Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
+"""
 OTHER_COLUMNS = "(other columns)"
 OTHER_SOURCES = "(other sources)"
 _MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
@@ -66,6 +70,7 @@ _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
 _SHORT, _LONG = 0.05, 0.5
 """Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_UNWRITABLE = (*_FULL, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
@@ -99,17 +104,29 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         try:
             report = _build(config, sources, build, journal, fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
-            full = error.errno in _FULL if isinstance(error, OSError) else "full" in str(error)
-            if not full:
+            if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
                 raise
-            raise UserError(
-                f"--out {config.out} cannot be written (No space left on device); make room, and add --resume to "
-                "reuse the media checks so far"
-            ) from error
+            if isinstance(error, sqlite3.OperationalError) and not _is_about_the_disk(error):
+                raise
+            raise UserError(_unwritable(config, build, error)) from error
         report = replace(report, seconds=round(time.monotonic() - started, 3))
         if not config.dry_run:
             publish(build, config.out)
     return report
+
+
+def _is_about_the_disk(error: sqlite3.OperationalError) -> bool:
+    return any(words in str(error) for words in ("full", "disk I/O", "readonly", "read-only"))
+
+
+def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.OperationalError) -> str:
+    """A sentence about a place that cannot be written any more."""
+    code = error.errno if isinstance(error, OSError) else errno.ENOSPC if "full" in str(error) else None
+    why = str(error) if code is None else os.strerror(code)
+    if config.dry_run:
+        return f"a dry run keeps its notes in {build.parent}, which cannot be written ({why}); point TMPDIR elsewhere"
+    what = "make room" if code in _FULL else "make it writable"
+    return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
 
 
 def _place(source: SourceFile) -> str:
@@ -352,6 +369,7 @@ def _read(
                 before = task.source
             reading.add(task, audit, logs)
             size.learn(audit.seconds)
+            tell("records", reading.read, 0)
             tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
     unpacked_tar(build.parent, before).unlink(missing_ok=True)
     tell("read", total, total)

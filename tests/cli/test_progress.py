@@ -37,6 +37,28 @@ def test_a_log_gets_a_line_every_half_minute_with_rate_and_time_left(
     ]
 
 
+def test_a_count_of_records_is_on_the_lines_of_its_stage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    units = {"records": "records", "read": "bytes", "write": "samples"}
+    stages = {"read": "reading", "write": "writing"}
+    with ShownProgress(Console(file=io.StringIO()), stages, quiet=False, units=units) as shown:
+        for second in range(0, 62, 2):
+            now = float(second)
+            shown("records", second * 500, 0)
+            shown("read", second * 1_000_000, 100_000_000)
+        shown("write", 0, 10)
+        now += 31
+        shown("write", 5, 10)
+    assert capsys.readouterr().err.splitlines() == [
+        "reading: 30 % (15,000 records, 30.0 of 100.0 MB, 1.0 MB/s, about 1 min 10 s left)",
+        "reading: 60 % (30,000 records, 60.0 of 100.0 MB, 1.0 MB/s, about 0 min 40 s left)",
+        "writing: 50 % (5 of 10 samples, 0.2 samples/s, about 0 min 31 s left)",
+    ]
+
+
 def test_a_stage_without_a_unit_shows_its_share_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -256,13 +256,37 @@ def test_an_error_in_a_worker_process_is_the_same_as_in_this_one(tmp_path: Path)
     assert len(said) == 1
 
 
-def test_a_full_disk_is_one_sentence(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "No space left on device.*make room, and add --resume"),
+        (errno.EROFS, "Read-only file system.*make it writable, and add --resume"),
+        (errno.EIO, "Input/output error.*--resume"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_any_more_is_one_sentence_with_the_path(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    def fail(*ignored: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_write", fail)
+        with pytest.raises(UserError, match=rf"--out {tmp_path}/out cannot be written .*{words}"):
+            convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1))
+    assert not (tmp_path / "out").exists()
+    assert convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1, resume=True)).written > 0
+
+
+def test_a_dry_run_without_room_names_the_place_of_its_notes(
+    many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*ignored: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(shards, "_write", full)
-    with pytest.raises(UserError, match=r"No space left on device.*make room"):
-        convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=1))
+    monkeypatch.setattr("energon_packing.convert.pipeline.find_chunks", full)
+    with pytest.raises(UserError, match=r"a dry run keeps its notes in .*No space left on device.*TMPDIR"):
+        convert(ConvertConfig(sources=(many,), workers=1, dry_run=True))
 
 
 @pytest.mark.parametrize("settled", [False, True])

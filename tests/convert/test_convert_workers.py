@@ -281,7 +281,7 @@ def test_a_disk_that_cannot_be_written_any_more_is_one_sentence_with_the_path(
 def test_a_dry_run_without_room_names_the_place_of_its_notes(
     many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*ignored: object) -> None:
+    def full(*ignored: object, **more: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("energon_packing.convert.pipeline.find_chunks", full)

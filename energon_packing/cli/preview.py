@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import click
-from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from energon_packing.cli.excerpt import Piece, excerpt, visible
 from energon_packing.cli.preview_clips import preview_clips
 from energon_packing.config import RunConfig, load_config
 
@@ -25,7 +27,7 @@ Examples:
   energon-packing preview data --config run.yaml --set parallel.context_parallel=2 --json
   energon-packing preview data/clips --format text-to-video --config wan.yaml
 
-Trained text is green. A run of media tokens is shown as token*count.
+Trained text is green, or in \u27e6 \u27e7 without colours. A run of media tokens is shown as token*count.
 """
 
 
@@ -43,7 +45,7 @@ Trained text is green. A run of media tokens is shown as token*count.
 )
 @click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="Packs to build.")
 @click.option(
-    "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters to show per sample."
+    "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters of text per sample."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def preview(
@@ -73,7 +75,10 @@ def preview(
         return
     console = Console()
     for view in views:
-        console.print(_panel(view, text_width))
+        console.print(pack_panel(view, text_width, colours=console.color_system is not None))
+    if not views:
+        console.print("The data set gives no pack; the ledger (packing.ledger) says why.")
+        return
     real, tokens = sum(view["real_tokens"] for view in views), sum(view["tokens"] for view in views)
     console.print(
         f"{len(views)} packs, {sum(len(view['segments']) for view in views)} segments, {real:,} tokens in rows of "
@@ -98,45 +103,43 @@ def _views(config: RunConfig, packs: int) -> list[dict]:
     ]
 
 
-def _panel(view: dict, text_width: int) -> Panel:
-    table = Table(box=box.SIMPLE_HEAD, expand=True)
-    for name, justify in (("#", "right"), ("key", "left"), ("start", "right"), ("tokens", "right"), ("pad", "right")):
-        table.add_column(name, justify=justify, no_wrap=name != "key")  # type: ignore[arg-type]
-    table.add_column("trained", justify="right")
-    table.add_column("media")
-    table.add_column("text", ratio=1)
+def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Panel:
+    """A pack for a terminal of any width: everything folds, nothing is cut off by a column.
+
+    Args:
+        view: `energon_packing.report.preview.PackView` as plain values.
+        text_width: characters of text per segment.
+        colours: whether the terminal has any.
+    """
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True, style="bold")
+    table.add_column(ratio=1, overflow="fold")
     for number, segment in enumerate(view["segments"]):
-        media = ", ".join(entry["label"] for entry in segment["media"])
-        table.add_row(
-            str(number),
-            segment["key"] or ("(dummy image)" if segment["filler"] else "(masked tail)"),
-            str(segment["start"]),
-            str(segment["tokens"]),
-            str(segment["padding"]),
-            str(segment["trained"]),
-            media or "-",
-            _excerpt(segment["text"], text_width),
-        )
+        table.add_row(str(number), Group(*_segment(segment, text_width, colours)))
     lines = [
-        f"cu_seqlens         {list(view['boundaries'])}",
-        f"cu_seqlens_padded  {list(view['padded_boundaries']) if view['padded_boundaries'] else 'none (multiple 1)'}",
+        f"cu_seqlens {list(view['boundaries'])}",
+        f"cu_seqlens_padded {list(view['padded_boundaries']) if view['padded_boundaries'] else 'none (multiple 1)'}",
         f"max_seqlen {view['max_seqlen']}, position_ids {list(view['positions'])}",
         *(
-            f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})"
+            visible(f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})")
             for entry in view["dropped"]
         ),
     ]
-    title = f"pack {view['index']}: {view['real_tokens']} tokens in a row of {view['tokens']}, fill {view['fill']:.2%}"
-    return Panel(Group(table, Text("\n".join(lines))), title=title, title_align="left")
+    title = f"pack {view['index']}: {view['real_tokens']} of {view['tokens']} tokens, fill {view['fill']:.2%}"
+    return Panel(Group(table, Text("\n".join(lines), overflow="fold")), title=title, title_align="left")
 
 
-def _excerpt(pieces: list[dict], width: int) -> Text:
-    """Returns the first ``width`` characters, line breaks as a sign, trained parts in green."""
-    text = Text()
-    for piece in pieces:
-        room = width - len(text)
-        if room <= 0:
-            return text.append("...", style="dim")
-        shown = piece["text"].replace("\n", "\u23ce")
-        text.append(shown[:room], style="green" if piece["trained"] else "")
-    return text if len(text) <= width else text[:width]
+def _segment(segment: Mapping[str, Any], text_width: int, colours: bool) -> Iterator[Text]:
+    name = segment["key"] or ("(dummy image)" if segment["filler"] else "(masked tail)")
+    yield Text(visible(name), style="bold", overflow="fold")
+    facts = [
+        f"start {segment['start']}",
+        f"tokens {segment['tokens']}",
+        f"pad {segment['padding']}",
+        f"trained {segment['trained']}",
+        *(entry["label"] for entry in segment["media"]),
+    ]
+    yield Text(visible(" \u00b7 ".join(facts)), style="cyan", overflow="fold")
+    text = excerpt([Piece(**piece) for piece in segment["text"]], text_width, colours=colours)
+    if text:
+        yield text

@@ -8,11 +8,12 @@ import json
 from collections.abc import Iterable
 
 import click
-from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from energon_packing.cli.excerpt import visible
 
 
 def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
@@ -44,19 +45,21 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
 
 
 def _panel(view: dict) -> Panel:
-    table = Table(box=box.SIMPLE_HEAD, expand=True)
-    for name in ("#", "key", "start", "patches", "grid", "pad", "text start", "text tokens", "pad", "weight"):
-        table.add_column(name, justify="left" if name == "key" else "right", no_wrap=name != "key")
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True, style="bold")
+    table.add_column(ratio=1, overflow="fold")
     for number, clip in enumerate(view["clips"]):
-        table.add_row(
-            *(str(number), clip["key"] or "(padding)", str(clip["start"]), str(clip["patches"])),
-            *("x".join(map(str, clip["grid"])), str(clip["padding"]), str(clip["text_start"])),
-            *(str(clip["text_tokens"]), str(clip["text_padding"]), f"{clip['weight']:g}"),
+        facts = (
+            f"start {clip['start']} \u00b7 patches {clip['patches']} \u00b7 grid {'x'.join(map(str, clip['grid']))} "
+            f"\u00b7 pad {clip['padding']} \u00b7 text start {clip['text_start']} \u00b7 text tokens "
+            f"{clip['text_tokens']} \u00b7 text pad {clip['text_padding']} \u00b7 weight {clip['weight']:g}"
         )
+        name = Text(visible(clip["key"] or "(padding)"), style="bold", overflow="fold")
+        table.add_row(str(number), Group(name, Text(facts, style="cyan", overflow="fold")))
     lines = [
         f"latents {list(view['latents'])}, context {list(view['context'])}",
         *(
-            f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})"
+            visible(f"dropped before this pack: {entry['key']} ({entry['reason']}: {entry['detail']})")
             for entry in view["dropped"]
         ),
     ]
@@ -64,4 +67,4 @@ def _panel(view: dict) -> Panel:
         f"pack {view['index']}: {view['real_patches']} patches in a row of {view['patches']}, "
         f"{view['text_tokens']} text tokens, fill {view['fill']:.2%}"
     )
-    return Panel(Group(table, Text("\n".join(lines))), title=title, title_align="left")
+    return Panel(Group(table, Text("\n".join(lines), overflow="fold")), title=title, title_align="left")

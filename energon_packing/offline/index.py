@@ -23,7 +23,8 @@ from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 
-FORMAT = 1
+FORMAT = 2
+"""2 counts turns, images, videos, frames and pixels too."""
 LENGTH_FREE = (
     *("pixels", "jpeg_scaled_decoding", "decode_seconds"),
     *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
@@ -50,6 +51,11 @@ SCHEMA = pa.schema(
         pa.field("targets", pa.int32()),  # tokens that are learned, of all segments
         pa.field("images", pa.int32()),  # as `Measured.images`: tiles and frames where the family cuts media into them
         pa.field("patches", pa.int64()),  # rows of vision input
+        pa.field("turns", pa.int32()),
+        pa.field("stills", pa.int32()),  # images that the conversation shows, whatever the family makes of them
+        pa.field("videos", pa.int32()),
+        pa.field("frames", pa.int32()),  # sampled, of all videos
+        pa.field("pixels", pa.int64()),  # of all images and sampled frames, as they are in the source
         pa.field("media", MEDIA),  # files that rendering reads
         pa.field("reason", pa.string()),  # why the sample is dropped at any seq_length; null if it is not
         pa.field("detail", pa.string()),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from energon_packing.config import EncoderConfig, PackingConfig, to_mapping
+from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import ConversationSample, MeasuredSample
@@ -105,7 +106,7 @@ class ShardMeasurer:
         columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         tables: list[pa.Table] = []
         samples = dropped = tokens = 0
-        for row in self._rows(part, shard):
+        for row in self.rows(part, shard):
             samples += 1
             dropped += row["reason"] is not None
             tokens += 0 if row["reason"] is not None else row["length"] + row["second"]
@@ -145,10 +146,20 @@ class ShardMeasurer:
                 f"{path}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
             ) from error
 
-    def _rows(self, part: SourcePart, shard: str) -> Iterator[dict[str, Any]]:
+    def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+        """Measures samples of a shard, in order; each row is of `SCHEMA`.
+
+        Args:
+            wanted: their numbers in the shard; None measures all.
+
+        Raises:
+            UserError: as `measure`.
+        """
         tar = Path(part.root) / shard
         media = self.index_of(part.media_root)
-        for key, offset, size in self.index_of(part.root).records(shard):
+        for number, (key, offset, size) in enumerate(self.index_of(part.root).records(shard)):
+            if wanted is not None and number not in wanted:
+                continue
             store = IndexedMedia(media, key)
             # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
             record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
@@ -198,15 +209,26 @@ def _made_again(config: EncoderConfig, fingerprint: Mapping[str, str]) -> ShardM
 
 def _sizes(measured: AnyMeasured | None) -> dict[str, Any]:
     if measured is None:
-        numbers = dict.fromkeys(("length", "second", "targets", "images", "patches"), 0)
-        return {**numbers, "media": [], "reason": None, "detail": None}
+        names = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
+        return {**dict.fromkeys(names, 0), "media": [], "reason": None, "detail": None}
     first, second = (*measured.segment_lengths, 0)[:2]
+    # Both answers of a pair show the media of their common beginning.
+    shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
+    media = list(zip(shown.media, shown.plans, strict=True)) if isinstance(shown, Measured) else []
+    frames = [max(1, len(plan.frame_indices)) for _, plan in media]
     return {
         "length": first,
         "second": second,
         "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
         "images": measured.images,
         "patches": measured.patches,
+        "turns": shown.turns if isinstance(shown, Measured) else 0,
+        "stills": sum(each.kind == "image" for each, _ in media),
+        "videos": sum(each.kind == "video" for each, _ in media),
+        "frames": sum(count for (each, _), count in zip(media, frames, strict=True) if each.kind == "video"),
+        "pixels": sum(
+            (each.width or 0) * (each.height or 0) * count for (each, _), count in zip(media, frames, strict=True)
+        ),
         "media": [],
         "reason": None,
         "detail": None,

@@ -16,11 +16,23 @@ from energon_packing.offline.parquet import write_table
 Row = dict[str, Any]
 
 
-def row(length: int, *, second: int = 0, images: int = 0, patches: int = 0, reason: str | None = None) -> Row:
+def row(
+    length: int,
+    *,
+    second: int = 0,
+    images: int = 0,
+    patches: int = 0,
+    reason: str | None = None,
+    frames: int = 0,
+    turns: int = 2,
+    targets: int | None = None,
+) -> Row:
     """One sample; `made_index` adds its key and position."""
     detail = None if reason is None else f"because of {reason}"
     found = {"length": length, "second": second, "images": images, "patches": patches}
-    return {**found, "targets": length // 2, "reason": reason, "detail": detail}
+    found |= {"turns": turns, "stills": images, "videos": int(frames > 0), "frames": frames}
+    found["pixels"] = 100 * (images + frames)
+    return {**found, "targets": length // 2 if targets is None else targets, "reason": reason, "detail": detail}
 
 
 def made_index(

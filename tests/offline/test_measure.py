@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from forking_python import quick_python
+from PIL import Image
 from ranks_environment import ranks_environment
 
 from energon_packing.cli.measure import measure as command
@@ -94,6 +95,35 @@ def test_images_and_patches_are_those_of_the_packs(index, dataset, run_of):
         if name in pack.batch.visual_inputs
     )
     assert sum(row["patches"] for _, _, row in rows_of(index).values()) == patches > 100
+
+
+def test_turns_and_media_are_those_of_the_records_and_their_files(index, dataset, run_of):
+    seen = {"stills": 0, "videos": 0}
+    for key, (part, shard, row) in rows_of(index).items():
+        if row["reason"] is not None:
+            continue
+        with tarfile.open(Path(part.root) / shard) as tar:
+            record = json.load(tar.extractfile(f"{key}.json"))
+        assert row["turns"] == len(record["turns"]) + len(record.get("chosen", ()))
+        kinds = [media["kind"] for media in record.get("media", ())]
+        assert (row["stills"], row["videos"]) == (kinds.count("image"), kinds.count("video"))
+        seen = {name: count + row[name] for name, count in seen.items()}
+        if kinds and not row["videos"]:
+            areas = []
+            for media in row["media"]:
+                with tarfile.open(Path(part.media_root) / part.media_shards[media["shard"]]) as tar:
+                    name = key + media["name"] if media["name"].startswith(".") else media["name"]
+                    width, height = Image.open(tar.extractfile(name)).size
+                    areas.append(width * height * [each["name"] for each in record["media"]].count(media["name"]))
+            assert row["pixels"] == sum(areas)
+    assert min(seen.values()) > 0
+    steps = [
+        int(pack.batch.visual_inputs["video_grid_thw"][:, 0].sum())
+        for pack in build_loader(run_of(dataset, seq_length=16384))
+        if pack.batch.visual_inputs and "video_grid_thw" in pack.batch.visual_inputs
+    ]
+    frames = [row["frames"] for _, _, row in rows_of(index).values() if row["videos"] == 1]
+    assert sum(-(-count // 2) for count in frames) == sum(steps), "Qwen2.5-VL merges two frames into a step"
 
 
 def test_processes_write_the_same_files_and_a_second_run_measures_nothing(index, dataset, run_of, tmp_path):

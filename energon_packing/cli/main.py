@@ -93,6 +93,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Make the saved state of an online run portable.",
         extras=("offline", "vlm"),
     ),
+    "stats": Subcommand(
+        target="energon_packing.cli.stats:stats",
+        summary="Show how samples are distributed and how full packs would be.",
+    ),
     "validate": Subcommand(
         target="energon_packing.cli.validate:validate",
         summary="Check a configuration against Bridge's rules and ours.",

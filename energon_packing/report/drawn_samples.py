@@ -1,0 +1,67 @@
+"""Sizes of samples drawn at random from a data set, measured on the spot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from energon_packing.config import RunConfig
+from energon_packing.errors import UserError
+from energon_packing.offline.measuring import ShardMeasurer
+from energon_packing.offline.source_part import source_parts
+from energon_packing.report.stats_samples import COLUMNS, StatsSamples, unique_names
+
+Progress = Callable[[str, int, int], None]
+"""Called with the stage ``sample``, the samples that are done, and all samples to measure."""
+
+
+def samples_of_dataset(
+    path: str, split: str, run: RunConfig, *, most: int, seed: int = 0, progress: Progress = lambda *_: None
+) -> StatsSamples:
+    """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
+
+    Args:
+        run: its ``encoder`` section is used.
+        most: samples to measure.
+
+    Raises:
+        UserError: the data set or the processor cannot be used, or it holds nothing.
+    """
+    parts = source_parts(path, split)
+    measurer = ShardMeasurer(run.encoder)
+    shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
+    counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
+    starts = np.cumsum([0, *counts])
+    total = int(starts[-1])
+    if total == 0:
+        raise UserError(f"{path} holds no samples in its split {split!r}")
+    drawn = np.sort(np.random.default_rng(seed).choice(total, min(most, total), replace=False))
+    progress("sample", 0, drawn.size)
+    rows: list[tuple[int, ...]] = []
+    drops: list[Counter[str]] = [Counter() for _ in parts]
+    done = 0
+    for place, (number, shard) in enumerate(shards):
+        low, high = np.searchsorted(drawn, starts[place : place + 2])
+        wanted = set((drawn[low:high] - starts[place]).tolist())
+        if not wanted:
+            continue
+        for row in measurer.rows(parts[number], shard, wanted):
+            done += 1
+            progress("sample", done, drawn.size)
+            if row["reason"] is None:
+                rows.append((number, *(row[name] for name in COLUMNS)))
+            else:
+                drops[number][row["reason"]] += 1
+    table = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(COLUMNS))
+    return StatsSamples(
+        path=path,
+        kind="data set",
+        total=total,
+        measured=int(drawn.size),
+        datasets=unique_names([part.root for part in parts]),
+        dataset=table[:, 0],
+        columns={name: table[:, 1 + at] for at, name in enumerate(COLUMNS)},
+        drops=tuple(dict(each) for each in drops),
+    )

@@ -1,0 +1,254 @@
+"""Packing under several settings side by side, and what to set: the other half of statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from energon_packing.config import RunConfig
+from energon_packing.errors import ConfigError
+from energon_packing.offline import array_limits
+from energon_packing.offline.array_limits import Sizes
+from energon_packing.packing.balance import simulate_steps
+from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.packing.whole_list import pack_lengths_flat
+from energon_packing.report.stats import Z, mean_error
+from energon_packing.report.stats_samples import StatsSamples
+
+SIMULATED = 40_000
+"""Samples that pass through a window at most; they are drawn at random from all."""
+PLANNED = 1_000_000
+"""Samples that are packed at once at most, as a plan does, which takes a microsecond or less for each."""
+NEGLIGIBLE_FILL = 0.002
+"""A window that fills rows by no more than this less than the best is good enough."""
+NEGLIGIBLE_LOSS = 0.005
+"""Share of tokens in samples longer than a row that a recommended ``seq_length`` may lose."""
+RANKS = 8
+"""Data-parallel ranks for which sorting by cost is judged."""
+BALANCE_WINDOW = 64
+
+
+def packings(
+    samples: StatsSamples,
+    run: RunConfig,
+    *,
+    seq_lengths: Sequence[int],
+    multiples: Sequence[int],
+    windows: Sequence[int],
+    seed: int = 0,
+) -> Iterator[dict[str, Any]]:
+    """Packs the samples under every combination of settings.
+
+    Args:
+        run: its limits of a pack and its global batch size are used.
+        seq_lengths, multiples: of rows and segments.
+        windows: samples held online; a whole-list plan is added to each combination.
+
+    Yields:
+        Settings; ``oversize`` (samples that fit no row) and ``lost`` (their share of tokens); ``fill``, ``alignment``
+        and ``tail`` (shares of all tokens of all rows); ``packs`` and ``steps`` per epoch; ``error``: half the width of
+        the 95 % interval of ``fill``, ``packs_error``: of ``packs``.
+
+    Raises:
+        ConfigError: a ``seq_length`` is not a multiple of the alignment.
+    """
+    sizes = _sizes(samples)
+    for seq_length in seq_lengths:
+        for multiple in multiples:
+            limits = _limits(run, seq_length, multiple)
+            fits = array_limits.holds(limits, sizes)
+            for window in (*windows, None):
+                yield _packed(samples, sizes, fits, limits, window, run, seed)
+
+
+def planned_packing(samples: StatsSamples, run: RunConfig) -> dict[str, Any]:
+    """The packs that a plan has, in the form of `packings`."""
+    assert samples.pack is not None
+    assert samples.planned is not None
+    row, multiple, packs = (samples.planned[name] for name in ("seq_length", "multiple", "packs"))
+    sizes = _sizes(samples)
+    aligned = int(array_limits.length_units(PackLimits(tokens=row, multiple=multiple), sizes).sum()) * multiple
+    room = packs * row
+    cost = np.bincount(samples.pack, sizes.cost.astype(np.float64), packs)
+    return {
+        "seq_length": row,
+        "multiple": multiple,
+        "window": None,
+        "oversize": samples.dropped["oversize"] + samples.dropped["over_limit"],
+        "lost": None,
+        "fill": int(samples.tokens.sum()) / room,
+        "alignment": (aligned - int(samples.tokens.sum())) / room,
+        "tail": 1 - aligned / room,
+        "error": 0.0,
+        "packs": packs,
+        "packs_error": 0,
+        "steps": packs // run.training.global_batch_size,
+        "samples_per_pack": len(sizes) / packs,
+        "cost_spread": float(cost.std() / cost.mean()),
+    }
+
+
+def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Settings that suit the samples, each with its reason, from the rows of `packings`.
+
+    Rows are compared by the share of their tokens that are real and by the tokens that would be lost; how much memory
+    a row needs is not known here.
+    """
+    rows = [row for row in found if row["window"] is not None and row["fill"] > 0]
+    if not rows:
+        return {"settings": {}, "reasons": ["No sample fits a row of any of these lengths; raise --seq-length."]}
+    best = _best_length(rows)
+    same = [row for row in rows if (row["seq_length"], row["multiple"]) == (best["seq_length"], best["multiple"])]
+    top = max(row["fill"] for row in same)
+    chosen = min((row for row in same if row["fill"] >= top - NEGLIGIBLE_FILL), key=lambda row: row["window"])
+    settings: dict[str, Any] = {"packing.seq_length": best["seq_length"], "packing.window": chosen["window"]}
+    reasons = [
+        f"packing.seq_length={best['seq_length']}: rows are {chosen['fill']:.2%} full, and {best['lost']:.2%} of the "
+        "tokens are in samples that are longer than a row. Longer rows need more memory, which is not measured here.",
+        f"packing.window={chosen['window']}: the largest window compared ({max(row['window'] for row in same)}) fills "
+        f"rows to {max(same, key=lambda row: row['window'])['fill']:.2%}; a smaller one delays samples less.",
+    ]
+    if best["lost"] > NEGLIGIBLE_LOSS:
+        settings["packing.oversize"] = "split"
+        reasons.append(
+            f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. "
+            "Splitting keeps them."
+        )
+    dropped = (samples.dropped.total() * samples.total / samples.measured + best["oversize"]) / samples.total
+    if best["oversize"] and "packing.oversize" in settings:
+        dropped = samples.dropped.total() / samples.measured
+    if dropped > run.packing.drop_budget:
+        reasons.append(
+            f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="
+            f"{run.packing.drop_budget:g} allows: the run would stop. Correct the data or raise the budget."
+        )
+    plans = [row for row in found if row["window"] is None and row["seq_length"] == best["seq_length"]]
+    plans = [row for row in plans if row["multiple"] == best["multiple"]]
+    if plans and plans[0]["fill"] > top + 2 * NEGLIGIBLE_FILL:
+        reasons.append(
+            f"A plan (`energon-packing plan`) fills rows to {plans[0]['fill']:.2%}, since it sees all samples at once."
+        )
+    even, sorted_ = chosen.get("efficiency"), chosen.get("sorted_efficiency")
+    if even is not None and sorted_ is not None and sorted_ > even + 0.02:
+        settings["packing.balance_window"] = BALANCE_WINDOW
+        reasons.append(
+            f"packing.balance_window={BALANCE_WINDOW}: packs differ in cost, so {RANKS} ranks would compute for "
+            f"{even:.1%} of a step; with packs sorted by cost it is {sorted_:.1%}."
+        )
+    return {"settings": settings, "reasons": reasons}
+
+
+def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The shortest rows that lose hardly any tokens and fill as well as others; else those that waste least."""
+    smallest = min(row["multiple"] for row in rows)
+    rows = [row for row in rows if row["multiple"] == smallest]
+    used = [(row["fill"] * (1 - row["lost"]), row) for row in rows]
+    good = [row for _, row in used if row["lost"] <= NEGLIGIBLE_LOSS]
+    top = max((row["fill"] for row in good), default=0.0)
+    good = [row for row in good if row["fill"] >= top - 5 * NEGLIGIBLE_FILL]
+    if good:
+        return min(good, key=lambda row: (row["seq_length"], -row["fill"]))
+    return max(used, key=lambda pair: pair[0])[1]
+
+
+def _sizes(samples: StatsSamples) -> Sizes:
+    empty = np.zeros(samples.dataset.size, dtype=np.int64)
+    images, patches = (samples.columns.get(name, empty) for name in ("images", "patches"))
+    return Sizes(length=samples.columns["length"], second=samples.columns["second"], images=images, patches=patches)
+
+
+def _limits(run: RunConfig, seq_length: int, multiple: int) -> PackLimits:
+    if seq_length % multiple:
+        down = seq_length // multiple * multiple
+        raise ConfigError(
+            f"A row of {seq_length} tokens is not a multiple of {multiple}; use {down or multiple} or "
+            f"{down + multiple}."
+        )
+    packing = run.packing
+    return PackLimits(
+        tokens=seq_length,
+        multiple=multiple,
+        images=packing.max_images_per_pack,
+        patches=packing.max_patches_per_pack,
+        segments=packing.max_segments_per_pack,
+        cost=packing.max_cost_per_pack,
+        lone_room=True,
+    )
+
+
+def _packed(
+    samples: StatsSamples,
+    sizes: Sizes,
+    fits: np.ndarray,
+    limits: PackLimits,
+    window: int | None,
+    run: RunConfig,
+    seed: int,
+) -> dict[str, Any]:
+    scale = samples.total / samples.measured
+    tokens = sizes.tokens
+    found: dict[str, Any] = {
+        "seq_length": limits.tokens,
+        "multiple": limits.multiple,
+        "window": window,
+        "oversize": round(int((~fits).sum()) * scale),
+        "lost": float(tokens[~fits].sum() / max(int(tokens.sum()), 1)),
+    }
+    if not fits.any():
+        zeros = ("fill", "alignment", "tail", "error", "packs", "packs_error", "steps", "samples_per_pack")
+        return found | dict.fromkeys(zeros, 0)
+    random = np.random.default_rng(seed)
+    kept = np.flatnonzero(fits)
+    most = PLANNED if window is None else SIMULATED
+    whole = samples.whole and kept.size <= most
+    # Shuffled, as the loader does. A small random part stands for all of the data: it is drawn from again and again.
+    count = kept.size if whole else min(most, max(round(kept.size * scale), 1))
+    drawn = random.permutation(kept) if whole else random.choice(kept, count, replace=kept.size < count)
+    part = sizes.take(drawn)
+    units = array_limits.length_units(limits, part)
+    costs = array_limits.costs(limits, part)
+    groups = pack_lengths_flat(
+        units,
+        limits.units,
+        "best_fit" if window is None else "window",
+        constraints={name: (cost, limits.limited[name]) for name, cost in costs.items()},
+        window=window or SIMULATED,
+    )
+    offsets = groups.offsets
+    packs = offsets.size - 1
+    if not whole and window is not None:  # the last packs of a stream are emptier than those of a long one
+        packs = max(1, int(np.searchsorted(offsets[:-1], count - window, side="right")))
+    order = groups.order[: int(offsets[packs])]
+    of_pack = np.repeat(np.arange(packs), np.diff(offsets[: packs + 1]))
+    real = np.bincount(of_pack, part.tokens[order], packs)
+    aligned = np.bincount(of_pack, units[order] * limits.multiple, packs)
+    cost = np.bincount(of_pack, part.cost[order].astype(np.float64), packs)
+    room = packs * limits.tokens
+    fill = float(real.sum() / room)
+    # As many rows as the tokens of all samples need at this fill.
+    rows = float(tokens[kept].sum()) * scale / (fill * limits.tokens)
+    all_tokens = np.concatenate([tokens[kept], np.zeros(samples.measured - kept.size)])
+    relative = 0.0 if samples.whole else mean_error(samples, all_tokens) / max(float(all_tokens.mean()), 1e-9)
+    error = 0.0 if whole else Z * float(real.std() / limits.tokens) / math.sqrt(packs)
+    found |= {
+        "fill": fill,
+        "alignment": float((aligned.sum() - real.sum()) / room),
+        "tail": float(1 - aligned.sum() / room),
+        "error": error,
+        "packs": packs if whole else round(rows),
+        "packs_error": round(rows * math.hypot(relative, error / fill)),
+        "steps": (packs if whole else round(rows)) // run.training.global_batch_size,
+        "samples_per_pack": order.size / packs,
+        "cost_spread": float(cost.std() / cost.mean()),
+    }
+    if window is not None:
+        for name, size in (("efficiency", 1), ("sorted_efficiency", BALANCE_WINDOW)):
+            if packs >= 4 * RANKS:
+                report = simulate_steps(
+                    cost, ranks=RANKS, window=size, order="none" if size == 1 else "serpentine", max_shift=0, seed=seed
+                )
+                found[name] = round(report.to_json()["efficiency"], 4)
+    return found

@@ -1,0 +1,155 @@
+"""What statistics are made from: the sizes of samples, from an index, a plan, or a random sample of a data set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from energon_packing.errors import UserError
+from energon_packing.offline.index import Index, IndexedDataset
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan_drops import read_drops
+
+COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
+"""Columns of an index that statistics read."""
+PLAN_COLUMNS = ("length", "second", "dataset", "pack")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StatsSamples:
+    """Sizes of N usable samples, and why the others were dropped.
+
+    Attributes:
+        path: as the user named it.
+        kind: what it is.
+        total: samples of the data, dropped ones included; of a plan, the rows that it packs and its drops.
+        measured: how many of them were looked at; less than ``total`` if they were drawn at random.
+        datasets: names of the data sets.
+        dataset: ``[N]`` int64, the data set of each sample.
+        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only.
+        drops: for each data set, the dropped samples by reason.
+        pack: ``[N]`` int64, the pack of each sample; plans only.
+        planned: seq_length, multiple and packs of a plan; None otherwise.
+    """
+
+    path: str
+    kind: Literal["data set", "index", "plan"]
+    total: int
+    measured: int
+    datasets: tuple[str, ...]
+    dataset: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    drops: tuple[Mapping[str, int], ...] = ()
+    pack: np.ndarray | None = None
+    planned: Mapping[str, int] | None = field(default=None)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """``[N]`` int64, of both answers of a preference pair."""
+        return self.columns["length"] + self.columns["second"]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all samples were looked at."""
+        return self.measured == self.total
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Dropped samples by reason."""
+        found: Counter[str] = Counter()
+        for each in self.drops:
+            found.update(each)
+        return found
+
+
+def samples_of_index(index: Index, path: str) -> StatsSamples:
+    """All samples of an index.
+
+    Raises:
+        UserError: a file of it is missing or damaged, or it holds nothing.
+    """
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    owners: list[np.ndarray] = []
+    drops = []
+    total = 0
+    for number, dataset in enumerate(index.datasets):
+        reasons: Counter[str] = Counter()
+        for shard in dataset.shards:
+            table = index.rows(dataset, shard, [*COLUMNS, "reason"])
+            total += table.num_rows
+            reason = table.column("reason")
+            kept = ~reason.is_valid().to_numpy()
+            if not kept.all():
+                reasons.update(each for each in reason.to_pylist() if each is not None)
+            for name in COLUMNS:
+                parts[name].append(table.column(name).to_numpy()[kept].astype(np.int64))
+            owners.append(np.full(int(kept.sum()), number, dtype=np.int64))
+        drops.append(dict(reasons))
+    if total == 0:
+        raise UserError(f"{path} holds no samples; measure a data set that has some")
+    return StatsSamples(
+        path=path,
+        kind="index",
+        total=total,
+        measured=total,
+        datasets=dataset_names(index.datasets),
+        dataset=np.concatenate(owners),
+        columns={name: np.concatenate(arrays) for name, arrays in parts.items()},
+        drops=tuple(drops),
+    )
+
+
+def samples_of_plan(plan: Plan) -> StatsSamples:
+    """All rows of a plan: samples and pieces of split ones, as often as it packs them.
+
+    Raises:
+        UserError: the plan or its drops are damaged.
+    """
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in PLAN_COLUMNS}
+    for table in plan.tables(list(PLAN_COLUMNS)):
+        for name in PLAN_COLUMNS:
+            parts[name].append(table.column(name).to_numpy().astype(np.int64))
+    columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
+    names = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
+    for drop in read_drops(plan.path, plan.facts.id):
+        drops[names.get(drop.get("dataset", ""), 0)][drop["reason"]] += 1
+    total = columns["length"].size + sum(each.total() for each in drops)
+    decided = plan.facts.decided
+    return StatsSamples(
+        path=str(plan.path),
+        kind="plan",
+        total=total,
+        measured=total,
+        datasets=dataset_names(plan.facts.datasets),
+        dataset=columns["dataset"],
+        columns={name: columns[name] for name in ("length", "second")},
+        drops=tuple(dict(each) for each in drops),
+        pack=columns["pack"],
+        planned={
+            "seq_length": int(decided["seq_length"]),
+            "multiple": int(decided["multiple"]),
+            "packs": len(plan),
+        },
+    )
+
+
+def dataset_names(datasets: Sequence[IndexedDataset]) -> tuple[str, ...]:
+    """Short names of data sets, unique."""
+    return unique_names([each.root for each in datasets])
+
+
+def unique_names(roots: Sequence[str]) -> tuple[str, ...]:
+    """The last parts of each path that tell it from all others."""
+    count = 1
+    while count < 32:
+        names = ["/".join(Path(root).parts[-count:]) for root in roots]
+        if len(set(names)) == len(set(roots)):
+            break
+        count += 1
+    return tuple(f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names))

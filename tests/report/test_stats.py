@@ -1,0 +1,275 @@
+"""Statistics against counts made by hand in plain Python, on indexes, plans and data sets."""
+
+from __future__ import annotations
+
+import json
+import statistics as plain
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from made_index import drawn_rows, made_index, row
+from pages import check_closed
+
+from energon_packing.cli.main import cli
+from energon_packing.config import RunConfig, TrainingConfig, load_config
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.errors import ConfigError
+from energon_packing.offline.index import Index
+from energon_packing.offline.plan import Plan
+from energon_packing.report.stats import statistics
+from energon_packing.report.stats_figure import save_figure
+from energon_packing.report.stats_packing import packings
+from energon_packing.report.stats_report import stats_report
+from energon_packing.report.stats_samples import COLUMNS, StatsSamples, samples_of_index, unique_names
+from energon_packing.report.stats_words import bin_name, number, share
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+HOSTILE = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {
+        "chats": [*drawn_rows(300, seed=1), row(0, reason="bad_record"), row(0, reason="bad_record")],
+        HOSTILE.replace("/", "|"): [row(40, frames=8, turns=5, targets=0), row(0, reason=HOSTILE), row(900, second=90)],
+    }
+
+
+@pytest.fixture(scope="module")
+def index(rows, tmp_path_factory):
+    return made_index(tmp_path_factory.mktemp("stats") / "index", {name: [each] for name, each in rows.items()})
+
+
+@pytest.fixture(scope="module")
+def samples(index):
+    return samples_of_index(Index.open(index), str(index))
+
+
+def stats(*arguments):
+    return CliRunner().invoke(cli, ["stats", *map(str, arguments)])
+
+
+def result(*arguments):
+    found = stats(*arguments, "--json")
+    assert found.exit_code == 0, found.output
+    return json.loads(found.stdout)
+
+
+def test_every_figure_is_that_of_the_rows(rows, samples):
+    found = statistics(samples)
+    kept = [each for part in rows.values() for each in part if each["reason"] is None]
+    tokens = [each["length"] + each["second"] for each in kept]
+    assert (found["samples"], found["measured"]) == (305, 305)
+    expected = {
+        "tokens": tokens,
+        "trained_share": [each["targets"] / size for each, size in zip(kept, tokens, strict=True)],
+        **{
+            name: [each[name] for each in kept] for name in ("turns", "stills", "videos", "frames", "pixels", "patches")
+        },
+    }
+    assert set(found["quantities"]) == set(expected)
+    for name, values in expected.items():
+        own = found["quantities"][name]
+        assert own["mean"] == pytest.approx(plain.fmean(values))
+        assert own["p50"] == pytest.approx(plain.median(values))
+        assert (own["smallest"], own["largest"]) == (min(values), max(values))
+        assert (own["sum"], own["sum_error"]) == (pytest.approx(sum(values)), 0)
+        for each in own["histogram"]:
+            assert each["samples"] == sum(
+                each["from"] <= value < each["below"] or (name == "trained_share" and value == each["below"] == 1)
+                for value in values
+            )
+        assert sum(each["samples"] for each in own["histogram"]) == len(values)
+    assert {each["reason"]: each["samples"] for each in found["drops"]} == {"bad_record": 2, HOSTILE: 1}
+    modality = Counter(("image" if each["stills"] else "") + ("video" if each["videos"] else "") for each in kept)
+    named = {each["name"]: each["samples"] for each in found["modalities"]}
+    assert named == {"text": modality[""], "image": modality["image"], "video": modality["video"]}
+    assert [each["tokens"] for each in found["datasets"]] == [sum(tokens[:-2]), sum(tokens[-2:])]
+    assert [each.get("dropped", 0) for each in found["datasets"]] == [2, 1]
+
+
+def test_rows_hold_the_tokens_that_they_are_said_to_hold(samples):
+    run = RunConfig(training=TrainingConfig(global_batch_size=4))
+    tokens, seen = samples.tokens, 0
+    for found in packings(samples, run, seq_lengths=(512, 1024), multiples=(1, 16), windows=(16, 64)):
+        seen += 1
+        fits = tokens + (samples.columns["second"] > 0) <= found["seq_length"]
+        room = found["packs"] * found["seq_length"]
+        assert found["fill"] * room == pytest.approx(tokens[fits].sum(), rel=0.02)
+        assert found["fill"] + found["alignment"] + found["tail"] == pytest.approx(1)
+        assert (found["alignment"] == 0) == (found["multiple"] == 1)
+        assert found["lost"] == pytest.approx(found["oversize"] and 1 - found["fill"] * room / tokens.sum(), abs=1e-3)
+        assert found["steps"] == found["packs"] // 4
+    assert seen == 2 * 2 * 3
+
+
+def test_a_plan_in_the_table_has_the_packs_of_the_command(index, tmp_path):
+    out = tmp_path / "plan.parquet"
+    settings = ("--set", "packing.seq_length=1024", "--set", "packing.drop_budget=1.0")
+    done = CliRunner().invoke(cli, ["plan", str(index), "--out", str(out), *settings])
+    assert done.exit_code == 0, done.output
+    facts = Plan.open(out).facts
+    shown = result(out, "--seq-length", 1024)
+    assert shown["plan"]["packs"] == facts.packs
+    assert shown["plan"]["fill"] == pytest.approx(facts.summary["fill"], abs=1e-5)
+    assert {each["reason"]: each["samples"] for each in shown["drops"]} == dict(facts.drops)
+    assert set(shown["quantities"]) == {"tokens"}
+    anew = next(each for each in shown["packing"] if each["window"] is None)
+    assert anew["packs"] == pytest.approx(facts.packs, abs=1)
+
+
+def drawn(rows, measured, seed):
+    """`measured` of the rows, as a data set's random sample is."""
+    chosen = np.random.default_rng(seed).choice(len(rows), measured, replace=False)
+    part = [rows[at] for at in chosen]
+    kept = [each for each in part if each["reason"] is None]
+    return StatsSamples(
+        path="drawn",
+        kind="data set",
+        total=len(rows),
+        measured=measured,
+        datasets=("a",),
+        dataset=np.zeros(len(kept), dtype=np.int64),
+        columns={name: np.array([each[name] for each in kept], dtype=np.int64) for name in COLUMNS},
+        drops=(dict(Counter(each["reason"] for each in part if each["reason"] is not None)),),
+    )
+
+
+def test_95_of_100_intervals_hold_the_truth():
+    rows = [*drawn_rows(2900, seed=3), *(row(0, reason="bad_record") for _ in range(100))]
+    tokens = [each["length"] for each in rows if each["reason"] is None]
+    truth = {"mean": plain.fmean(tokens), "sum": sum(tokens), "drops": 100 / 3000}
+    hits = Counter()
+    for seed in range(200):
+        found = statistics(drawn(rows, 300, seed))
+        own = found["quantities"]["tokens"]
+        for name in ("mean", "sum"):
+            hits[name] += abs(own[name] - truth[name]) <= own[f"{name}_error"]
+        drops = found["drops"][0] if found["drops"] else {"share": 0.0, "error": 1.0}
+        hits["drops"] += abs(drops["share"] - truth["drops"]) <= drops["error"]
+    assert all(0.89 <= count / 200 <= 0.99 for count in hits.values()), hits
+
+
+def test_a_drawn_part_predicts_the_packs_of_all():
+    rows = drawn_rows(20_000, seed=4)
+    every = drawn(rows, 20_000, 0)
+    part = drawn(rows, 1000, 1)
+    options = {"seq_lengths": (4096,), "multiples": (8,), "windows": (64,)}
+    (whole, _), (estimate, _) = (list(packings(each, RunConfig(), **options)) for each in (every, part))
+    assert whole["packs_error"] == 0
+    assert estimate["packs_error"] > 0
+    assert abs(estimate["packs"] - whole["packs"]) <= 2 * estimate["packs_error"]
+
+
+def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
+    long = drawn([row(256)] * 900 + [row(3072)] * 100, 1000, 0)
+    found = stats_report(long, RunConfig(), seq_lengths=(1024, 4096, 8192), windows=(16, 256))
+    assert found["recommendation"]["settings"]["packing.seq_length"] == 4096
+    found = stats_report(long, RunConfig(), seq_lengths=(1024,), windows=(16,))
+    assert found["recommendation"]["settings"]["packing.oversize"] == "split"
+    nothing = stats_report(long, RunConfig(), seq_lengths=(128,))["recommendation"]
+    assert nothing["settings"] == {}
+    assert "--seq-length" in nothing["reasons"][0]
+    many = drawn([row(300)] * 50 + [row(0, reason="bad_record")] * 50, 100, 0)
+    assert any("drop_budget" in reason for reason in stats_report(many, RunConfig())["recommendation"]["reasons"])
+
+
+def test_the_tables_fit_80_columns_and_the_page_is_closed(index, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    page = tmp_path / "stats.html"
+    shown = stats(index, "--html", page, "--seq-length", 1024, "--window", 64)
+    assert shown.exit_code == 0, shown.output
+    assert max(map(len, shown.output.splitlines())) <= max(80, len(str(page)) + 9)
+    for word in ("305 samples", "packing.seq_length=1024", "bad_record", "1,024"):
+        assert word in shown.output
+    source = page.read_text()
+    found = check_closed(source)
+    assert HOSTILE in found.text, "the reason is shown, as text"
+    assert "script" not in found.names(), "this page runs nothing"
+    assert HOSTILE not in source
+    assert source.count("<svg") == 8
+    assert all(attributes.get("aria-label") for name, attributes in found.elements if name == "svg")
+
+
+def test_without_matplotlib_png_names_the_extra(index, tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = stats(index, "--png", tmp_path / "stats.png")
+    assert found.exit_code == 2
+    assert "energon-packing[figures]" in found.output
+
+
+def test_the_picture_is_drawn(samples, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from PIL import Image
+
+    report = stats_report(samples, RunConfig(), seq_lengths=(1024,), windows=(64,))
+    save_figure(report, tmp_path / "stats.png")
+    picture = Image.open(tmp_path / "stats.png")
+    assert picture.size[0] > 1000
+    assert len(picture.convert("RGB").getcolors(1 << 24)) > 20
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stats-data")
+    source = make_data(folder / "demo", conversations=40, seed=5, defects=False)
+    out = folder / "data"
+    convert(ConvertConfig(sources=(source,), out=out, split={"train": 1.0}, samples_per_shard=15, workers=0))
+    return out
+
+
+def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
+    processor = f"encoder.processor={processor_path('qwen2_5_vl')}"
+    options = ("--set", processor, "--seq-length", 2048, "--window", 64)
+    whole = result(dataset, *options)
+    full = result(dataset, *options, "--full", "--workers", 0)
+    assert whole["measured"] == whole["samples"] == 40
+    assert whole["quantities"] == full["quantities"], "drawing all is measuring all"
+    assert whole["modalities"] == full["modalities"]
+    part = result(dataset, *options, "--samples", 25)
+    assert (part["measured"], part["samples"]) == (25, 40)
+    own, true = part["quantities"]["tokens"], whole["quantities"]["tokens"]
+    assert abs(own["mean"] - true["mean"]) <= 2 * own["mean_error"]
+    assert part == result(dataset, *options, "--samples", 25), "the seed decides"
+    run = load_config(None, [processor])
+    assert run.encoder.processor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nothing",), "There is no nothing"),
+        (("INDEX", "--full"), "--full and --workers are for data sets"),
+        (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
+        (("DATASET",), "--set encoder.processor"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, sentence, index, dataset):
+    places = {"INDEX": index, "DATASET": dataset}
+    found = stats(*(places.get(argument, argument) for argument in arguments))
+    assert found.exit_code == 2
+    assert sentence in found.output
+    with pytest.raises(ConfigError):
+        list(
+            packings(samples_of_index(Index.open(index), ""), RunConfig(), seq_lengths=(9,), multiples=(2,), windows=())
+        )
+
+
+def test_numbers_and_bins_read_well():
+    assert [number(value) for value in (0, 7, 1.25, 999, 1024, 12_345, 2_500_000, 1.02e9)] == [
+        *("0", "7", "1.25", "999", "1,024", "12.3k", "2.5M", "1.02G")
+    ]
+    assert number(200_000, 5000) == "200k ±5k"
+    assert number(200_000, 5) == "200k"
+    assert [share(value) for value in (0, 0.5, 0.0123, 1)] == ["0.0 %", "50.0 %", "1.2 %", "100.0 %"]
+    bins = [(0, 1), (1, 2), (2, 4), (512, 1024), (1024, 2048), (1 << 20, 1 << 21)]
+    names = [bin_name({"from": low, "below": below}, "tokens") for low, below in bins]
+    assert names == ["0", "1", "2-3", "512-1k", "1k-2k", "1M-2M"]
+    assert unique_names(["/a/x", "/b/x", "/c/y"]) == ("a/x", "b/x", "c/y")
+    assert Path(unique_names(["/a/x"])[0]).name == "x"

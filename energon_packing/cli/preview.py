@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,10 +14,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from energon_packing.cli.excerpt import Piece, excerpt, visible
 from energon_packing.cli.preview_clips import preview_clips
-from energon_packing.config import RunConfig, load_config
+from energon_packing.cli.progress import ShownProgress
+from energon_packing.config import load_config
+from energon_packing.errors import UserError
+from energon_packing.report.excerpt import Piece, excerpt, visible
 
+TRAINED_MARKS = ("\u27e6", "\u27e7")
 _EXAMPLES = """
 Examples:
 
@@ -25,6 +28,9 @@ Examples:
   energon-packing preview data --config run.yaml
   energon-packing preview data --set encoder.processor=path/or/name --packs 3
   energon-packing preview data --config run.yaml --set parallel.context_parallel=2 --json
+  energon-packing preview data --config run.yaml --packs 50 --html packs.html
+  energon-packing preview plan.parquet --config run.yaml --pack 1200 --packs 1
+  energon-packing preview data --config run.yaml --key chat-17
   energon-packing preview data/clips --format text-to-video --config wan.yaml
 
 Trained text is green, or in \u27e6 \u27e7 without colours. A run of media tokens is shown as token*count.
@@ -47,6 +53,9 @@ Trained text is green, or in \u27e6 \u27e7 without colours. A run of media token
 @click.option(
     "--text-width", default=300, show_default=True, type=click.IntRange(min=0), help="Characters of text per sample."
 )
+@click.option("--pack", "first", default=0, type=click.IntRange(min=0), help="Number of the first pack, from 0.")
+@click.option("--key", help="Show packs that hold this sample only.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def preview(
     dataset: str,
@@ -55,6 +64,9 @@ def preview(
     kind: str,
     packs: int,
     text_width: int,
+    first: int,
+    key: str | None,
+    html: Path | None,
     as_json: bool,
 ) -> None:
     """Build real packs and show each segment: text, mask, media, boundaries.
@@ -62,6 +74,8 @@ def preview(
     DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
     """
     if kind == "text-to-video":
+        if html is not None or key is not None or first:
+            raise UserError("--html, --key and --pack are for conversations; leave them out with text-to-video.")
         preview_clips(dataset, config_path, overrides, packs, as_json)
         return
     config = load_config(config_path, overrides)
@@ -69,7 +83,17 @@ def preview(
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
-    views = _views(config, packs)
+    from energon_packing.report.previewed_packs import Wanted, described, drawn_page
+
+    wanted = Wanted(packs=packs, first=first, key=key)
+    if html is not None:
+        from energon_packing.report.page import write_page
+
+        with ShownProgress(Console(stderr=True), {"packs": "packs"}, quiet=as_json) as shown:
+            write_page(html, drawn_page(config, wanted, progress=shown))
+        click.echo(json.dumps({"html": str(html)}) if as_json else f"Written: {html}")
+        return
+    views = described(config, wanted)
     if as_json:
         click.echo(json.dumps({"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views}, indent=2))
         return
@@ -85,22 +109,6 @@ def preview(
         f"{config.packing.seq_length}: fill {real / len(views) / config.packing.seq_length:.2%}, "
         f"alignment padding {tokens - real:,} tokens (multiple {config.parallel.multiple})"
     )
-
-
-def _views(config: RunConfig, packs: int) -> list[dict]:
-    from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.energon.loader import build_task_encoder
-    from energon_packing.offline.open_loader import open_loader
-    from energon_packing.report.preview import describe
-
-    task_encoder = build_task_encoder(config)
-    loader = open_loader(config, task_encoder=task_encoder)
-    encoder = task_encoder.encoder
-    assert isinstance(encoder, ConversationEncoder)  # what a configuration always builds
-    return [
-        describe(pack, encoder.family, seq_length=config.packing.seq_length).to_json()
-        for pack in itertools.islice(loader, packs)
-    ]
 
 
 def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Panel:
@@ -140,6 +148,15 @@ def _segment(segment: Mapping[str, Any], text_width: int, colours: bool) -> Iter
         *(entry["label"] for entry in segment["media"]),
     ]
     yield Text(visible(" \u00b7 ".join(facts)), style="cyan", overflow="fold")
-    text = excerpt([Piece(**piece) for piece in segment["text"]], text_width, colours=colours)
+    text = excerpt_text([Piece(**piece) for piece in segment["text"]], text_width, colours=colours)
     if text:
         yield text
+
+
+def excerpt_text(pieces: Sequence[Piece], most: int, *, colours: bool) -> Text:
+    """An excerpt as one folding line; trained text is green, or in marks where there are no colours."""
+    shown = Text(overflow="fold")
+    for piece in excerpt(pieces, most):
+        text = visible(piece.text)
+        shown.append(text if colours or not piece.trained else text.join(TRAINED_MARKS), "green" * piece.trained)
+    return shown

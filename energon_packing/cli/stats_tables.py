@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packing.cli.excerpt import visible
+from energon_packing.report.excerpt import visible
 from energon_packing.report.stats import QUANTITIES
 from energon_packing.report.stats_words import bin_name, number, share, source_sentence, with_error
 

@@ -304,13 +304,16 @@ def build_loader(
     )
 
 
-def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
+def build_task_encoder[T: PackingTaskEncoder](config: RunConfig, kind: type[T] = PackingTaskEncoder) -> T:  # type: ignore[assignment]
     """Builds the task encoder of a configuration.
+
+    Args:
+        kind: its class, which takes the arguments of `PackingTaskEncoder`.
 
     Raises:
         ConfigError: the processor or a size cannot be used.
     """
-    return PackingTaskEncoder(
+    return kind(
         config.encoder,
         config.packing,
         config.parallel,

@@ -119,6 +119,10 @@ class PlannedLoader(LoaderBase):
         self._position, self._started, self._resumed = position, True, True
         tell_of_accepted(differs)
 
+    def start_at(self, position: int) -> None:
+        """Continues at a global position, without a saved state."""
+        self._position = position
+
     def share_unpinned(self) -> None:
         """See `LoaderBase.share_unpinned`."""
         self._pinned = False

@@ -49,7 +49,9 @@ def escaped(value: Any) -> str:
 
 def data_block(identifier: str, values: Any) -> str:
     """JSON inside a page, which the browser does not run; nothing in it can end the element."""
-    text = json.dumps(values, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
+    text = text.encode("utf-8", "backslashreplace").decode()
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return f'<script type="application/json" id="{escaped(identifier)}">{text}</script>'

@@ -62,7 +62,7 @@ def _packing(report: Mapping[str, Any]) -> str:
         rows.append(f"<tr{mark}>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>")
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
-        f"than a row. Steps are of {report['global_batch_size']} packs."
+        f"than a row. Packs of a step: {report['global_batch_size']}."
     )
     return f"<p class=soft>{escaped(explained)}</p>{_table(names, rows)}"
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from energon_packing.cli.excerpt import ELISION, Piece, excerpt, visible
 from energon_packing.cli.main import cli
-from energon_packing.cli.preview import pack_panel
+from energon_packing.cli.preview import excerpt_text, pack_panel
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
+from energon_packing.report.excerpt import ELISION, Piece, visible
 
 wcwidth = pytest.importorskip("wcwidth", reason="the widths of signs are compared with wcwidth's")
 SYSTEM = "You are a careful assistant who reads every picture twice before answering. " * 4
@@ -74,14 +74,14 @@ def test_text_cannot_act_on_the_terminal():
 
 def test_short_answers_are_shown_whole_beside_a_long_system_prompt():
     pieces = [Piece(text=SYSTEM * 9 + "How many?", trained=False), Piece(text="Three.", trained=True)]
-    shown = excerpt(pieces, 300).plain
+    shown = excerpt_text(pieces, 300, colours=True).plain
     assert shown.startswith(ELISION)
     assert shown.endswith("How many?Three.")
 
 
 def test_many_turns_keep_the_first_and_the_last_and_count_the_rest():
     pieces = [Piece(text=f"<turn {number:03}>", trained=number % 2 == 1) for number in range(100)]
-    shown = excerpt(pieces, 200).plain
+    shown = excerpt_text(pieces, 200, colours=True).plain
     assert "<turn 000>" in shown
     assert "<turn 099>" in shown
     assert "95 more" in shown
@@ -92,7 +92,7 @@ SIGNS = st.text(st.sampled_from("ab 中é\u0301😺\u200d👨👩🏽🇩🇪"),
 
 @given(SIGNS, st.booleans(), st.integers(1, 60))
 def test_an_excerpt_is_cut_between_whole_signs(text, trained, most):
-    shown = excerpt([Piece(text=text, trained=trained)], most).plain
+    shown = excerpt_text([Piece(text=text, trained=trained)], most, colours=True).plain
     signs = list(wcwidth.iter_graphemes(text))
     kept = shown.removesuffix(ELISION).removeprefix(ELISION)
     assert len(kept) <= most
@@ -104,7 +104,7 @@ def test_an_excerpt_is_cut_between_whole_signs(text, trained, most):
 
 @given(st.lists(st.builds(Piece, text=SIGNS, trained=st.booleans()), max_size=9), st.integers(1, 400))
 def test_pieces_share_the_room_and_short_ones_are_whole(pieces, most):
-    shown = excerpt(pieces, most)
+    shown = excerpt_text(pieces, most, colours=True)
     if len(pieces) <= max(2, most // 40):
         assert len(shown.plain.replace(ELISION, "")) <= max(most, len(pieces))
         for piece in pieces:

@@ -1,16 +1,12 @@
-"""Text of samples on a terminal: nothing in it can act on the terminal, and what is trained stays in view."""
+"""Text of samples for a reader: nothing in it acts on a terminal or page, and what is trained stays in view."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.text import Text
+from dataclasses import dataclass, replace
 
 ELISION = "\u2026"
-TRAINED_MARKS = ("\u27e6", "\u27e7")
-"""Put around trained text where there are no colours."""
 SHORTEST = 40
 """Characters that a piece keeps at least; with more pieces than fit, those in the middle are left out."""
 _JOINER = "\u200d"
@@ -19,10 +15,17 @@ _DIRECTIONS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A stretch of a sample's text that is trained, or one that is not."""
+    """A stretch of a sample: trained text, other text, or the placeholders of an image or video.
+
+    Attributes:
+        text: empty for media, unless their placeholders are written out.
+        trained: whether the text is learned.
+        media: number of the image or video in the sample; None for text.
+    """
 
     text: str
-    trained: bool
+    trained: bool = False
+    media: int | None = None
 
 
 def visible(text: str, *, line_break: str = "\u23ce") -> str:
@@ -48,35 +51,35 @@ def visible(text: str, *, line_break: str = "\u23ce") -> str:
     return "".join(signs)
 
 
-def excerpt(pieces: Sequence[Piece], most: int, *, colours: bool = True) -> Text:
-    """Returns about `most` characters of a sample for a terminal.
+def excerpt(pieces: Sequence[Piece], most: int) -> list[Piece]:
+    """Returns about `most` characters of a sample.
 
-    Short pieces are shown whole, and the others share the rest evenly: of trained text the beginning, of other text
-    the end, so that a question is next to its answer. Pieces in the middle are left out where there are too many.
+    Short pieces are kept whole, and the others share the rest evenly: of trained text the beginning is kept, of other
+    text the end, so that a question is next to its answer. Text in the middle is left out where there are too many
+    pieces; media always stay.
 
     Args:
         pieces: the sample in order.
-        most: characters, without marks of elision; 0 shows nothing.
-        colours: whether trained text is told by its colour; False puts it into `TRAINED_MARKS`.
+        most: characters, without marks of elision; 0 keeps no text.
     """
-    shown = Text(overflow="fold")
+    texts = [number for number, piece in enumerate(pieces) if piece.media is None]
     if most == 0:
-        return shown
+        return [piece for piece in pieces if piece.media is not None]
     count = max(2, most // SHORTEST)
-    left_out = max(0, len(pieces) - count)
-    head = len(pieces) - left_out - (count // 2 if left_out else 0)
-    kept = [*pieces[:head], *pieces[head + left_out :]]
-    level = _level([len(piece.text) for piece in kept], most)
-    for number, piece in enumerate(kept):
-        if left_out and number == head:
-            shown.append(f" {ELISION} {left_out} more {ELISION} ", style="dim")
-        start, stop = _kept(piece, level)
+    left_out = max(0, len(texts) - count)
+    head = len(texts) - left_out - (count // 2 if left_out else 0)
+    gone = set(texts[head : head + left_out])
+    level = _level([len(pieces[number].text) for number in texts if number not in gone], most)
+    found: list[Piece] = []
+    for number, piece in enumerate(pieces):
+        if number in gone:
+            if number == texts[head]:
+                found.append(Piece(text=f" {ELISION} {left_out} more {ELISION} "))
+            continue
+        start, stop = _kept(piece, level) if piece.media is None else (0, len(piece.text))
         before, after = ELISION * (start > 0), ELISION * (stop < len(piece.text))
-        text = visible(before + piece.text[start:stop] + after)
-        if piece.trained and not colours:
-            text = text.join(TRAINED_MARKS)
-        shown.append(text, style="green" if piece.trained else "")
-    return shown
+        found.append(replace(piece, text=before + piece.text[start:stop] + after))
+    return found
 
 
 def _level(lengths: Sequence[int], most: int) -> int:
@@ -90,7 +93,7 @@ def _level(lengths: Sequence[int], most: int) -> int:
 
 
 def _kept(piece: Piece, level: int) -> tuple[int, int]:
-    """Where the shown part of a piece starts and stops; it splits no sign that is made of several characters."""
+    """Where the kept part of a piece starts and stops; it splits no sign that is made of several characters."""
     size = len(piece.text)
     if size <= level:
         return 0, size

@@ -65,11 +65,13 @@ class DataConfig:
     path: str = ""
     """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
     split: str = "train"
+    """Part of the data set to read."""
     workers: int = 2
     """Loader processes of one rank; 0 reads in the training process."""
     shuffle_buffer: int = 100
     """Samples shuffled before encoding; 1 keeps the order of the shards."""
     shuffle_over_epochs: int = 1
+    """Epochs over which shards are shuffled together; 1 and 0 keep every epoch apart."""
     repeat: bool = True
     """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
     epoch_end: EpochEnd = "uneven"
@@ -77,6 +79,7 @@ class DataConfig:
     hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
     a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
     seed: int = 0
+    """Of the order of shards and samples."""
     packs_ahead: int = 2
     """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
@@ -112,11 +115,13 @@ class LimitsConfig:
     """What one sample may hold; None sets no limit. See docs/limits.md."""
 
     max_images: int | None = None
+    """Images of the conversation."""
     max_frames: int | None = None
     """Sampled frames, summed over all videos."""
     max_visual_tokens: int | None = None
     """Placeholder tokens, summed over all images and videos."""
     max_tokens: int | None = None
+    """Tokens of the whole sample."""
     when_over: tuple[WhenOver, ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
     ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
@@ -161,6 +166,7 @@ class EncoderConfig:
     ``mask`` keeps them in the input but does not train them, ``trim_empty`` removes empty ones, including those that
     the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
+    """Turns that are trained: all answers, the last answer only, or every turn."""
     train_line_break: TrainLineBreak = "as_marked"
     """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
     marks it with ``{% generation %}``, ``always``, or ``never``."""
@@ -173,6 +179,7 @@ class EncoderConfig:
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
     trust_remote_code: bool = False
+    """Whether code that comes with the processor may run."""
     position_ids: PositionIds = "auto"
     """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
     own positions."""
@@ -181,14 +188,18 @@ class EncoderConfig:
     min_pixels: int | None = None
     """Smallest area of a resized image in pixels; None keeps the processor's value."""
     max_pixels: int | None = None
+    """Largest area of a resized image in pixels; None keeps the processor's value."""
     video_min_pixels: int | None = None
+    """Smallest size of a resized video; see ``video_max_pixels``."""
     video_max_pixels: int | None = None
     """Bounds for a resized video, in the processor's own unit: one frame for Qwen2.5-VL, the whole clip for
     Qwen3-VL."""
     video_fps: float | None = None
     """Frames per second sampled from a video; None keeps the processor's rate, or 2.0 if it has none."""
     video_min_frames: int | None = None
+    """Fewest frames sampled from a video; None keeps the processor's value."""
     video_max_frames: int | None = None
+    """Most frames sampled from a video; None keeps the processor's value."""
     pan_and_scan: bool | None = None
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""
@@ -319,13 +330,21 @@ class ParallelConfig:
     """Sizes of the parallel groups of the training run."""
 
     tensor_parallel: int = 1
+    """Size of the tensor-parallel group."""
     context_parallel: int = 1
+    """Size of the context-parallel group, which cuts every sample."""
     pipeline_parallel: int = 1
+    """Number of pipeline stages."""
     expert_parallel: int = 1
+    """Size of the expert-parallel group."""
     sequence_parallel: bool = False
+    """Whether activations are divided over the tensor-parallel group."""
     eval_context_parallel: int | None = None
+    """``context_parallel`` of the evaluation; None means that of the training."""
     cp_comm_type: str | None = None
+    """How context-parallel ranks communicate, for example ``p2p`` or ``a2a``; read by ``validate``."""
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    """Sizes of the levels of ``a2a+p2p``; read by ``validate``."""
 
     def __post_init__(self) -> None:
         sizes = {"pipeline_parallel": self.pipeline_parallel, "expert_parallel": self.expert_parallel}
@@ -345,11 +364,17 @@ class TrainingConfig:
     """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
 
     micro_batch_size: int = 1
+    """Rows of a micro-batch; a packed row is one."""
     global_batch_size: int = 1
+    """Rows of a step, over all data-parallel ranks."""
     eval_micro_batch_size: int | None = None
+    """``micro_batch_size`` of the evaluation; None means that of the training."""
     eval_global_batch_size: int | None = None
+    """``global_batch_size`` of the evaluation; None means that of the training."""
     calculate_per_token_loss: bool = True
+    """Whether the loss is divided by all targets of a step, which rows with different numbers of targets need."""
     average_in_collective: bool = False
+    """Whether gradients are averaged over ranks; Megatron-Core refuses it with ``calculate_per_token_loss``."""
     model_seq_length: int | None = None
     """The model's ``seq_length``; None means that it equals ``packing.seq_length``."""
     model: str | None = None
@@ -357,6 +382,7 @@ class TrainingConfig:
     step: str | None = None
     """Forward step, for example ``vlm_step`` or ``gpt_step``."""
     enable_in_batch_packing: bool = False
+    """Bridge's own packing of a micro-batch, instead of this package's."""
 
     def __post_init__(self) -> None:
         sizes = {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.global_batch_size}

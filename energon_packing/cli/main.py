@@ -63,6 +63,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.fill:fill",
         summary="Show how full packs of your own samples would be.",
     ),
+    "init": Subcommand(
+        target="energon_packing.cli.init:init",
+        summary="Write a commented configuration file for a data set.",
+    ),
     "measure": Subcommand(
         target="energon_packing.cli.measure:measure",
         summary="Measure all samples of data sets once, without pixels.",
@@ -168,6 +172,8 @@ class CommandGroup(click.Group):
         if not extra.pop("standalone_mode", True):
             return super().main(args, prog_name, standalone_mode=False, **extra)
         arguments = list(sys.argv[1:] if args is None else args)
+        # A shell asks for completions through a variable; click answers and exits.
+        self._main_shell_completion({}, prog_name or "energon-packing")
         code = _run(self, arguments, prog_name or "energon-packing", extra)
         sys.exit(code)
 

@@ -304,14 +304,20 @@ def build_loader(
     )
 
 
-def build_task_encoder[T: PackingTaskEncoder](config: RunConfig, kind: type[T] = PackingTaskEncoder) -> T:  # type: ignore[assignment]
+def build_task_encoder(config: RunConfig) -> PackingTaskEncoder:
     """Builds the task encoder of a configuration.
-
-    Args:
-        kind: its class, which takes the arguments of `PackingTaskEncoder`.
 
     Raises:
         ConfigError: the processor or a size cannot be used.
+    """
+    return task_encoder_of(config, PackingTaskEncoder)
+
+
+def task_encoder_of[T: PackingTaskEncoder](config: RunConfig, kind: type[T]) -> T:
+    """Builds a task encoder of another class, which takes the arguments of `PackingTaskEncoder`.
+
+    Raises:
+        ConfigError: as `build_task_encoder`.
     """
     return kind(
         config.encoder,

@@ -37,6 +37,8 @@ def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -
         f"(multiple {facts['multiple']}{ranks}). Fill {real / max(room, 1):.2%}, padding in rows {tokens - real:,} "
         "tokens."
     )
+    pictures: dict[str, int] = {}
+    packs = [_with_numbers(pack, pictures) for pack in packs]
     body = f"""<header><h1>Packs of {escaped(visible(str(facts["path"])))}</h1>
 <p class="soft">{escaped(sentence)}</p>
 <ul class="legend" aria-label="Colours">
@@ -47,7 +49,22 @@ def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -
 <noscript><p>This page draws its packs with its own script; allow it, or use <code>--json</code>.</p></noscript>
 </header>
 <main id="packs"></main>
-{data_block("data", {"facts": dict(facts), "packs": list(packs)})}"""
+{data_block("data", {"facts": dict(facts), "packs": packs, "pictures": list(pictures)})}"""
     style = (ASSETS / "preview.css").read_text(encoding="utf-8")
     script = (ASSETS / "preview.js").read_text(encoding="utf-8")
     return page(f"Packs of {visible(str(facts['path']))}", body, style=style, script=script)
+
+
+def _with_numbers(pack: Mapping[str, Any], pictures: dict[str, int]) -> dict[str, Any]:
+    """The pack with numbers in place of pictures: a sample that comes again brings none a second time."""
+    segments = [
+        {
+            **segment,
+            "media": [
+                {**media, "pictures": [pictures.setdefault(each, len(pictures)) for each in media["pictures"]]}
+                for media in segment["media"]
+            ],
+        }
+        for segment in pack["segments"]
+    ]
+    return {**pack, "segments": segments}

@@ -10,7 +10,7 @@ from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.loader import build_task_encoder, task_encoder_of
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
@@ -69,7 +69,7 @@ def drawn_page(
     Raises:
         UserError: as `described`.
     """
-    encoder = build_task_encoder(config, WatchedTaskEncoder)
+    encoder = task_encoder_of(config, WatchedTaskEncoder)
     family = _family(encoder)
     drawn = []
     progress("packs", 0, wanted.packs)

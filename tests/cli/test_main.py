@@ -202,3 +202,21 @@ def test_each_command_can_be_loaded_and_has_help_with_an_example(name: str) -> N
     assert f"energon-packing {name} " in result.stdout
     assert "--json" in result.stdout
     assert SUBCOMMANDS[name].load().name == name
+
+
+def test_a_shell_can_complete_commands_and_options() -> None:
+    """In click's own protocol: bash passes the words and the place of the one to complete."""
+    for words, place, expected in (
+        ("energon-packing pre", "1", "preview"),
+        ("energon-packing preview --te", "2", "--text-width"),
+    ):
+        environment = {"_ENERGON_PACKING_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": place}
+        found = CliRunner().invoke(cli, [], prog_name="energon-packing", env=environment)
+        assert f"plain,{expected}" in found.output
+    script = (
+        CliRunner()
+        .invoke(cli, [], prog_name="energon-packing", env={"_ENERGON_PACKING_COMPLETE": "bash_source"})
+        .output
+    )
+    assert "complete" in script
+    assert "energon-packing" in script

@@ -175,14 +175,17 @@ def preview(dataset, *arguments):
 
 def shown_by(path):
     found = check_closed(path.read_text())
-    return json.loads(next(text for _, attributes, text in found.inside if attributes.get("type")))["packs"]
+    return json.loads(next(text for _, attributes, text in found.inside if attributes.get("type")))
 
 
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):
     file = tmp_path / "packs.html"
     done = preview(dataset, "--html", file, "--packs", 3)
     assert done.exit_code == 0, done.output
-    packs = shown_by(file)
+    shown = shown_by(file)
+    packs = shown["packs"]
+    assert all(source.startswith("data:image/jpeg;base64,") for source in shown["pictures"])
+    assert len(set(shown["pictures"])) == len(shown["pictures"]), "each is there once"
     listed = json.loads(preview(dataset, "--packs", 3, "--json").stdout)["packs"]
     assert [[segment["key"] for segment in pack["segments"]] for pack in packs] == [
         [segment["key"] for segment in pack["segments"]] for pack in listed
@@ -191,12 +194,11 @@ def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_pat
     media = [each for segment in samples for each in segment["media"]]
     assert media
     assert all(each["pictures"] for each in media)
-    assert all(source.startswith("data:image/jpeg;base64,") for each in media for source in each["pictures"])
     assert all("sample" in segment["source"] and ".tar" in segment["source"] for segment in samples)
     key = packs[1]["segments"][0]["key"]
     by_key = preview(dataset, "--html", file, "--packs", 5, "--key", key)
     assert by_key.exit_code == 0, by_key.output
-    assert all(key in [segment["key"] for segment in pack["segments"]] for pack in shown_by(file))
+    assert all(key in [segment["key"] for segment in pack["segments"]] for pack in shown_by(file)["packs"])
     later = json.loads(preview(dataset, "--packs", 2, "--pack", 1, "--json").stdout)["packs"]
     assert later == listed[1:]
     nothing = preview(dataset, "--key", "nobody")

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { facts, packs } = JSON.parse(document.getElementById("data").textContent);
+  const { facts, packs, pictures } = JSON.parse(document.getElementById("data").textContent);
   const KINDS = ["text", "trained", "image", "video"];
   const SVG = "http://www.w3.org/2000/svg";
   const number = new Intl.NumberFormat("en");
@@ -70,7 +70,7 @@
 
   const figure = (media) => {
     const made = element("figure");
-    media.pictures.forEach((source, at) => {
+    media.pictures.map((place) => pictures[place]).forEach((source, at) => {
       if (!source.startsWith("data:image/jpeg;base64,")) return;
       const of = media.pictures.length > 1 ? `, frame ${at + 1} of ${media.pictures.length} shown` : "";
       made.append(element("img", { src: source, alt: `${media.label}${of}`, loading: "lazy" }));

@@ -1,0 +1,95 @@
+"""`energon-packing init`: writes a configuration file with comments for a data set and a processor."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from energon_packing.errors import UserError
+
+_EXAMPLES = """
+Examples:
+
+\b
+  energon-packing init data/packed --processor Qwen/Qwen3-VL-8B-Instruct
+  energon-packing init data/packed --processor models/qwen --seq-length 16384 --out run.yaml
+  energon-packing init data/packed --processor models/qwen --context-parallel 2 --schema run.schema.json
+"""
+_AT_LEAST_ONE = click.IntRange(min=1)
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("dataset", type=click.Path())
+@click.option("--processor", required=True, help="Directory or hub name of a Hugging Face processor or tokenizer.")
+@click.option("--out", default="run.yaml", show_default=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+@click.option("--seq-length", default=8192, show_default=True, type=_AT_LEAST_ONE, help="Tokens of a row.")
+@click.option("--global-batch-size", default=8, show_default=True, type=_AT_LEAST_ONE, help="Rows of a step.")
+@click.option("--tensor-parallel", default=1, show_default=True, type=_AT_LEAST_ONE)
+@click.option("--context-parallel", default=1, show_default=True, type=_AT_LEAST_ONE)
+@click.option("--schema", type=click.Path(path_type=Path, dir_okay=False), help="Also write a JSON Schema for editors.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def init(
+    dataset: str,
+    processor: str,
+    out: Path,
+    force: bool,
+    seq_length: int,
+    global_batch_size: int,
+    tensor_parallel: int,
+    context_parallel: int,
+    schema: Path | None,
+    as_json: bool,
+) -> None:
+    """Write a configuration file with comments for DATASET.
+
+    Every setting is in it: those that you give, and all others as comments with their defaults.
+    """
+    from energon_packing.config import ParallelConfig
+    from energon_packing.report.settings import json_schema
+    from energon_packing.report.sketched_run import sketched_run
+
+    if not os.path.exists(dataset):
+        raise UserError(f"There is no data set {dataset}; `energon-packing convert` makes one.")
+    for path in (out, *([schema] if schema else [])):
+        if path.exists() and not force:
+            raise UserError(f"{path} exists already; name another file, or replace it with --force.")
+    sizes = ParallelConfig(
+        tensor_parallel=tensor_parallel, context_parallel=context_parallel, sequence_parallel=tensor_parallel > 1
+    )
+    if seq_length % sizes.multiple:
+        down = seq_length // sizes.multiple * sizes.multiple
+        raise UserError(
+            f"--seq-length {seq_length} is not a multiple of {sizes.multiple}, which the parallel sizes need; use "
+            f"{down or sizes.multiple} or {down + sizes.multiple}."
+        )
+    given: dict[str, Any] = {
+        "data.path": dataset,
+        "data.workers": 2,
+        "encoder.processor": processor,
+        "packing.seq_length": seq_length,
+        "packing.window": 256,
+        "parallel.tensor_parallel": tensor_parallel,
+        "parallel.context_parallel": context_parallel,
+        # Tensor parallelism without it is refused by several models of Bridge.
+        **({"parallel.sequence_parallel": True} if tensor_parallel > 1 else {}),
+        "training.micro_batch_size": 1,
+        "training.global_batch_size": global_batch_size,
+    }
+    beside = None if schema is None else os.path.relpath(schema.absolute(), out.absolute().parent)
+    text = sketched_run(given, schema=beside)
+    try:
+        out.write_text(text, encoding="utf-8")
+        if schema is not None:
+            schema.write_text(json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be written: {error.strerror or error}.") from error
+    if as_json:
+        click.echo(json.dumps({"out": str(out), "schema": None if schema is None else str(schema)}))
+        return
+    click.echo(f"Written: {out}" + (f" and {schema}" if schema else ""))
+    click.echo(f"Next: energon-packing validate {out}")

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-PARTS = ("measure", "plan", "pack", "loader", "resume", "ways")
+PARTS = ("measure", "plan", "pack", "loader", "resume", "ways", "kills", "peers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

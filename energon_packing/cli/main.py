@@ -92,6 +92,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Build real packs and show each of their samples.",
         extras=("vlm",),
     ),
+    "size": Subcommand(
+        target="energon_packing.cli.size:size",
+        summary="Estimate hours, storage and memory of an offline run.",
+    ),
     "state": Subcommand(
         target="energon_packing.cli.state:state",
         summary="Make the saved state of an online run portable.",

@@ -1,11 +1,11 @@
-"""Peers of the offline road: Bridge's own packed Parquet writer on the same text, LoongForge's planner on the same lengths.
+"""Peers of the offline road: Bridge's packed Parquet writer on the same text, LoongForge's planner on the same lengths.
 
 * ``bridge``: conversations of text become packed Parquet files. Bridge tokenizes them with the model's chat template,
   packs and writes (``prepare_gpt_sft_packed_data``, one process, as shipped); ours measures, plans, and packs with
   ``--format bridge-parquet``. Conversion to a data set is given apart: it is done once for any number of plans.
-* ``loongforge``: lengths of a mix of text, images and videos become packs. It packs each medium by itself, ours packs all
-  together. Its best-fit decreasing is read from a checkout: ``--loongforge DIR``, the directory that holds ``wds_pack``
-  (``tools/data_preprocess/vlm/offline_packing`` of its repository).
+* ``loongforge``: lengths of a mix of text, images and videos become packs. It packs each medium by itself, ours packs
+  all together. Its best-fit decreasing is read from a checkout: ``--loongforge DIR``, the directory that holds
+  ``wds_pack`` (``tools/data_preprocess/vlm/offline_packing`` of its repository).
 
 Times are CPU seconds of one process after its imports.
 """

@@ -131,7 +131,7 @@ def _samples(source: Path | UnpackedCopy) -> Iterator[Sample]:
         tarfile.open(source, "r:") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r|")  # type: ignore[call-overload]
     ) as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
+            tar.members = []  # type: ignore[union-attr]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue

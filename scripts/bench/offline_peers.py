@@ -98,8 +98,8 @@ def by_ours(place: Path, seq_length: int) -> dict[str, Any]:
         packing=PackingConfig(seq_length=seq_length, drop_budget=1.0),
     )
     marks = [time.process_time()]
-    options = {"split": {"train": 1.0}, "samples_per_shard": 10_000, "workers": 0}
-    convert(ConvertConfig(sources=(place / "texts.jsonl",), out=place / "data", **options))
+    source, data = place / "texts.jsonl", place / "data"
+    convert(ConvertConfig(sources=(source,), out=data, split={"train": 1.0}, samples_per_shard=10_000, workers=0))
     marks.append(time.process_time())
     measure(MeasureConfig(paths=(place / "data",), out=place / "index", workers=0), run)
     marks.append(time.process_time())

@@ -117,7 +117,9 @@ def _converted(place: Path, source: Path, workers: int) -> tuple[list[Path], Cou
     made, rejected, unread = [], Counter[str](), []
     for file in files:
         named = read_dataset_info(source / INFO, entries[file.name]) if file.name in entries else None
-        options = {} if named is None else {"format": named.format, "column_map": named.column_map}
+        options: dict[str, Any] = {}
+        if named is not None:
+            options = {"format": named.format, "column_map": named.column_map, "kto_label": named.kto_label}
         out = place / "data" / file.stem
         try:
             report = convert(
@@ -125,7 +127,6 @@ def _converted(place: Path, source: Path, workers: int) -> tuple[list[Path], Cou
                     sources=(file,),
                     out=out,
                     media_root=source,
-                    kto_label=None if named is None else named.kto_label,
                     split={"train": 1.0},
                     samples_per_shard=SAMPLES_PER_SHARD,
                     workers=workers,

@@ -47,7 +47,7 @@ LAYOUTS = {
 # Sequence parallelism on text only: Bridge 0.6.2 gives a tensor rank of Qwen3-VL the gradients of its own stretch of
 # the row for the deepstack features, and never adds them up.
 UNINTERRUPTED = {"tp2-cp2-sp": {"world": 4, "tensor": 2, "context": 2, "sequence_parallel": True, **TEXT}}
-STEPS, KILLED_AFTER, SAVED_AT = 10, 5, 3  # the data are read more than once by then
+STEPS, KILLED_AFTER, SAVED_AT = 8, 5, 3  # the data are read more than once by then
 VALIDATED = "dp2-cp2"  # the layout whose interrupted run evaluates in between, while the other one does not
 EVERY = {"dataset": {"readers": "every"}}
 FAST = VALIDATED  # the layout of the fast tier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from energon_packing.report.settings import SECTION_TEXT, Setting, settings, sho
 
 SECTIONS = ("data", "encoder", "packing", "parallel", "training")
 """Sections of a file for online packing, in order; ``plan`` is added for `energon-packing plan`."""
-WIDTH = 100
+WIDTH = 110
+SHORT = 70
+"""Characters of a comment that stands beside its setting."""
 
 
 def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
@@ -45,15 +48,17 @@ def sketched_run(given: Mapping[str, Any], *, schema: str | None = None) -> str:
 
 
 def _setting(setting: Setting, given: Mapping[str, Any], indent: str) -> list[str]:
+    """The line of a setting; what it does follows it, or stands above it if it is long."""
     name = setting.name.rpartition(".")[2]
     unit = f" ({setting.unit})" if setting.unit else ""
     comment = f"{_first_sentence(setting.text)}{unit}"
-    comment = comment if len(comment) <= WIDTH else f"{comment[: WIDTH - 3]}..."
-    if setting.name in given:
-        return [f"{indent}{name}: {json.dumps(given[setting.name], ensure_ascii=False)}  # {comment}"]
-    return [f"{indent}# {name}: {shown(setting.default)}  # {comment}"]
+    value = json.dumps(given[setting.name], ensure_ascii=False) if setting.name in given else shown(setting.default)
+    line = f"{indent}{'' if setting.name in given else '# '}{name}: {value}"
+    if len(comment) <= SHORT:
+        return [f"{line}  # {comment}"]
+    return [*(f"{indent}## {part}" for part in textwrap.wrap(comment, WIDTH, break_long_words=False)), line]
 
 
 def _first_sentence(text: str) -> str:
-    """Up to the first full stop or semicolon that ends a clause."""
-    return re.split(r"(?<=[^.\d])[.;](?:\s|$)", text.replace("`", ""), maxsplit=1)[0].rstrip(".")
+    """Up to the first full stop."""
+    return re.split(r"(?<=[^.\d])\.(?:\s|$)", text.replace("`", ""), maxsplit=1)[0].rstrip(".")

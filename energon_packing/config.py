@@ -216,8 +216,11 @@ class EncoderConfig:
     max_decoded_bytes: int = 5 * 2**30
     """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
     decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
-    decode_seconds: float | None = None
-    """Wall-clock limit for decoding the media of one sample; None sets none."""
+    decode_seconds: float | None = 120.0
+    """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
+    decode_in_child: bool = True
+    """Whether media are decoded in a child process of the loader's worker. A decoder that hangs or crashes then costs
+    its sample; else it holds or ends the run. See docs/reliability.md."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     extra_fields: tuple[str, ...] = ()
     """Per-token values from a record's ``extras`` that batches carry, ``[1, T]`` float32, aligned with ``labels``.

@@ -10,7 +10,8 @@ is set, each worker also appends to its own file there, one JSON object per line
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
 
 A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number,
-so the last line for a number counts. If a kill cut a line off, the next run ends that line; no other line is spoiled.
+so the last line for a number counts. If a kill cut a line off, the next run moves it to ``NAME.cut``
+(`energon_packing.line_file`). Samples that ended their decoder are listed in `energon_packing.quarantine`.
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
 only consecutive failures, so a data set in which every second sample is broken passes it forever. The budget is a share
@@ -21,16 +22,17 @@ Without it, an endless loader would silently drop its data again and again, beca
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drop_budget import over_budget
 from energon_packing.errors import UserError
+from energon_packing.line_file import LineFile
+from energon_packing.quarantine import CRASH, REASON, TIMEOUT, Quarantine
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
@@ -97,20 +99,44 @@ class Ledger:
         self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
-        self._file: IO[str] | None = None
-        if self._path is not None:
-            try:
-                self._file = _opened(self._path)
-            except OSError as error:
-                raise _unwritable(self._path, error) from error
+        self._file: LineFile | None = None
+        try:
+            self._file = None if self._path is None else LineFile(self._path)
+            self._quarantine = Quarantine(directory, name)
+        except OSError as error:
+            raise _unwritable(self._path or Path(), error) from error
 
     @property
     def dropped(self) -> int:
         """Number of samples dropped so far."""
         return sum(self.reasons.values())
 
-    def drop(self, key: str, reason: str, detail: str) -> None:
-        """Enters a dropped sample.
+    def drop_quarantined(self, key: str, data: str) -> bool:
+        """Enters a sample that an earlier decode ended on, if it is one.
+
+        Args:
+            key: of the sample.
+            data: path of its data set.
+
+        Returns:
+            Whether it is one.
+
+        Raises:
+            DropBudgetExceeded: as for `drop`.
+        """
+        cause = self._quarantine.cause(data, key)
+        if cause is not None:
+            self.drop(key, REASON, cause, data=data)
+        return cause is not None
+
+    def drop(self, key: str, reason: str, detail: str, *, data: str = "") -> None:
+        """Enters a dropped sample; one that ended its decoder is quarantined too.
+
+        Args:
+            key: of the sample.
+            reason: a stable word.
+            detail: one sentence.
+            data: path of its data set; empty if unknown.
 
         Raises:
             DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
@@ -120,7 +146,9 @@ class Ledger:
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
         self.reasons[reason] += 1
-        self._write({"dropped": key, "reason": reason, "detail": detail})
+        self._write({"dropped": key, "reason": reason, "detail": detail, **({"data": data} if data else {})})
+        if reason in (TIMEOUT, CRASH):
+            self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
         if over_budget(self.dropped, self.read, self.budget):
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
@@ -167,24 +195,16 @@ class Ledger:
         self._pending.clear()
         return taken
 
-    def _write(self, entry: dict[str, object]) -> None:
-        if self._file is None or self._path is None:
-            return
+    def _write(self, entry: Mapping[str, object]) -> None:
+        file = self._file
+        if file is not None:
+            self._guarded(lambda: file.append(entry))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
         try:
-            self._file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            write()
         except OSError as error:
-            raise _unwritable(self._path, error) from error
-
-
-def _opened(path: Path) -> IO[str]:
-    """Opens the file for appending whole lines; ends a line that was cut off first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
-    file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-    with path.open("rb") as written:
-        if file.tell() and written.seek(-1, 2) >= 0 and written.read(1) != b"\n":
-            file.write("\n")
-    return file
+            raise _unwritable(self._path or Path(), error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

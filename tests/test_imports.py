@@ -37,7 +37,8 @@ HEAVY = (
 WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", "task_encoder")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("drop_budget", "executors", "plain_yaml", "plan_config", "stored_record", "thd"),
+    ("line_file",),
+    ("drop_budget", "executors", "quarantine", "plain_yaml", "plan_config", "stored_record", "thd"),
     ("conversation", "packing"),
     ("config",),
     ("chat", "media", "ledger", "wan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.media.frame_files import decode_frame_files
 from energon_packing.media.image import decode_image, decode_scaled_image
+from energon_packing.media.plain_files import is_plain
 from energon_packing.media.video import decode_frames
 from energon_packing.thd.pixels import PIXEL_FORMS, PIXELS, PixelForm, finish
 
@@ -33,6 +35,57 @@ class HasMedia(Protocol):
     @property
     def settings(self) -> tuple[tuple[str, int], ...]:
         """Fields of the configuration that were lowered, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaToDecode:
+    """The part of a sample that decoding needs, which is small enough to send to another process; see `HasMedia`."""
+
+    media: tuple[Media, ...]
+    plans: tuple[MediaPlan, ...]
+    settings: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, measured: HasMedia) -> MediaToDecode:
+        """Returns that part of a sample."""
+        return cls(media=measured.media, plans=measured.plans, settings=measured.settings)
+
+    def is_plain(self, read: Callable[[str], bytes]) -> bool:
+        """Whether all media are images whose decoders need no supervision, see `energon_packing.media.plain_files`.
+
+        Args:
+            read: returns the bytes of an image; where it raises, there is nothing to supervise.
+        """
+        if any(plan.kind != "image" for plan in self.plans):
+            return False
+        try:
+            return all(is_plain(read(media.name)) for media in self.media)
+        except (KeyError, OSError):
+            return True
+
+
+class FilesRead:
+    """Reads each file once, and keeps it until the sample is decoded; called with its name.
+
+    Args:
+        read: returns the bytes of a file by its name.
+    """
+
+    def __init__(self, read: Callable[[str], bytes]) -> None:
+        self._read = read
+        self._found: dict[str, bytes | Exception] = {}
+
+    def __call__(self, name: str) -> bytes:
+        """Returns the bytes of a file, or raises what reading it raised."""
+        if name not in self._found:
+            try:
+                self._found[name] = self._read(name)
+            except (KeyError, OSError) as error:
+                self._found[name] = error
+        found = self._found[name]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
 
 def visual_inputs(

@@ -18,7 +18,7 @@ from energon_packing.chat.prompt_files import template_source
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
-from energon_packing.encoders.decoding import HasMedia, decodable, visual_inputs
+from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
 from energon_packing.encoders.encoder_fingerprint import encoder_fingerprint
 from energon_packing.encoders.extras import extra_values, spread
 from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
@@ -35,6 +35,7 @@ from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.registry import build_family, generation_stops, load_processor
+from energon_packing.media.decoding_process import DecodingProcess
 
 IGNORE_INDEX = -100
 
@@ -86,6 +87,7 @@ class ConversationEncoder(SampleEncoder):
         self._backend = self.tokenizer.backend_tokenizer
         self._tokens = TextTokenizer(self._backend)
         self._resizer = Resizer(self.family)
+        self._decoding = DecodingProcess(self._visual_inputs, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         vocabulary = self.tokenizer.get_added_vocab()
         self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
@@ -300,8 +302,20 @@ class ConversationEncoder(SampleEncoder):
         if not measured.plans:
             return {"visual_inputs": {}}
         # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
+        _ = self.family.pixel_forms  # made once here, and not in every child
+        make: Callable[..., dict[str, Any]] = self._visual_inputs
+        if self.config.decode_in_child:
+            needed = MediaToDecode.of(measured)
+            files = FilesRead(read)
+            if not needed.is_plain(files):
+                make, measured = self._decoding, needed
+            read = files
+        return self.joining_fields() | make(measured, read)
+
+    def _visual_inputs(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
+        """`visual_fields` in this process, without what joins rows."""
         family = self._resizer.family(measured.settings)
-        return self.joining_fields() | visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
+        return visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
 
     def joining_fields(self) -> dict[str, Any]:
         """Returns what `energon_packing.encoders.joinable_rows` reads of a row with media."""

@@ -30,7 +30,15 @@ from energon_packing.energon.internals import (
     add_sample_restore_key,
     set_sample_restore_key,
 )
-from energon_packing.energon.samples import END, MeasuredSample, Pack, RenderedSample, account_for, end_of_epoch
+from energon_packing.energon.samples import (
+    END,
+    MeasuredSample,
+    Pack,
+    RenderedSample,
+    account_for,
+    data_of,
+    end_of_epoch,
+)
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import DropBudgetExceeded, Ledger
 
@@ -93,13 +101,19 @@ class HookAccounts:
             SkipSample: the sample is in the ledger, or the run is about to stop.
         """
         try:
+            if self.ledger.drop_quarantined(sample.__key__, data_of(sample)):
+                raise SkipSample
             return self._render(sample)
+        except SkipSample:
+            raise
+        except DropBudgetExceeded as error:
+            self._stop = error
         except SampleRejected as error:
-            self._refuse(sample.__key__, error.reason, error.detail)
+            self._refuse(sample, error.reason, error.detail)
         except (UserError, PackingError, FatalSampleError) as error:
             self._stop = error
         except Exception as error:
-            self._refuse(sample.__key__, "render_error", f"{type(error).__name__}: {error}")
+            self._refuse(sample, "render_error", f"{type(error).__name__}: {error}")
         raise SkipSample
 
     def assemble(self, samples: list[RenderedSample]) -> Pack:
@@ -116,9 +130,9 @@ class HookAccounts:
             self._stop = _as_stop(error, "pack_selected_samples")
         raise SkipSample
 
-    def _refuse(self, key: str, reason: str, detail: str) -> None:
+    def _refuse(self, sample: MeasuredSample, reason: str, detail: str) -> None:
         try:
-            self.ledger.drop(key, reason, detail)
+            self.ledger.drop(sample.__key__, reason, detail, data=data_of(sample))
         except DropBudgetExceeded as error:
             self._stop = error
 

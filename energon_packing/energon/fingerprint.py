@@ -22,6 +22,8 @@ FREE = frozenset(
         *("data.accept_changed", "packing.drop_budget", "packing.max_drops_without_pack", "packing.ledger"),
         # Whether code of a processor may run; what it makes is in the encoder's own fingerprint.
         "encoder.trust_remote_code",
+        # Where the same decoders run.
+        "encoder.decode_in_child",
         # The devices of the models of text to video.
         "encoder.device",
     }

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from megatron.energon import WorkerConfig
 
 from energon_packing.energon.internals import FatalSampleError
-from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, data_of
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 
@@ -67,17 +67,19 @@ def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> Re
         UserError, PackingError, FatalSampleError: the run must stop.
         DropBudgetExceeded: raised by the ledger.
     """
-    return attempt(sample.__key__, lambda: packer.postencode_sample(sample), ledger)
+    return attempt(sample.__key__, lambda: packer.postencode_sample(sample), ledger, data=data_of(sample))
 
 
-def attempt(key: str, render: Callable[[], RenderedSample], ledger: Ledger) -> RenderedSample | None:
-    """As `render_or_drop`, for a sample that is rendered in another way."""
+def attempt(key: str, render: Callable[[], RenderedSample], ledger: Ledger, *, data: str = "") -> RenderedSample | None:
+    """As `render_or_drop`, for a sample that is rendered in another way; ``data`` is the path of its data set."""
+    if ledger.drop_quarantined(key, data):
+        return None
     try:
         return render()
     except SampleRejected as error:
-        ledger.drop(key, error.reason, error.detail)
+        ledger.drop(key, error.reason, error.detail, data=data)
     except (UserError, PackingError, FatalSampleError):
         raise
     except Exception as error:  # whatever failed, memory and recursion included, only this sample is lost
-        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}")
+        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}", data=data)
     return None

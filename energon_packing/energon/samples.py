@@ -85,7 +85,13 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
         raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
     if problem.fatal is not None:
         raise problem.fatal
-    ledger.drop(sample.__key__, problem.reason, problem.detail)
+    ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample))
+
+
+def data_of(sample: Sample) -> str:
+    """Path of the data set that a sample was read from; empty if it does not say."""
+    sources = sample.__sources__
+    return str(sources[0].dataset_path) if sources else ""
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:

@@ -26,7 +26,7 @@ from energon_packing.offline.parquet import read_metadata, replacing
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 LENGTH_FREE = (
-    *("pixels", "jpeg_scaled_decoding", "decode_seconds"),
+    *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
     *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
 )
 """Fields of `EncoderConfig` on which neither lengths nor drops depend. All others must be as they were measured."""

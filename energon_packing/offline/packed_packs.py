@@ -113,7 +113,14 @@ class PackedPacks(PositionedPacks):
             return self._assembled([made for _, made in self._rows(stored, batch)])
         assert stored.batch is not None, "a pack in parts has samples"
         rendered = [
-            attempt(sample.key, functools.partial(self._rendered, sample, row, number), ledger) if sample.media else row
+            attempt(
+                sample.key,
+                functools.partial(self._rendered, sample, row, number),
+                ledger,
+                data=self._packed.plan.facts.datasets[sample.dataset].root,
+            )
+            if sample.media
+            else row
             for sample, row in self._rows(stored, stored.batch)
         ]
         made = [each for each in rendered if each is not None]

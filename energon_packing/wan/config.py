@@ -61,8 +61,10 @@ class TextToVideoConfig:
     """Largest area of a frame after resizing; a smaller clip is not enlarged."""
     max_source_pixels: int = 120_000_000
     """A frame with more pixels than this is refused before it is decoded."""
-    decode_seconds: float | None = None
+    decode_seconds: float | None = 120.0
     """Wall-clock limit for decoding one clip; None sets none."""
+    decode_in_child: bool = True
+    """Whether clips are decoded in a child process, so that a decoder that hangs or crashes costs its clip alone."""
 
     def __post_init__(self) -> None:
         if len(self.patch) != 3 or any(side < 1 for side in self.patch):

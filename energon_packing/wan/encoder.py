@@ -13,6 +13,7 @@ import torch
 from energon_packing.conversation import Media
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.tensor import read_tensor
 from energon_packing.media.video import decode_frames
 from energon_packing.wan.caption_encoder import CaptionEncoder, T5CaptionEncoder
@@ -98,6 +99,7 @@ class TextToVideoEncoder:
                 f"{caption_encoder.width}."
             )
         self.latent_encoder, self.caption_encoder = latent_encoder, caption_encoder
+        self._decoding = DecodingProcess(self._frames, config.decode_seconds)
         self._dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
 
     def fingerprint(self) -> dict[str, Any]:
@@ -242,6 +244,18 @@ class TextToVideoEncoder:
     ) -> torch.Tensor:
         assert self.latent_encoder is not None
         plan = self._plan(video)
+        resized = (self._decoding if self.config.decode_in_child else self._frames)((video, plan), read)["frames"]
+        latent = self.latent_encoder.encode(resized)
+        if tuple(latent.shape) != latent_shape:
+            raise ConfigError(
+                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
+                f"{list(latent_shape)}."
+            )
+        return latent.float()
+
+    def _frames(self, wanted: tuple[Media, ClipPlan], read: Callable[[str], bytes]) -> dict[str, torch.Tensor]:
+        """The planned frames of a video in their planned size, as ``frames``."""
+        video, plan = wanted
         limit = self.config.decode_seconds
         try:
             frames = decode_frames(
@@ -258,13 +272,7 @@ class TextToVideoEncoder:
                 "media_changed",
                 f"video {video.name!r} is {found[0]}x{found[1]}, but {video.width}x{video.height} was measured",
             )
-        latent = self.latent_encoder.encode(resize_frames(frames, plan.height, plan.width))
-        if tuple(latent.shape) != latent_shape:
-            raise ConfigError(
-                f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "
-                f"{list(latent_shape)}."
-            )
-        return latent.float()
+        return {"frames": resize_frames(frames, plan.height, plan.width)}
 
     def _embedded(self, measured: MeasuredClip) -> torch.Tensor:
         assert self.caption_encoder is not None

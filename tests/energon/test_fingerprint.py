@@ -76,6 +76,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "encoder.max_source_pixels": (50_000, {}, True),
     "encoder.max_decoded_bytes": (200_000, {}, True),
     "encoder.decode_seconds": (1e-9, {}, True),
+    "encoder.decode_in_child": (False, {}, False),
     "encoder.limits.max_images": (0, {}, True),
     "encoder.limits.max_frames": (3, {}, True),
     "encoder.limits.max_visual_tokens": (60, {}, True),

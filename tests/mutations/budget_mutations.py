@@ -144,21 +144,27 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="a line that was cut off is joined to the next",
         test="tests/test_ledger.py::test_a_line_that_a_kill_cut_off_spoils_no_other",
         oracle="Python's json, line by line",
-        edits=(("ledger.py", '            file.write("\\n")\n', "            pass\n"),),
+        edits=(("line_file.py", 'self._set_aside(path.with_suffix(".cut"))', "pass"),),
     ),
     Mutation(
         trap=57,
         name="half of a surrogate pair in a key ends the run",
         test="tests/test_ledger.py::test_odd_keys_come_out_of_the_file_as_they_went_in",
         oracle="Python's json, line by line",
-        edits=(("ledger.py", ', errors="backslashreplace"', ""),),
+        edits=(("line_file.py", '"utf-8", "backslashreplace"', '"utf-8"'),),
     ),
     Mutation(
         trap=57,
         name="entries wait in a buffer that a kill empties",
         test="tests/test_ledger.py::test_a_worker_that_is_killed_leaves_every_entry_that_it_made",
         oracle="a process that is killed",
-        edits=(("ledger.py", ", buffering=1", ""),),
+        edits=(
+            (
+                "line_file.py",
+                "left = left[os.write(self._file, left) :]",
+                "left = __import__('atexit').register(os.write, self._file, bytes(left)) and b''",
+            ),
+        ),
     ),
     Mutation(
         trap=37,

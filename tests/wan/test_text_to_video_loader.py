@@ -224,7 +224,6 @@ def test_a_clip_that_breaks_after_conversion_costs_itself_alone(run, load, monke
     def sometimes(data, *arguments, **named):
         calls["all"] += 1
         if calls["all"] % 5 == 0:
-            calls["broken"] += 1
             return real(data[: len(data) // 3], *arguments, **named)
         return real(data, *arguments, **named)
 
@@ -233,7 +232,7 @@ def test_a_clip_that_breaks_after_conversion_costs_itself_alone(run, load, monke
     for pack in load(run(drop_budget=1.0)):
         emitted += pack.keys
         dropped += pack.dropped
-    assert calls["broken"] > 2
+    assert len(dropped) > 2
     assert len({*emitted}) == len(emitted)
     assert len(emitted) + len(dropped) == 60
     assert {entry.reason for entry in dropped} == {"corrupt_media"}

@@ -1,0 +1,86 @@
+"""A file of JSON objects, one a line, that one process appends to and that survives its kill at any byte."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 1 << 16
+
+
+class LineFile:
+    """Appends whole lines.
+
+    A last line that lacks its end, as a kill or a full disk leaves it, is moved to ``NAME.cut`` beside the file when it
+    is opened, so it is neither read as an entry nor joined to the next.
+
+    Args:
+        path: made with its directories, if missing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if stat.S_ISREG(os.fstat(self._file).st_mode):
+            self._set_aside(path.with_suffix(".cut"))
+
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Writes one line, which other processes can read at once.
+
+        Raises:
+            OSError: it cannot be written; nothing of the line is left where the file can be shortened.
+        """
+        # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
+        left = memoryview((json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+        whole = len(left)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError:
+            if len(left) < whole:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._file, os.fstat(self._file).st_size - (whole - len(left)))
+            raise
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.close(self._file)
+
+    def _set_aside(self, place: Path) -> None:
+        size = end = os.fstat(self._file).st_size
+        found = -1
+        while end and found < 0:
+            start = max(0, end - _BLOCK)
+            found = os.pread(self._file, end - start, start).rfind(b"\n")
+            end = start + found + 1 if found >= 0 else start
+        if end == size:
+            return
+        with place.open("ab") as aside:
+            aside.write(os.pread(self._file, size - end, end) + b"\n")
+        os.ftruncate(self._file, end)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a file, which may still be written; lines that are no JSON object are left out.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        for line in stream:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(entry, dict):
+                yield entry

@@ -1,0 +1,209 @@
+"""The child process that decodes: hangs, crashes, errors, large results, dead parents. The decoders are planted."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.errors import PackingError, SampleRejected, UserError
+from energon_packing.media import decoding_process
+from energon_packing.media.decoding_process import MOST_IN_A_ROW, DecodingProcess
+from energon_packing.quarantine import CRASH
+
+
+def act(request, read):
+    """What a decoder may do, by its name."""
+    if request == "hang":  # in C, with the interpreter's lock held
+        lock = _locked()
+        ctypes.pythonapi.PyThread_acquire_lock(lock, 1)
+    if request == "loop":
+        while True:
+            pass
+    if request == "segfault":
+        ctypes.string_at(0)
+    if request == "abort":
+        os.abort()
+    if request == "exit":
+        os._exit(3)
+    if request == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(request, Exception):
+        raise request
+    return {"pid": os.getpid(), "data": read("file")}
+
+
+def _locked():
+    allocate = ctypes.pythonapi.PyThread_allocate_lock
+    allocate.restype = ctypes.c_void_p
+    lock = ctypes.c_void_p(allocate())
+    ctypes.pythonapi.PyThread_acquire_lock(lock, 1)
+    return lock
+
+
+def read(name):
+    return name.encode()
+
+
+@pytest.fixture
+def process(monkeypatch):
+    monkeypatch.setattr(decoding_process, "GRACE", 0.1)
+    made = DecodingProcess(act, 0.3)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["hang", "loop"])
+def test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample(process, how):
+    first = process("fine", read)["pid"]
+    with pytest.raises(SampleRejected, match=r"decode_timeout: decoding hung and was ended after encoder\.decode_s"):
+        process(how, read)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    again = process("fine", read)
+    assert again["pid"] != first
+    assert again["data"] == b"file"
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("segfault", "SIGSEGV"), ("abort", "SIGABRT"), ("exit", "exit code 3"), ("killed", "SIGKILL, as where memory")],
+)
+def test_a_decoder_that_crashes_costs_its_sample_and_the_cause_is_named(process, how, cause):
+    process("fine", read)
+    with pytest.raises(SampleRejected, match=cause) as caught:
+        process(how, read)
+    assert caught.value.reason == CRASH
+    assert process("fine", read)["data"] == b"file"
+
+
+def test_crashes_without_end_stop_the_run_with_a_sentence(process):
+    reasons = []
+    for _ in range(MOST_IN_A_ROW - 1):
+        with pytest.raises(SampleRejected) as caught:
+            process("exit", read)
+        reasons.append(caught.value.reason)
+    with pytest.raises(UserError, match=r"8 samples in a row ended the decoding process.*exit code 3.*decode_in_child"):
+        process("exit", read)
+    assert set(reasons) == {CRASH}
+
+
+def test_one_good_sample_between_crashes_starts_the_count_anew(process):
+    for _ in range(3 * MOST_IN_A_ROW):
+        with pytest.raises(SampleRejected):
+            process("exit", read)
+        process("fine", read)
+
+
+@pytest.mark.parametrize(
+    "error", [SampleRejected("corrupt_media", "cut off", 7), PackingError("broken"), MemoryError("m"), KeyError("k")]
+)
+def test_an_error_of_the_decoder_arrives_as_it_was_raised_and_the_child_lives_on(process, error):
+    pid = process("fine", read)["pid"]
+    with pytest.raises(type(error)) as caught:
+        process(error, read)
+    assert caught.value.args == error.args
+    assert vars(caught.value) == vars(error)
+    assert process("fine", read)["pid"] == pid
+
+
+def test_an_error_of_reading_reaches_the_decoder():
+    def fails(name):
+        raise OSError(5, "Input/output error")
+
+    def tells(request, read):
+        try:
+            return {"data": read("x")}
+        except OSError as error:
+            return {"errno": error.errno}
+
+    process = DecodingProcess(tells, None)
+    assert process(0, fails) == {"errno": 5}
+    assert process(0, read) == {"data": b"x"}
+    process.close()
+
+
+LAYOUTS = st.tuples(
+    st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    st.booleans(),
+)
+
+
+@settings(max_examples=60)
+@given(layouts=st.lists(LAYOUTS, max_size=4), room=st.sampled_from([1, 200, 1 << 20]))
+def test_tensors_arrive_with_their_values_types_shapes_and_order_of_memory(layouts, room):
+    made = {}
+    for number, (dtype, shape, turned) in enumerate(layouts):
+        tensor = torch.randint(0, 2, shape).to(dtype)
+        made[f"t{number}"] = {"inner": tensor.permute(tuple(reversed(range(tensor.dim())))) if turned else tensor}
+    before, decoding_process.ROOM = decoding_process.ROOM, room
+    process = DecodingProcess(lambda request, read: {**made, "other": (1, "x")}, 60.0)
+    try:
+        found = process(None, read)
+    finally:
+        decoding_process.ROOM = before
+        process.close()
+    assert found.pop("other") == (1, "x")
+    assert found.keys() == made.keys()
+    for name in made:
+        ours, theirs = found[name]["inner"], made[name]["inner"]
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert not ours.numel() or ours.stride() == theirs.stride()
+        assert torch.equal(ours, theirs)
+
+
+def test_a_result_is_not_changed_by_the_next_one():
+    process = DecodingProcess(lambda request, read: {"t": torch.full((1000,), request)}, 60.0)
+    first, second = process(1, read)["t"], process(2, read)["t"]
+    assert (first == 1).all()
+    assert (second == 2).all()
+    process.close()
+
+
+def test_a_fork_of_the_parent_gets_a_child_of_its_own_and_leaves_the_other_one(process):
+    pid = process("fine", read)["pid"]
+    fork = os.fork()
+    if fork == 0:
+        os._exit(0 if process("fine", read)["pid"] != pid else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
+    assert process("fine", read)["pid"] == pid
+
+
+def test_a_child_that_ended_while_idle_is_replaced(process):
+    pid = process("fine", read)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert process("fine", read)["pid"] != pid
+
+
+@pytest.mark.parametrize("how", ["fine", "loop"])
+def test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode(how, tmp_path):
+    program = (
+        "import os, sys; sys.path.insert(0, sys.argv[1]); import test_decoding_process as t;"
+        "p = t.DecodingProcess(t.act, None); print(p('fine', t.read)['pid'], flush=True);"
+        "p(sys.argv[2], t.read); import time; time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(Path(__file__).parent), how], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    for _ in range(600):
+        if not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split()[2]:
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError("the child outlived its parent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -12,6 +13,7 @@ from typing_extensions import TypeVar
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
+from energon_packing.energon.read_again import read_again
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
 from energon_packing.thd import PackedBatch
@@ -95,15 +97,35 @@ def data_of(sample: Sample) -> str:
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
-    """Returns the bytes of an image or video.
+    """Returns the bytes of an image or video; a read that fails is tried again (`read_again`).
 
     Raises:
         KeyError: the sample has no store, or the store lacks the name.
+        OSError: it cannot be read.
     """
     if store is None:
         raise KeyError(f"no store for {name!r}")
-    data, _ = store[name]
+    data, _ = read_again(id(store), lambda: store[name], functools.partial(forget_open_tars, store))
+    forget_members(store)
     return bytes(data)
+
+
+def forget_open_tars(store: Any) -> None:
+    """Closes the tars that a store has open; the next read opens them again."""
+    opened = getattr(store, "itar_files_cache", None)
+    while opened:
+        _, tar = opened.popitem()
+        tar.fileobj.close()
+        tar.close()
+
+
+def forget_members(reader: Any) -> None:
+    """Empties the lists in which Python's open tars keep every member that was read, half a kilobyte each.
+
+    Energon reads by position, so nothing looks them up, and keeps up to five tars open for as long as it reads.
+    """
+    for tar in getattr(reader, "itar_files_cache", {}).values():
+        tar.members.clear()
 
 
 @edataclass

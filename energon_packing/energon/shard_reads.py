@@ -1,8 +1,9 @@
 """Text shards that cannot be read everywhere: the samples there are lost by name, and the run goes on.
 
-Energon ends a run where a tar breaks off, a block of it is damaged or a read fails. `guard_shards` puts a sample in the
-place of each one that cannot be read: its record says where and why, and our cookers make a `Problem` of it, so that it
-is in the ledger and the drop budget counts it.
+Energon ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried again
+(`energon_packing.energon.read_again`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
+the place of each one that cannot be read: its record says where and why, and our cookers make a `Problem` of it, so
+that it is in the ledger and the drop budget counts it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from megatron.energon.source_info import SourceInfo
 
 from energon_packing.energon.internals import FilteredSample, ITarReader
+from energon_packing.energon.read_again import read_again
+from energon_packing.energon.samples import forget_members
 from energon_packing.errors import SampleRejected, UserError
 
 REASON = "unreadable_shard"
@@ -47,10 +50,17 @@ def refuse_unreadable(record: bytes) -> None:
 
 
 def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any, go_on: bool, **named: Any) -> Any:
+    place = reader.tar_filepaths[pointer.tar_file_id]
+
+    def forget() -> None:  # the tar may stand anywhere
+        reader.itar_files_cache.pop(pointer.tar_file_id, None)
+
     try:
-        return read(pointer, restore_index, *others, **named)
+        found = read_again(str(place), lambda: read(pointer, restore_index, *others, **named), forget)
+        forget_members(reader)
+        return found
     except (OSError, ValueError, EOFError, tarfile.TarError) as error:
-        reader.itar_files_cache.pop(pointer.tar_file_id, None)  # it may stand anywhere
+        forget()
         shard = reader.tar_filenames[pointer.tar_file_id]
         cause = " ".join(str(error).split())[:300] or type(error).__name__
         where = f"{reader.base_path}/{shard} at byte {pointer.byte_offset} ({pointer.byte_size} bytes): {cause}"

@@ -7,6 +7,7 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
+from energon_packing.energon.read_again import read_again
 from energon_packing.errors import UserError
 
 MOST_OPEN = 128
@@ -40,17 +41,28 @@ class TarFiles:
             UserError: the file is missing, unreadable, or ends before that.
         """
         try:
-            found = os.pread(self._descriptor(path), size, offset)
-            while 0 < len(found) < size:  # a signal, or a file system that reads less at a time
-                more = os.pread(self._descriptor(path), size - len(found), offset + len(found))
-                if not more:
-                    break
-                found += more
+            found = read_again(path, lambda: self._some(path, offset, size), lambda: self._forget(path))
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror or error}; put the shard back") from error
         if len(found) != size:
             raise UserError(f"{path} ends before byte {offset + size}; the shard changed since it was measured")
         return found
+
+    def _some(self, path: Path, offset: int, size: int) -> bytes:
+        """As many of these bytes as there are."""
+        found = os.pread(self._descriptor(path), size, offset)
+        while 0 < len(found) < size:  # a signal, or a file system that reads less at a time
+            more = os.pread(self._descriptor(path), size - len(found), offset + len(found))
+            if not more:
+                break
+            found += more
+        return found
+
+    def _forget(self, path: Path) -> None:
+        """Closes a file that failed; the next read opens it again."""
+        descriptor = self._open.pop(path, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _descriptor(self, path: Path) -> int:
         if self._process != os.getpid():  # descriptors are shared with the parent, which may close them

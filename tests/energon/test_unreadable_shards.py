@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron.energon import get_loader
 from test_epoch_report import config_of, source_of
 
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.energon import read_again
+from energon_packing.energon.loader import build_dataset, build_loader, build_task_encoder
+from energon_packing.energon.read_again import PAUSES
 from energon_packing.energon.shard_reads import REASON
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
@@ -101,7 +104,7 @@ def test_a_shard_that_is_gone_is_named_and_stops_a_run_with_a_budget(whole, tmp_
         list(build_loader(config_of(tmp_path / "data", workers=workers, drop_budget=0.0)))
 
 
-def test_a_read_that_fails_once_costs_one_sample_and_the_state_goes_on(whole, monkeypatch):
+def test_a_read_that_fails_every_time_costs_one_sample_and_the_state_goes_on(whole, monkeypatch):
     config = config_of(whole, window=4)
     loader = build_loader(config)
     plain = [key for pack in build_loader(config) for key in pack.keys]
@@ -109,10 +112,11 @@ def test_a_read_that_fails_once_costs_one_sample_and_the_state_goes_on(whole, mo
     original = tarfile.ExFileObject.read
 
     def failing(self, *arguments):
-        if next(calls) == 2:
+        if 2 <= next(calls) < 2 + 1 + len(PAUSES):
             raise OSError(errno.EIO, "Input/output error")
         return original(self, *arguments)
 
+    monkeypatch.setattr(read_again, "PAUSES", (0.0,) * len(PAUSES))
     monkeypatch.setattr(tarfile.ExFileObject, "read", failing)
     packs = iter(loader)
     first = list(itertools.islice(packs, 2))
@@ -172,3 +176,13 @@ def test_a_cut_shard_of_one_data_set_of_a_blend_costs_its_own_samples(whole, tmp
     lost = 2 * (len(there) - 5)
     assert loader.epoch_report.dropped == {REASON: lost}
     assert sum(len(pack.keys) for pack in packs) == 3 * RECORDS - lost
+
+
+def test_open_tars_remember_nothing_of_what_was_read(whole):
+    dataset = build_dataset(config_of(whole))
+    assert list(get_loader(dataset))
+    while not hasattr(dataset, "join_readers"):
+        dataset = dataset.datasets[0] if hasattr(dataset, "datasets") else dataset.dataset
+    (reader,) = dataset.join_readers
+    assert reader.itar_files_cache
+    assert not any(tar.members for tar in reader.itar_files_cache.values())

@@ -206,4 +206,5 @@ def test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode(how,
             break
         time.sleep(0.05)
     else:
+        os.kill(child, signal.SIGKILL)
         raise AssertionError("the child outlived its parent")

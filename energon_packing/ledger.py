@@ -5,12 +5,14 @@ A sample that was emitted in a form other than its source (media resized, last t
 Each loader worker keeps one ledger. Dropped samples travel to the training process with the next pack. If a directory
 is set, each worker also appends to its own file there, one JSON object per line::
 
-    {"pack": 17, "keys": ["a", "b"]}
+    {"run": "5e0c", "rank": 0, "worker": 1, "from": 17, "resumed": true, "samples": 25000}
+    {"pack": 17, "keys": ["a", "b"], "read": 412}
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
-    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096"}
+    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "data/text"}
+    {"epoch_read": 25000}
 
-A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number,
-so the last line for a number counts. If a kill cut a line off, the next run moves it to ``NAME.cut``
+A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number;
+`energon_packing.ledger_report` counts what holds. If a kill cut a line off, the next run moves it to ``NAME.cut``
 (`energon_packing.line_file`). Samples that ended their decoder are listed in `energon_packing.quarantine`.
 
 A drop budget stops a run that would silently train on a small part of its data. Energon's own failure tolerance counts
@@ -100,6 +102,7 @@ class Ledger:
         self._pending: list[DroppedSample] = []
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
+        self._marked = False
         try:
             self._file = None if self._path is None else LineFile(self._path)
             self._quarantine = Quarantine(directory, name)
@@ -110,6 +113,21 @@ class Ledger:
     def dropped(self) -> int:
         """Number of samples dropped so far."""
         return sum(self.reasons.values())
+
+    def begin(self, **marks: Any) -> None:
+        """Marks where a run begins, or goes on from a saved state; `energon_packing.ledger_report` reads the marks.
+
+        Args:
+            marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``from`` (number of the next
+                pack), ``resumed`` and ``samples`` (of the worker's part of the data), or ``packs_of_plan``.
+        """
+        self._marked = True
+        self._write(marks)
+
+    def end_epoch(self, read: int) -> None:
+        """Marks the end of a finite epoch in which ``read`` samples were read."""
+        if self._marked:
+            self._write({"epoch_read": read})
 
     def drop_quarantined(self, key: str, data: str) -> bool:
         """Enters a sample that an earlier decode ended on, if it is one.
@@ -169,7 +187,7 @@ class Ledger:
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:
         """Enters the samples of a pack, and how changed ones differ from their sources."""
         self.emitted += len(keys)
-        self._write({"pack": pack, "keys": list(keys)})
+        self._write({"pack": pack, "keys": list(keys), **({"read": self.read} if self._marked else {})})
         for entry in changed:
             self.changes[entry.how] += 1
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})

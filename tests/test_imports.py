@@ -38,7 +38,7 @@ WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("line_file",),
-    ("drop_budget", "executors", "quarantine", "plain_yaml", "plan_config", "stored_record", "thd"),
+    ("drop_budget", "executors", "ledger_report", "quarantine", "plain_yaml", "plan_config", "stored_record", "thd"),
     ("conversation", "packing"),
     ("config",),
     ("chat", "media", "ledger", "wan"),

@@ -96,6 +96,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.size:size",
         summary="Estimate hours, storage and memory of an offline run.",
     ),
+    "ledger": Subcommand(
+        target="energon_packing.cli.ledger:ledger",
+        summary="Count what a run emitted and dropped, over all restarts.",
+    ),
     "state": Subcommand(
         target="energon_packing.cli.state:state",
         summary="Make the saved state of an online run portable.",

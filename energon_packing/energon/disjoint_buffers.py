@@ -13,6 +13,7 @@ these errors.
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -189,6 +190,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         self.accounts = accounts
         self.fingerprint, self.accept_changed = fingerprint, tuple(accept_changed)
         self.tells_end = tells_end
+        self._run = uuid.uuid4().hex[:12]
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -201,6 +203,14 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
+        own = self.worker_config.rank_worker_id()
+        self.accounts.ledger.begin(
+            run=self._run,
+            rank=self.worker_config.rank,
+            worker=own,
+            **{"from": self._pack_index.current_idx, "resumed": self._restored is not None},
+            samples=self.len_worker(own),
+        )
         if self._restored is not None:
             self.accounts.ledger.resume(self._restored.get("counts"))
             self._restored = None

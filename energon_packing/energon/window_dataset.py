@@ -9,6 +9,7 @@ The two buffers hold measured samples only; a sample is decoded when its pack is
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.fingerprint = fingerprint
         self.accept_changed = tuple(accept_changed)
         self.tells_end = tells_end
+        self._run = uuid.uuid4().hex[:12]  # the same in all workers, which are forks
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
@@ -103,7 +105,16 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         return self.dataset.len_worker(worker_idx)
 
     def __iter__(self) -> Iterator[Pack]:
+        resumed = self._restored is not None
         before = self._wake()
+        own = self.worker_config.rank_worker_id()
+        self.ledger.begin(
+            run=self._run,
+            rank=self.worker_config.rank,
+            worker=own,
+            **{"from": self._pack_index.current_idx, "resumed": resumed},
+            samples=self.len_worker(own),
+        )
         source = None if self._draining else iter(self.dataset)
         while True:
             if source is not None and not self._fill(source):
@@ -121,6 +132,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self._draining = False
 
     def _end(self, read: int) -> Pack:
+        self.ledger.end_epoch(read)
         end = end_of_epoch(read, self.ledger, self.worker_config.rank_worker_id())
         return set_sample_restore_key(end, END, src=self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 
 import torch.utils.data
@@ -27,6 +28,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         self._rank = rank
         self._ledger: Ledger | None = None
         self._worker: int | None = None
+        self._run = uuid.uuid4().hex[:12]
 
     @abstractmethod
     def __len__(self) -> int:
@@ -49,8 +51,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         pack = self._pack(position % len(self), ledger)
         if pack is None:
             pack = self._encoder.padding_pack()
-        else:
-            ledger.emit(position, pack.keys, changed=pack.changed)
+        ledger.emit(position, pack.keys, changed=pack.changed)
         pack.index = position
         pack.dropped = ledger.take_dropped()
         pack.worker = self._worker or 0
@@ -70,5 +71,6 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
                 name=f"rank{self._rank}-worker{worker}",
                 most_pending=packing.max_drops_without_pack,
             )
+            self._ledger.begin(run=self._run, rank=self._rank, worker=worker, packs_of_plan=len(self))
             self._worker = worker
         return self._ledger

@@ -15,6 +15,7 @@ import pytest
 
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
+from energon_packing.ledger_report import merged
 
 
 @pytest.fixture
@@ -90,6 +91,10 @@ def test_a_run_that_was_stopped_and_went_on_enters_each_pack_of_the_run_that_was
     told = {entry.key for pack in expected for entry in pack.dropped}
     assert told
     assert told <= set(dropped)
+    report = merged(tmp_path / "ledger")
+    assert (report.duplicates, report.restarts, report.abandoned) == ([], max(workers, 1), 0)
+    if not workers:
+        assert (report.packs, report.emitted) == (12, sum(len(pack.keys) for pack in expected))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")

@@ -1,0 +1,56 @@
+"""`energon-packing ledger`: what a run emitted and dropped, over all its workers and restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+_SHOWN = 10
+_EXAMPLES = """\b
+Examples:
+  energon-packing ledger run/ledger
+  energon-packing ledger run/ledger --json
+
+Exit code 1 if a sample came more often than the data were read.
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of lines.")
+@click.pass_context
+def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
+    """Merge the ledger in DIR (packing.ledger): samples emitted, dropped by reason and data set, and duplicates.
+
+    Packs that were made again after a restart count once. A run may be running; its last packs are made ahead of use.
+    """
+    from energon_packing.ledger_report import merged
+
+    report = merged(directory)
+    if as_json:
+        click.echo(json.dumps({entry.name: getattr(report, entry.name) for entry in dataclasses.fields(report)}))
+    else:
+        dropped = report.dropped.total()
+        click.echo(
+            f"{report.emitted:,} samples emitted in {report.packs:,} packs, {dropped:,} dropped, by {report.workers} "
+            f"workers with {report.restarts} restarts; {len(report.duplicates)} duplicates"
+        )
+        for data, reasons in sorted(report.dropped_by_data.items()):
+            for reason, count in reasons.most_common():
+                click.echo(f"  dropped {count:>9,}  {reason}{f'  {data}' if data else ''}")
+        for how, count in report.changed.most_common():
+            click.echo(f"  changed {count:>9,}  {how}")
+        for key in report.duplicates[:_SHOWN]:
+            click.echo(f"  twice: {key}")
+        for count, what in (
+            (report.quarantined, "samples in quarantine, which later runs skip"),
+            (report.abandoned, "runs of a worker that nobody continued are not counted"),
+            (report.cut, "lines that a kill cut off are set aside in *.cut"),
+        ):
+            if count:
+                click.echo(f"  {count:,} {what}")
+    if report.duplicates:
+        ctx.exit(1)

@@ -1,0 +1,183 @@
+"""The files of a ledger read as one: what was emitted once, what was dropped and why, and what came twice.
+
+A worker begins its lines with a mark: its run, rank and place, and the number of the next pack. A mark that says
+``resumed`` goes on from a saved state: what the file holds after the pack before was made again, or never used. A mark
+of another run that did not resume begins anew; what came before belongs to a run that nobody continued. Positions of a
+plan need no such cut: the same position is the same pack, whoever makes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from energon_packing.errors import UserError
+from energon_packing.line_file import read_lines
+
+
+@dataclass(kw_only=True, slots=True)
+class LedgerReport:
+    """What all workers of a run did.
+
+    Attributes:
+        workers: files that were read.
+        restarts: how often a worker went on from a saved state.
+        abandoned: runs that nobody continued.
+        packs: packs, each number once.
+        emitted: samples in them.
+        dropped: samples by reason.
+        dropped_by_data: samples by data set and reason; data set "" where the ledger does not say.
+        changed: samples emitted in another form, by how.
+        duplicates: keys that came more often than the data were read, or twice in a finite epoch.
+        cut: lines that a kill left unfinished.
+        quarantined: samples in the quarantine list.
+    """
+
+    workers: int = 0
+    restarts: int = 0
+    abandoned: int = 0
+    packs: int = 0
+    emitted: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    dropped_by_data: dict[str, Counter[str]] = field(default_factory=dict)
+    changed: Counter[str] = field(default_factory=Counter)
+    duplicates: list[str] = field(default_factory=list)
+    cut: int = 0
+    quarantined: int = 0
+
+
+def merged(directory: Path) -> LedgerReport:
+    """Reads the ledger of a run, while it runs or afterwards.
+
+    Raises:
+        UserError: the directory holds no ledger, or cannot be read.
+    """
+    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
+    if not files:
+        raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
+    report = LedgerReport(workers=len(files))
+    positions: dict[int, list[dict[str, Any]]] = {}
+    packs_of_plan = 0
+    try:
+        for file in files:
+            own = _Worker(report)
+            for entry in read_lines(file):
+                own.take(entry)
+            if own.packs_of_plan:
+                packs_of_plan = own.packs_of_plan
+                positions |= own.by_position()
+            else:
+                _count(own.lines, own.samples, report)
+        report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
+        report.quarantined = len(
+            {
+                (entry.get("data"), entry.get("key"))
+                for file in (directory / "quarantine").glob("*.jsonl")
+                for entry in read_lines(file)
+            }
+        )
+    except OSError as error:
+        raise UserError(f"The ledger {error.filename or directory} cannot be read ({error.strerror}).") from error
+    if positions:
+        for epoch in range(max(positions) // packs_of_plan + 1):
+            held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
+            _count([line for at in held for line in positions.get(at, ())], None, report)
+    report.duplicates.sort()
+    return report
+
+
+class _Worker:
+    """Lines of one file that still hold."""
+
+    def __init__(self, report: LedgerReport) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.samples: int | None = None
+        self.packs_of_plan = 0
+        self._run: Any = None
+        self._report = report
+
+    def take(self, entry: dict[str, Any]) -> None:
+        """Takes the next line."""
+        if "run" not in entry:
+            self.lines.append(entry)
+            return
+        self.packs_of_plan = entry.get("packs_of_plan", 0)
+        self.samples = entry.get("samples")
+        if self.packs_of_plan:
+            self._report.restarts += self._run is not None
+        elif entry.get("resumed"):
+            self._report.restarts += 1
+            self._cut_before(int(entry["from"]))
+        elif self._run is not None and entry["run"] != self._run:
+            self._report.abandoned += 1
+            self.lines.clear()
+        self._run = entry["run"]
+
+    def _cut_before(self, number: int) -> None:
+        """Leaves the lines up to pack ``number - 1``, with what was changed in it."""
+        at = max((at for at, line in enumerate(self.lines) if line.get("pack") == number - 1), default=-1)
+        at += 1
+        while 0 < at < len(self.lines) and "changed" in self.lines[at]:
+            at += 1
+        del self.lines[at:]
+
+    def by_position(self) -> dict[int, list[dict[str, Any]]]:
+        """The lines of each position: drops come before their pack, changes after it; its last making counts."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        waiting: list[dict[str, Any]] = []
+        current: list[dict[str, Any]] = waiting
+        for line in self.lines:
+            if "pack" in line:
+                current = found[int(line["pack"])] = [*waiting, line]
+                waiting = []
+            elif "dropped" in line:
+                waiting.append(line)
+            else:
+                current.append(line)
+        return found
+
+
+def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerReport) -> None:
+    """Counts the lines of a worker, or of an epoch of a plan.
+
+    Args:
+        samples: of the worker's part of the data; None for an epoch of a plan. In a finite epoch each key comes once,
+            otherwise as often as the part was read.
+    """
+    before = 0
+    for epoch, ended in _epochs(lines):
+        seen: Counter[str] = Counter()
+        read = 0
+        for line in epoch:
+            if "pack" in line:
+                keys = [str(key) for key in line.get("keys", ())]
+                report.packs += bool(keys)
+                report.emitted += len(keys)
+                seen.update(keys)
+                read = max(read, int(line.get("read", 0)))
+            elif "dropped" in line:
+                data, reason = str(line.get("data", "")), str(line.get("reason"))
+                report.dropped[reason] += 1
+                report.dropped_by_data.setdefault(data, Counter())[reason] += 1
+                seen[str(line["dropped"])] += 1
+            elif "changed" in line:
+                report.changed[str(line.get("how"))] += 1
+        most = 1 if ended or not samples else max(1, math.ceil((read - before) / samples))
+        before += ended
+        report.duplicates += [key for key, times in seen.items() if times > most]
+
+
+def _epochs(lines: list[dict[str, Any]]) -> Iterator[tuple[list[dict[str, Any]], int]]:
+    """The lines of each finite epoch with the samples read in it; then those after it, with 0."""
+    held: list[dict[str, Any]] = []
+    for line in lines:
+        if "epoch_read" in line:
+            yield held, int(line["epoch_read"])
+            held = []
+        else:
+            held.append(line)
+    yield held, 0

@@ -59,6 +59,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.convert:convert",
         summary="Convert conversation files to an Energon data set.",
     ),
+    "explain": Subcommand(
+        target="energon_packing.cli.explain:explain",
+        summary="Say what happened to one sample, and which setting decided it.",
+    ),
     "fill": Subcommand(
         target="energon_packing.cli.fill:fill",
         summary="Show how full packs of your own samples would be.",

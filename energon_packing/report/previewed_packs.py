@@ -119,7 +119,8 @@ def _packs(config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted) -> It
         yield pack
     if wanted.key is not None and empty:
         raise UserError(
-            f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key}` says what became of it."
+            f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} "
+            f"{config.data.path}` says what became of it."
         )
 
 

@@ -1,0 +1,306 @@
+"""What happened to one sample, stage by stage: conversion, record, measure, row, media, pack or drop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from energon_packing.config import RunConfig
+from energon_packing.conversation import Conversation
+from energon_packing.convert.report import REJECTS_FILE
+from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.samples import MeasuredSample
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import SampleRejected, UserError
+from energon_packing.offline.measuring import media_names
+from energon_packing.offline.shard_index import Position, ShardIndex
+from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
+from energon_packing.offline.tar_files import TarFiles
+from energon_packing.report.settings import settings
+
+WARNINGS_FILE = "warnings.jsonl"
+SPLITS = ("train", "val", "test")
+Outcome = Literal["ok", "changed", "dropped", "rejected", "unknown"]
+BY_REASON: Mapping[str, str] = {
+    "other_modality": "encoder.modality",
+    "template_omits": "encoder.tool_definitions",
+    "nothing_to_learn": "encoder.train_on",
+    "too_few_targets": "encoder.limits.min_active_ratio",
+    "media_too_large": "encoder.max_source_pixels",
+    "decode_timeout": "encoder.decode_seconds",
+    "oversize": "packing.seq_length",
+}
+"""The setting that decides, for reasons whose sentence names none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """What one stage did with the sample.
+
+    Attributes:
+        stage: name of the stage.
+        outcome: ``ok`` and ``changed`` go on; ``dropped`` and ``rejected`` end the road; ``unknown`` cannot be told.
+        text: what happened.
+        setting: the setting that decided it; None if none did.
+    """
+
+    stage: str
+    outcome: Outcome
+    text: str
+    setting: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None = None) -> list[Event]:
+    """Follows a sample of a data set through the run that the configuration describes.
+
+    Args:
+        key: of the sample, or of a piece (``KEY#0``) or answer (``KEY/chosen``) of it.
+        run: processor, limits and rows; its ``packing.ledger`` is read unless `ledger` is given.
+        ledger: directory of the ledger files of a run.
+
+    Raises:
+        UserError: the data set cannot be read, or nothing is known about the key.
+    """
+    source = _source_key(key)
+    events = list(_conversion(source, Path(path)))
+    rejected = any(event.outcome == "rejected" for event in events)
+    found = _found(source, path)
+    if found is None and not rejected:
+        raise UserError(
+            f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject either."
+        )
+    if found is not None:
+        part, shard, position = found
+        record = TarFiles().read(Path(part.root) / shard, position.offset, position.size)
+        text = f"{part.root}/{shard}, split {part.split}: {position.size:,} bytes at {position.offset:,}"
+        if part.split == run.data.split:
+            events.append(Event(stage="source", outcome="ok", text=text))
+        else:
+            text += f"; this run reads split {run.data.split}"
+            events.append(Event(stage="source", outcome="dropped", text=text, setting="data.split"))
+        events += _measured(source, record, part, run)
+    directory = ledger or (None if run.packing.ledger is None else Path(run.packing.ledger))
+    events += _in_ledger(key, directory)
+    return events
+
+
+def story_in_plan(key: str, path: Path) -> list[Event]:
+    """What a plan did with a sample.
+
+    Raises:
+        UserError: the plan cannot be read, or does not know the key.
+    """
+    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.plan_explanation import explanation
+
+    found = explanation(Plan.open(path), key)
+    events = []
+    for each in found["packed"]:
+        beside = ", ".join(other["sample"] for other in each["beside"][:5])
+        more = len(each["beside"]) - 5
+        text = (
+            f"{each['sample']}, {' + '.join(map(str, each['tokens']))} tokens of {each['dataset']}/{each['shard']}, "
+            f"sample {each['row']}: pack {each['pack']} of epoch {each['epoch']}, place {each['place']}; the pack has "
+            f"{each['pack_tokens']} of {each['seq_length']} tokens. Beside {beside or 'nothing'}"
+            f"{f' and {more} more' if more > 0 else ''}."
+        )
+        events.append(Event(stage="plan", outcome="ok", text=text))
+    for drop in found["dropped"]:
+        text = f"{drop['dropped']}: {drop['reason']}: {drop['detail']}"
+        setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
+        events.append(Event(stage="plan", outcome="dropped", text=text, setting=setting))
+    return events
+
+
+def deciding_setting(reason: str, detail: str) -> str | None:
+    """The setting that a refusal names, or that is known to decide it; None if the data alone are the cause."""
+    names = {each.name for each in settings()}
+    for name in re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)+\b", detail):
+        if name in names:
+            return name
+    return BY_REASON.get(reason)
+
+
+def _source_key(key: str) -> str:
+    whole, separator, piece = key.rpartition("#")
+    key = whole if separator and piece.isdigit() else key
+    return key.removesuffix("/chosen").removesuffix("/rejected")
+
+
+def _conversion(key: str, directory: Path) -> Iterator[Event]:
+    for name, outcome in ((REJECTS_FILE, "rejected"), (WARNINGS_FILE, "changed")):
+        file = directory / name
+        if not file.is_file():
+            continue
+        with file.open(encoding="utf-8") as lines:
+            for line in lines:
+                entry = json.loads(line)
+                if entry.get("key") != key:
+                    continue
+                place = f"{entry.get('source')}, record {entry.get('record')}"
+                told = f"{entry['reason']}: {entry['detail']}" if "reason" in entry else ", ".join(entry["warnings"])
+                yield Event(stage="convert", outcome=outcome, text=f"{place}: {told}")  # type: ignore[arg-type]
+
+
+def _found(key: str, path: str) -> tuple[SourcePart, str, Position] | None:
+    """Part, shard and position of a record, in whatever split it is."""
+    problem: UserError | None = None
+    seen = False
+    for split in SPLITS:
+        try:
+            parts = source_parts(path, split)
+        except UserError as error:  # most data sets lack a split
+            problem = error
+            continue
+        seen = True
+        for part in parts:
+            index = ShardIndex(Path(part.root))
+            position = index.position(f"{key}.json")
+            if position is not None and index.shards[position.shard] in part.shards:
+                return part, index.shards[position.shard], position
+    if not seen and problem is not None:
+        raise problem
+    return None
+
+
+def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iterator[Event]:
+    media = ShardIndex(Path(part.media_root))
+    sample = part.sample(key, record, IndexedMedia(media, key))
+    if sample.conversation is not None:
+        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation))
+    if not run.encoder.processor:
+        text = "not measured: give --config, or --set encoder.processor=path/or/name"
+        yield Event(stage="measure", outcome="unknown", text=text)
+        return
+    encoder = build_task_encoder(run)
+    found: MeasuredSample = encoder.preencode_sample(sample)
+    problem = found.problem
+    if problem is not None:
+        if problem.fatal is not None:
+            raise problem.fatal
+        stage = "row" if problem.reason in ("oversize", "over_limit") else "measure"
+        yield Event(
+            stage=stage,
+            outcome="dropped",
+            text=f"{problem.reason}: {problem.detail}",
+            setting=deciding_setting(problem.reason, problem.detail),
+        )
+        return
+    if found.split is not None:
+        pieces = len(found.split.pieces)
+        text = f"split into {pieces} pieces, {key}#0 to {key}#{pieces - 1}; each is packed for itself"
+        yield Event(stage="row", outcome="changed", text=text, setting="packing.oversize")
+        return
+    measured = found.measured
+    assert measured is not None
+    lengths = " + ".join(f"{length:,}" for length in measured.segment_lengths)
+    targets = sum(getattr(segment, "targets", 0) for segment in measured.segments)
+    text = f"{lengths} tokens, {targets:,} of them targets; {measured.images} images and {measured.patches} patches"
+    yield Event(stage="measure", outcome="ok", text=text)
+    for how, detail in measured.changes:
+        setting = deciding_setting(how, detail) or (
+            "packing.oversize" if how == "truncated" else "encoder.limits.when_over"
+        )
+        yield Event(stage="measure", outcome="changed", text=f"{how}: {detail}", setting=setting)
+    aligned = encoder.limits.aligned(measured)
+    text = f"takes {aligned:,} of {run.packing.seq_length:,} tokens of a row (multiple {encoder.multiple})"
+    yield Event(stage="row", outcome="ok", text=text)
+    yield _rendered(encoder, found, part, media, key)
+    text = (
+        f"waits among up to {run.packing.window:,} samples for a pack, which the policy {run.packing.policy!r} chooses"
+    )
+    yield Event(stage="window", outcome="ok", text=text, setting="packing.window")
+
+
+def _conversation_text(conversation: Conversation) -> str:
+    roles = ", ".join(
+        f"{name} x{count}" if (count := len(list(group))) > 1 else name
+        for name, group in itertools.groupby(turn.role for turn in conversation.turns)
+    )
+    kinds = [f"{each.kind} {each.width}x{each.height} {each.name}" for each in conversation.media]
+    pair = " and a pair of answers" if conversation.is_pair else ""
+    return f"{len(conversation.turns)} turns ({roles}){pair}; {', '.join(kinds) or 'no media'}"
+
+
+def _rendered(
+    encoder: PackingTaskEncoder, found: MeasuredSample, part: SourcePart, media: ShardIndex, key: str
+) -> Event:
+    """Decodes the media of the sample, as the loader would once it is in a pack."""
+    assert found.measured is not None
+    names = list(dict.fromkeys(media_names(found.measured)))
+    places: dict[str, tuple[Path, int, int]] = {}
+    for name in names:
+        position = media.position(key + name if name.startswith(".") else name)
+        if position is None:
+            return Event(stage="media", outcome="dropped", text=f"missing_media: {name!r} is not in the data set")
+        shard = Path(part.media_root) / media.shards[position.shard]
+        places[name] = (shard, position.offset, position.size)
+    found.store = PositionedMedia(TarFiles(), places)
+    try:
+        encoder.postencode_sample(found)
+    except SampleRejected as error:
+        setting = deciding_setting(error.reason, error.detail)
+        return Event(stage="media", outcome="dropped", text=f"{error.reason}: {error.detail}", setting=setting)
+    shards = ", ".join(sorted({place.name for place, _, _ in places.values()}))
+    text = f"{len(names)} files of {shards} decoded" if names else "none to decode"
+    return Event(stage="media", outcome="ok", text=text)
+
+
+def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
+    """What the ledger of a run says; a pack that was made again counts once, by its last line."""
+    if directory is None:
+        yield Event(stage="pack", outcome="unknown", text="no ledger: give --ledger DIR of a run (packing.ledger)")
+        return
+    files = sorted(directory.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{directory} holds no ledger; packing.ledger names the directory of a run.")
+    told = False
+    names = {key, _source_key(key)}
+    for file in files:
+        packs: dict[int, list[str]] = {}
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if not any(name in line for name in names):
+                    if '"pack"' in line and packs:
+                        entry = _entry(line)
+                        packs.pop(entry.get("pack", -1), None)
+                    continue
+                entry = _entry(line)
+                if "pack" in entry and names & set(entry["keys"]):
+                    packs[entry["pack"]] = entry["keys"]
+                elif entry.get("changed") in names:
+                    told = True
+                    text = f"{entry['how']}: {entry['detail']} ({file.name})"
+                    setting = deciding_setting(entry["how"], entry["detail"])
+                    yield Event(stage="ledger", outcome="changed", text=text, setting=setting)
+                elif entry.get("dropped", "").split("#")[0] in names or entry.get("dropped") in names:
+                    told = True
+                    text = f"{entry['reason']}: {entry['detail']} ({file.name})"
+                    setting = deciding_setting(entry["reason"], entry["detail"])
+                    yield Event(stage="ledger", outcome="dropped", text=text, setting=setting)
+        for number, keys in packs.items():
+            told = True
+            beside = [each for each in keys if each not in names]
+            more = f" and {len(beside) - 5} more" if len(beside) > 5 else ""
+            text = f"pack {number} of {file.stem}, beside {', '.join(beside[:5]) or 'nothing'}{more}"
+            yield Event(stage="pack", outcome="ok", text=text)
+    if not told:
+        yield Event(stage="pack", outcome="unknown", text=f"{directory} does not mention it: not read so far")
+
+
+def _entry(line: str) -> dict[str, Any]:
+    """A line of a ledger; empty if a kill cut it off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

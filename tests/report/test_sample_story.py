@@ -1,0 +1,112 @@
+"""`explain` says of a sample what the loader did with it, and names the setting that decided."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.config import load_config
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.loader import build_loader
+from energon_packing.report.sample_story import deciding_setting, story_in_dataset
+from energon_packing.report.settings import settings
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+SETTINGS = (
+    f"encoder.processor={processor_path('qwen2_5_vl')}",
+    *("packing.seq_length=600", "packing.drop_budget=1.0", "data.repeat=false", "data.workers=0"),
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("story")
+    source = make_data(folder / "demo", conversations=40, seed=1, defects=True)
+    ask = {"from": "human", "value": "What is it?"}
+    records = [
+        {"id": "reserved", "conversations": [{**ask, "value": "a <|image_pad|> b"}, {"from": "gpt", "value": "No."}]},
+        {"id": "empty", "conversations": [{"from": "system", "value": "Hello."}, {**ask, "value": "Yes?"}]},
+    ]
+    more = folder / "more.jsonl"
+    more.write_text("".join(json.dumps(record) + "\n" for record in records))
+    convert(ConvertConfig(sources=(source, more), out=folder / "data", split={"train": 0.9, "val": 0.1}, workers=0))
+    return folder / "data"
+
+
+@pytest.fixture(scope="module")
+def run(dataset, tmp_path_factory):
+    """A configuration whose ledger is that of one epoch, and the packs of it."""
+    ledger = tmp_path_factory.mktemp("ledger")
+    config = load_config(None, [*SETTINGS, f"data.path={dataset}", f"packing.ledger={ledger}"])
+    return config, list(build_loader(config))
+
+
+def test_outcomes_are_those_of_the_loader(dataset, run):
+    config, packs = run
+    dropped = {entry.key: entry for pack in packs for entry in pack.dropped}
+    assert len({entry.reason for entry in dropped.values()}) > 1
+    by_reason = {entry.reason: entry for entry in dropped.values()}
+    for entry in by_reason.values():
+        events = story_in_dataset(entry.key, str(dataset), config)
+        told = [event for event in events if event.outcome == "dropped"]
+        assert {event.text.split(" (worker")[0] for event in told} >= {f"{entry.reason}: {entry.detail}"}
+        assert [event.stage for event in told][-1] == "ledger", "the run says the same"
+        assert not any(event.stage in ("window", "pack") for event in events)
+    for number in (0, len(packs) - 1):
+        pack = packs[number]
+        key = pack.keys[0]
+        events = {event.stage: event for event in story_in_dataset(key, str(dataset), config)}
+        length = pack.batch.sample_lengths[pack.batch.sample_keys.index(key)]
+        assert f"{length:,} tokens" in events["measure"].text
+        assert f"pack {pack.index} " in events["pack"].text
+        assert all(event.outcome in ("ok", "changed") for event in events.values())
+        assert all(other in events["pack"].text for other in pack.keys[1:5])
+
+
+def test_rejects_other_splits_and_unknown_keys_are_told(dataset, run, tmp_path):
+    config, _ = run
+    rejects = [json.loads(line) for line in (dataset / "rejects.jsonl").read_text().splitlines()]
+    entry = next(each for each in rejects if each["reason"] == "unknown_role")
+    (event, *_) = story_in_dataset(entry["key"], str(dataset), config)
+    assert (event.stage, event.outcome) == ("convert", "rejected")
+    assert entry["detail"] in event.text
+    result = CliRunner().invoke(cli, ["explain", "nobody", str(dataset)])
+    assert result.exit_code == 2
+    assert "Nothing is known about 'nobody'" in result.output
+    val = load_config(None, [*SETTINGS, f"data.path={dataset}", "data.split=val"])
+    key = next(iter(build_loader(val))).keys[0]
+    story = {event.stage: event for event in story_in_dataset(key, str(dataset), config)}
+    assert (story["source"].outcome, story["source"].setting) == ("dropped", "data.split")
+
+
+def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path, monkeypatch):
+    from energon_packing.offline.measure import MeasureConfig, measure
+    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.planner import make_plan
+
+    config, packs = run
+    measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=0), config)
+    plan = tmp_path / "plan.parquet"
+    make_plan([tmp_path / "index"], config, plan)
+    monkeypatch.setenv("COLUMNS", "80")
+    sample = Plan.open(plan).packs(1, 2)[0].samples[0]
+    found = CliRunner().invoke(cli, ["explain", sample.key, str(plan), "--json"])
+    assert "pack 1 of epoch 0, place 0" in json.loads(found.stdout)["events"][0]["text"]
+    dropped = next(entry.key for pack in packs for entry in pack.dropped if entry.reason == "oversize")
+    found = CliRunner().invoke(cli, ["explain", dropped, str(plan)])
+    assert found.exit_code == 0, found.output
+    assert "setting: packing.seq_length" in found.output
+    assert max(map(len, found.output.splitlines())) <= 80
+
+
+def test_the_setting_is_the_one_that_the_sentence_names():
+    names = {each.name for each in settings()}
+    assert deciding_setting("too_many", "9 images, encoder.limits.max_images=4") == "encoder.limits.max_images"
+    assert deciding_setting("corrupt_media", "image 'a.encoder.png' is cut off") is None
+    from energon_packing.report.sample_story import BY_REASON
+
+    assert set(BY_REASON.values()) <= names

@@ -104,6 +104,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         target="energon_packing.cli.ledger:ledger",
         summary="Count what a run emitted and dropped, over all restarts.",
     ),
+    "profile": Subcommand(
+        target="energon_packing.cli.profile:profile",
+        summary="Count what the loader costs on your data, by stage.",
+    ),
     "state": Subcommand(
         target="energon_packing.cli.state:state",
         summary="Make the saved state of an online run portable.",

@@ -1,0 +1,252 @@
+"""How fast the loader is on a user's own data: samples and tokens a second, CPU by stage, memory, workers needed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.energon import stateless
+from megatron.energon.cache import FileStore
+
+from energon_packing.config import RunConfig
+from energon_packing.energon.loader import task_encoder_of
+from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import UserError
+from energon_packing.offline.open_loader import open_loader
+
+READ = "read"
+STAGES = {
+    READ: "records from shards, JSON, and Energon itself",
+    "measure": "chat template, tokenizer, sizes of media",
+    "select": "which samples share a row",
+    "read media": "files of images and videos from shards",
+    "decode": "images and video frames to pixels",
+    "pixels": "the processor's resizing and patches",
+    "text rows": "rows of samples without media",
+    "assemble": "rows to a pack",
+}
+"""Stages of a loader process and what they do, in the order of a sample's road."""
+MOST_HANDED = 20
+"""Packs that are taken from a process to see what the hand-over costs."""
+
+
+class StageClock:
+    """Seconds by stage; while one stage runs inside another, only the inner one counts.
+
+    Args:
+        clock: gives seconds; by default the CPU time of this thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._running = [READ]
+        self._since = clock()
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def restart(self) -> None:
+        """Forgets what was counted."""
+        self._since = self._clock()
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    def count(self) -> None:
+        """Gives the time since the last change to the stage that runs."""
+        now = self._clock()
+        self.seconds[self._running[-1]] += now - self._since
+        self._since = now
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts what happens inside for a stage."""
+        self.count()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self.count()
+            self._running.pop()
+
+
+class TimedTaskEncoder(PackingTaskEncoder):
+    """A task encoder that counts the time of its stages; for loaders without workers.
+
+    Attributes:
+        clock: of the stages.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.clock = StageClock()
+        for encoder in self.encoders:
+            family = getattr(encoder, "family", None)
+            if family is not None:
+                family.pixels = self._timed(family.pixels, "pixels")
+
+    def _timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **settings: Any) -> Any:
+            with self.clock.stage(stage):
+                return function(*arguments, **settings)
+
+        return timed
+
+    @stateless
+    def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
+        """See `PackingTaskEncoder.preencode_sample`."""
+        with self.clock.stage("measure"):
+            return super().preencode_sample(sample)
+
+    @stateless
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
+        """See `PackingTaskEncoder.postencode_sample`."""
+        store = sample.store
+        if store is not None:
+            sample.store = _TimedStore(store, self.clock)
+        try:
+            with self.clock.stage("decode" if store is not None else "text rows"):
+                return super().postencode_sample(sample)
+        finally:
+            sample.store = store
+
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> list[int]:
+        """See `WindowTaskEncoder.select_pack`."""
+        with self.clock.stage("select"):
+            return super().select_pack(samples, ended)
+
+    @stateless
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        """See `PackingTaskEncoder.pack_selected_samples`."""
+        with self.clock.stage("assemble"):
+            return super().pack_selected_samples(samples)
+
+
+class _TimedStore(FileStore[bytes]):
+    """A store whose reads are counted."""
+
+    def __init__(self, inner: FileStore[bytes], clock: StageClock) -> None:
+        self._inner = inner
+        self._clock = clock
+
+    def __getitem__(self, key: str) -> Any:
+        with self._clock.stage("read media"):
+            return self._inner[key]
+
+    def get_path(self) -> str:
+        """Of the inner store."""
+        return self._inner.get_path()
+
+    def get_media_metadata(self, key: str) -> Any:
+        """Of the inner store."""
+        return self._inner.get_media_metadata(key)
+
+
+def loader_profile(
+    run: RunConfig,
+    *,
+    packs: int,
+    step_seconds: Sequence[float] = (0.5, 1.0, 2.0, 5.0),
+    packs_per_step: int = 1,
+    hand_over: bool = True,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Reads packs in this process and counts, then takes some from one loader process.
+
+    Args:
+        run: the whole configuration; its workers are not used.
+        packs: to count, after a first one that fills the window.
+        step_seconds: step times for which workers are computed.
+        packs_per_step: packs of one rank in a step: global batch size divided by data-parallel size.
+        hand_over: whether to start a loader process and count what its packs cost the training process.
+
+    Returns:
+        Plain values: ``samples``, ``tokens`` and ``packs`` per CPU second of a process, ``stages`` with CPU
+        milliseconds per sample and shares, ``fill``, ``peak_mb``, ``hand_over_ms`` of the training process per pack,
+        and ``workers`` per rank for each step time.
+
+    Raises:
+        UserError: the data cannot be read, or there are too few packs.
+    """
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a loader process
+    try:
+        counted = _counted(run, packs, progress)
+    finally:
+        torch.set_num_threads(torch_threads)
+    handed = _handed_over(run, min(packs, MOST_HANDED)) if hand_over else None
+    cpu = counted["cpu_seconds"] / counted["packs"]
+    return {
+        "path": run.data.path,
+        **counted,
+        "per_second": {
+            name: counted[name] / max(counted["cpu_seconds"], 1e-9) for name in ("samples", "tokens", "packs")
+        },
+        "hand_over_ms": None if handed is None else 1e3 * handed,
+        "packs_per_step": packs_per_step,
+        "workers": [
+            {"step_seconds": seconds, "workers": math.ceil(packs_per_step * cpu / seconds)} for seconds in step_seconds
+        ],
+    }
+
+
+def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
+    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0))
+    encoder = task_encoder_of(alone, TimedTaskEncoder)
+    loader = iter(open_loader(alone, task_encoder=encoder))
+    samples = tokens = media = done = 0
+    progress("profile", 0, packs)
+    if next(loader, None) is not None:  # fills the window, which a long run does once
+        encoder.clock.restart()
+        began = time.perf_counter()
+        for done in range(1, packs + 1):
+            pack = next(loader, None)
+            if pack is None:
+                done -= 1
+                break
+            samples += len(pack.keys)
+            tokens += pack.batch.real_tokens
+            counts = [each[: pack.batch.num_samples] for each in pack.batch.visual_counts.values()]
+            media += sum(any(own) for own in zip(*counts, strict=True))
+            progress("profile", done, packs)
+        encoder.clock.count()
+        wall = time.perf_counter() - began
+    if done == 0:
+        raise UserError(f"{run.data.path} gives fewer than two packs, too few to measure; set data.repeat=true.")
+    cpu = sum(encoder.clock.seconds.values())
+    return {
+        "packs": done,
+        "samples": samples,
+        "samples_with_media": media,
+        "tokens": tokens,
+        "fill": tokens / done / run.packing.seq_length,
+        "cpu_seconds": cpu,
+        "wall_seconds": wall,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "stages": [
+            {
+                "stage": name,
+                "does": STAGES[name],
+                "ms_per_sample": 1e3 * seconds / max(samples, 1),
+                "share": seconds / cpu if cpu else 0.0,
+            }
+            for name, seconds in encoder.clock.seconds.items()
+        ],
+    }
+
+
+def _handed_over(run: RunConfig, packs: int) -> float:
+    """CPU seconds of this process for each pack that a loader process made."""
+    one = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=1))
+    loader = iter(open_loader(one))
+    next(loader, None)
+    began = time.process_time()
+    taken = 0
+    for _ in range(packs):
+        if next(loader, None) is None:
+            break
+        taken += 1
+    return (time.process_time() - began) / max(taken, 1)

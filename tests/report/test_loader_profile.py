@@ -1,0 +1,122 @@
+"""`profile` counts every second once, in the stage that spent it, and every sample that it read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+
+import pytest
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.config import load_config
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.loader import build_loader
+from energon_packing.report import loader_profile as module
+from energon_packing.report.loader_profile import STAGES, StageClock, loader_profile
+
+
+class Time:
+    """A clock that tests move."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_only_the_inner_stage_counts():
+    clock = Time()
+    stages = StageClock(clock)
+    clock.now += 1
+    with stages.stage("decode"):
+        clock.now += 2
+        with stages.stage("read media"):
+            clock.now += 4
+        with contextlib.suppress(ValueError), stages.stage("pixels"):
+            clock.now += 8
+            raise ValueError("an error ends its stage")
+        clock.now += 16
+    clock.now += 32
+    stages.count()
+    used = {name: seconds for name, seconds in stages.seconds.items() if seconds}
+    assert used == {"read": 33, "decode": 18, "read media": 4, "pixels": 8}
+    stages.restart()
+    assert sum(stages.seconds.values()) == 0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profile")
+    source = make_data(folder / "demo", conversations=24, seed=5, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 1.0}, workers=0))
+    settings = (f"encoder.processor={processor_path('qwen2_5_vl')}", "packing.seq_length=4096", "packing.window=8")
+    return load_config(None, [*settings, f"data.path={folder / 'data'}", "data.workers=0"])
+
+
+def test_samples_and_tokens_are_those_of_the_loader_and_no_second_is_lost(run):
+    found = loader_profile(run, packs=5, hand_over=False)
+    packs = list(itertools.islice(build_loader(run), 1, 6))
+    assert found["packs"] == 5
+    assert found["samples"] == sum(len(pack.keys) for pack in packs)
+    assert found["tokens"] == sum(pack.batch.real_tokens for pack in packs)
+    assert found["fill"] == pytest.approx(found["tokens"] / 5 / 4096)
+    assert [each["stage"] for each in found["stages"]] == list(STAGES)
+    assert sum(each["share"] for each in found["stages"]) == pytest.approx(1)
+    whole = sum(each["ms_per_sample"] for each in found["stages"]) * found["samples"] / 1e3
+    assert whole == pytest.approx(found["cpu_seconds"])
+    assert all(each["share"] > 0 for each in found["stages"]), "each stage of this data was seen"
+
+
+def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch):
+    """On a clock that stands still but in `decode_media`, which takes a second per sample."""
+    from energon_packing.encoders import decoding
+
+    clock = Time()
+    monkeypatch.setattr(module, "StageClock", lambda: StageClock(clock))
+    decode = decoding.decode_media
+
+    def slow(*arguments, **settings):
+        clock.now += 1.0
+        return decode(*arguments, **settings)
+
+    monkeypatch.setattr(decoding, "decode_media", slow)
+    found = loader_profile(run, packs=4, step_seconds=(0.5, 2.0), packs_per_step=3, hand_over=False)
+    assert found["cpu_seconds"] == found["samples_with_media"] > 0
+    shares = {each["stage"]: each["share"] for each in found["stages"]}
+    assert shares["decode"] == 1
+    per_pack = found["cpu_seconds"] / 4
+    assert found["workers"] == [
+        {"step_seconds": seconds, "workers": math.ceil(3 * per_pack / seconds)} for seconds in (0.5, 2.0)
+    ]
+
+
+def test_the_command_prints_it_at_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    settings = [part for name in ("packing.seq_length=4096", "packing.window=8") for part in ("--set", name)]
+    settings += ["--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
+    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["hand_over_ms"] > 0
+    monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
+    done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--step-seconds", "1.5"])
+    assert done.exit_code == 0, done.output
+    for word in ("read media", "workers per rank", "1.5", "1.0 ms CPU per pack"):
+        assert word in done.output
+    assert max(len(line) for line in done.output.splitlines() if run.data.path not in line) <= 80
+
+
+def test_too_few_packs_are_a_sentence(run):
+    done = CliRunner().invoke(
+        cli,
+        [
+            *("profile", run.data.path, "--set", f"encoder.processor={processor_path('qwen2_5_vl')}"),
+            *("--set", "packing.seq_length=131072", "--set", "data.repeat=false"),
+        ],
+    )
+    assert done.exit_code == 2
+    assert "data.repeat=true" in done.output

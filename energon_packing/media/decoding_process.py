@@ -94,6 +94,9 @@ class DecodingProcess:
             SampleRejected: `TIMEOUT` or `CRASH`; the next call has a new child. Also whatever the function raises.
             UserError: `MOST_IN_A_ROW` calls in a row ended the child.
         """
+        if self._child is None and torch.cuda.is_initialized():
+            # Pinned memory, which devices write to, must not be shared with a fork.
+            return dict(self._work(request, read))
         child = self._started()
         try:
             child.connection.send(("decode", request))

@@ -38,7 +38,7 @@ def measure(data: str, samples: int, keep: bool) -> list[tuple[int, int]]:
     from energon_packing.energon.loader import build_loader
 
     if keep:
-        shard_reads.forget_members = lambda reader: None  # type: ignore[assignment]
+        shard_reads.forget_members = lambda reader: None
     config = RunConfig(
         data=DataConfig(path=data, workers=0),
         encoder=EncoderConfig(processor=str(processor_path("text"))),

@@ -208,3 +208,10 @@ def test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode(how,
     else:
         os.kill(child, signal.SIGKILL)
         raise AssertionError("the child outlived its parent")
+
+
+def test_a_process_that_uses_a_gpu_is_not_forked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    process = DecodingProcess(lambda request, read: {"pid": os.getpid(), "data": read(request)}, 1.0)
+    assert process("a", str.encode) == {"pid": os.getpid(), "data": b"a"}
+    assert process._child is None

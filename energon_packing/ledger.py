@@ -8,7 +8,7 @@ is set, each worker also appends to its own file there, one JSON object per line
     {"run": "5e0c", "rank": 0, "worker": 1, "from": 17, "resumed": true, "samples": 25000}
     {"pack": 17, "keys": ["a", "b"], "read": 412}
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
-    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "data/text"}
+    {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "text", "read": 412}
     {"epoch_read": 25000}
 
 A run that resumes from a checkpoint appends to its files. It enters packs that it makes again under the same number;
@@ -164,7 +164,8 @@ class Ledger:
         entry = DroppedSample(key=key, reason=reason, detail=detail)
         self._pending.append(entry)
         self.reasons[reason] += 1
-        self._write({"dropped": key, "reason": reason, "detail": detail, **({"data": data} if data else {})})
+        more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
+        self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
         if over_budget(self.dropped, self.read, self.budget):

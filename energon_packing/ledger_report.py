@@ -153,12 +153,12 @@ def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerRepor
         seen: Counter[str] = Counter()
         read = 0
         for line in epoch:
+            read = max(read, int(line.get("read", 0)))
             if "pack" in line:
                 keys = [str(key) for key in line.get("keys", ())]
                 report.packs += bool(keys)
                 report.emitted += len(keys)
                 seen.update(keys)
-                read = max(read, int(line.get("read", 0)))
             elif "dropped" in line:
                 data, reason = str(line.get("data", "")), str(line.get("reason"))
                 report.dropped[reason] += 1

@@ -318,6 +318,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as work:
         seeds = target.seeds(Path(work))
+        for data in seeds:  # here, so that no child has imports to do
+            target.read(data, Path(work))
         end = time.monotonic() + 60 * chosen.minutes
         while time.monotonic() < end:
             batch = fuzz(target, seeds, Path(work), cases=BATCH, seed=chosen.seed + cases, seconds=chosen.seconds)

@@ -119,7 +119,8 @@ class Ledger:
 
         Args:
             marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``from`` (number of the next
-                pack), ``resumed`` and ``samples`` (of the worker's part of the data), or ``packs_of_plan``.
+                pack), ``resumed``, ``samples`` (of the worker's part of the data) and ``ahead`` (most samples in its
+                shuffle buffer), or ``packs_of_plan``.
         """
         self._marked = True
         self._write(marks)

@@ -71,7 +71,7 @@ def merged(directory: Path) -> LedgerReport:
                 packs_of_plan = own.packs_of_plan
                 positions |= own.by_position()
             else:
-                _count(own.lines, own.samples, report)
+                _count(own.lines, own.samples, report, ahead=own.ahead)
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = len(
             {
@@ -96,6 +96,7 @@ class _Worker:
     def __init__(self, report: LedgerReport) -> None:
         self.lines: list[dict[str, Any]] = []
         self.samples: int | None = None
+        self.ahead = 0
         self.packs_of_plan = 0
         self._run: Any = None
         self._report = report
@@ -106,7 +107,7 @@ class _Worker:
             self.lines.append(entry)
             return
         self.packs_of_plan = entry.get("packs_of_plan", 0)
-        self.samples = entry.get("samples")
+        self.samples, self.ahead = entry.get("samples"), int(entry.get("ahead", 0))
         if self.packs_of_plan:
             self._report.restarts += self._run is not None
         elif entry.get("resumed"):
@@ -141,12 +142,13 @@ class _Worker:
         return found
 
 
-def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerReport) -> None:
+def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerReport, *, ahead: int = 0) -> None:
     """Counts the lines of a worker, or of an epoch of a plan.
 
     Args:
         samples: of the worker's part of the data; None for an epoch of a plan. In a finite epoch each key comes once,
             otherwise as often as the part was read.
+        ahead: samples that a shuffle buffer may have read besides, of the next epoch too.
     """
     before = 0
     for epoch, ended in _epochs(lines):
@@ -166,7 +168,7 @@ def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerRepor
                 seen[str(line["dropped"])] += 1
             elif "changed" in line:
                 report.changed[str(line.get("how"))] += 1
-        most = 1 if ended or not samples else max(1, math.ceil((read - before) / samples))
+        most = 1 if ended or not samples else max(1, math.ceil((read + ahead - before) / samples))
         before += ended
         report.duplicates += [key for key, times in seen.items() if times > most]
 

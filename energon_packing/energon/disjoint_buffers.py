@@ -39,6 +39,7 @@ from energon_packing.energon.samples import (
     account_for,
     data_of,
     end_of_epoch,
+    shuffled_ahead,
 )
 from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import DropBudgetExceeded, Ledger
@@ -210,6 +211,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
             worker=own,
             **{"from": self._pack_index.current_idx, "resumed": self._restored is not None},
             samples=self.len_worker(own),
+            ahead=shuffled_ahead(self.dataset),
         )
         if self._restored is not None:
             self.accounts.ledger.resume(self._restored.get("counts"))

@@ -119,6 +119,13 @@ def forget_open_tars(store: Any) -> None:
         tar.close()
 
 
+def shuffled_ahead(dataset: Any) -> int:
+    """Most samples that shuffle buffers beneath a data set hold; these may be of an epoch after the current one."""
+    own = int(dataset.size) if type(dataset).__name__ == "ShuffleBufferDataset" else 0
+    inner = (*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else []))
+    return own + sum(shuffled_ahead(each) for each in {id(each): each for each in inner}.values())
+
+
 def forget_members(reader: Any) -> None:
     """Empties the lists in which Python's open tars keep every member that was read, half a kilobyte each.
 

@@ -25,7 +25,15 @@ from energon_packing.energon.internals import (
 )
 from energon_packing.energon.packer import Packer, render_or_drop
 from energon_packing.energon.packing_groups import by_group
-from energon_packing.energon.samples import END, MeasuredSample, Pack, RenderedSample, account_for, end_of_epoch
+from energon_packing.energon.samples import (
+    END,
+    MeasuredSample,
+    Pack,
+    RenderedSample,
+    account_for,
+    end_of_epoch,
+    shuffled_ahead,
+)
 from energon_packing.energon.window_buffer import WindowBuffer
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import Ledger
@@ -114,6 +122,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             worker=own,
             **{"from": self._pack_index.current_idx, "resumed": resumed},
             samples=self.len_worker(own),
+            ahead=shuffled_ahead(self.dataset),
         )
         source = None if self._draining else iter(self.dataset)
         while True:

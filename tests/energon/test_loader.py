@@ -52,7 +52,7 @@ def test_one_epoch_emits_every_key_exactly_once_or_drops_it_with_a_reason(datase
     for file in (tmp_path / "ledger").glob("*.jsonl"):
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            written.update(entry.get("keys", []) or [entry["dropped"]])
+            written.update([entry["dropped"]] if "dropped" in entry else entry.get("keys", []))
     assert written == emitted + dropped
 
 

@@ -98,12 +98,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 USES: dict[str, list[str]] = {
     "convert": ["{files}/a.jsonl", "--out", "{out}/{extras}", "--workers", "1"],
     "fill": ["{files}/lengths.npz"],
+    "init": ["nothing", "--processor", "nothing", "--out", "{out}/run-{extras}.yaml"],
     "measure": ["nothing", "--config", "nothing.yaml", "--out", "nothing"],
     "pack": ["nothing.parquet", "--out", "nothing"],
     "parity": ["--config", "{files}/run.yaml"],
     "plan": ["nothing", "--config", "{files}/run.yaml", "--out", "nothing.parquet"],
     "preview": ["nothing", "--config", "{files}/run.yaml"],
+    "size": ["nothing", "--config", "{files}/run.yaml", "--samples", "100"],
     "state": ["convert", "nothing", "--index", "nothing", "--config", "{files}/run.yaml", "--out", "nothing.parquet"],
+    "stats": ["nothing"],
     "validate": ["--world-size", "8", "--no-data", "--json", "--", "--seq-length", "4096"],
     "verify": ["nothing"],
 }

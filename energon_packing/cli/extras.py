@@ -20,6 +20,7 @@ EXTRA_OF = {
     "pyarrow": "offline",
     "zstandard": "convert",
     "ray": "ray",
+    "matplotlib": "figures",
     "diffusers": "wan",
     "safetensors": "wan",
 }

@@ -99,6 +99,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "size": Subcommand(
         target="energon_packing.cli.size:size",
         summary="Estimate hours, storage and memory of an offline run.",
+        extras=("offline", "vlm"),
     ),
     "ledger": Subcommand(
         target="energon_packing.cli.ledger:ledger",
@@ -116,6 +117,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "stats": Subcommand(
         target="energon_packing.cli.stats:stats",
         summary="Show how samples are distributed and how full packs would be.",
+        extras=("offline",),
     ),
     "validate": Subcommand(
         target="energon_packing.cli.validate:validate",

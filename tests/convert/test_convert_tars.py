@@ -211,7 +211,8 @@ def test_the_unpacked_copy_of_a_tar_goes_when_the_next_source_begins(tmp_path: P
     most = []
 
     def look(stage: str, done: int, total: int) -> None:
-        most.append(len(list((tmp_path / "out.partial/unpacked").glob("*.tar"))) if stage == "read" else 0)
+        if stage in ("read", "write"):
+            most.append(len(list((tmp_path / "out.partial/unpacked").glob("*.tar"))))
 
     convert(ConvertConfig(sources=tuple(sources), out=tmp_path / "out", workers=1), look)
     assert most[0] == 1

@@ -97,13 +97,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 USES: dict[str, list[str]] = {
     "convert": ["{files}/a.jsonl", "--out", "{out}/{extras}", "--workers", "1"],
+    "explain": ["key", "nothing", "--config", "{files}/run.yaml"],
     "fill": ["{files}/lengths.npz"],
     "init": ["nothing", "--processor", "nothing", "--out", "{out}/run-{extras}.yaml"],
+    "ledger": ["nothing"],
     "measure": ["nothing", "--config", "nothing.yaml", "--out", "nothing"],
     "pack": ["nothing.parquet", "--out", "nothing"],
     "parity": ["--config", "{files}/run.yaml"],
     "plan": ["nothing", "--config", "{files}/run.yaml", "--out", "nothing.parquet"],
     "preview": ["nothing", "--config", "{files}/run.yaml"],
+    "profile": ["nothing", "--config", "{files}/run.yaml"],
     "size": ["nothing", "--config", "{files}/run.yaml", "--samples", "100"],
     "state": ["convert", "nothing", "--index", "nothing", "--config", "{files}/run.yaml", "--out", "nothing.parquet"],
     "stats": ["nothing"],

@@ -62,6 +62,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "explain": Subcommand(
         target="energon_packing.cli.explain:explain",
         summary="Say what happened to one sample, and which setting decided it.",
+        extras=("vlm",),
     ),
     "fill": Subcommand(
         target="energon_packing.cli.fill:fill",
@@ -108,6 +109,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "profile": Subcommand(
         target="energon_packing.cli.profile:profile",
         summary="Count what the loader costs on your data, by stage.",
+        extras=("vlm",),
     ),
     "state": Subcommand(
         target="energon_packing.cli.state:state",

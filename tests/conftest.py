@@ -51,6 +51,7 @@ LONGEST_FIRST = (
     "bench/test_bench_loader.py",
     "offline/test_resume_matrix.py",
     "offline/test_pack_on_ray.py",
+    "offline/test_kills.py",
     "offline/test_planned_loader.py",
     "offline/test_state_convert.py",
     "energon/test_fingerprint.py",

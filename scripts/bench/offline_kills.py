@@ -142,7 +142,7 @@ def _one_command(
     try:
         while found["kills"] < points and running.poll() is None:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(subject.words(out))} did not begin to write")
+                raise RuntimeError(f"{' '.join(subject.words(out))} wrote nothing for {LIMIT_SECONDS:g} s")
             writing = [path for path in _being_written(out) if path not in before]
             if not writing:
                 time.sleep(0.002)
@@ -158,6 +158,7 @@ def _one_command(
                 found["kills"] += 1
                 found["same"] &= _whole(out, expected)
                 before |= set(_being_written(out))
+                deadline = time.monotonic() + LIMIT_SECONDS
         output, errors = running.communicate(timeout=LIMIT_SECONDS)
     finally:
         running.kill()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.offline.parquet import HOST, remove_leftovers
 from energon_packing.offline.stored_arrays import DamagedBytes, from_bytes, to_bytes
 from energon_packing.offline.stored_pack import StoredPack, StoredSample
 from energon_packing.offline.stored_rows import decode_row, encode_row
@@ -130,3 +135,15 @@ def test_arrays_that_would_lie_outside_their_record_are_refused_before_any_memor
 def test_a_header_longer_than_its_record_is_refused():
     with pytest.raises(DamagedBytes, match="its header would have"):
         from_bytes(memoryview(bytearray((2**50).to_bytes(8, "little") + bytes(100))))
+
+
+def test_a_file_of_a_process_that_ended_unnoticed_is_a_leftover_and_that_of_a_living_one_is_not(tmp_path):
+    ended = subprocess.Popen(["true"])
+    living, left = (tmp_path / f".x.{HOST}.{process}" for process in (os.getpid(), ended.pid))
+    living.touch()
+    left.touch()
+    while "Z (zombie)" not in Path(f"/proc/{ended.pid}/status").read_text():
+        time.sleep(0.01)
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [living]
+    ended.wait()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -433,6 +434,9 @@ def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:
     return cls(**arguments)
 
 
+_SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}")
+
+
 def _convert(hint: Any, value: Any, *, where: str) -> Any:
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint):
@@ -463,6 +467,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} is {_shown(value)}; expected a list.")
         return tuple(_convert(kind, entry, where=where) for entry in value)
+    if hint is float and isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
+        return float(value)  # YAML 1.1, which PyYAML reads, takes 1e-3 for a text
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

@@ -282,3 +282,10 @@ def test_every_section_and_key_is_written() -> None:
 def test_a_configuration_cannot_be_changed_after_its_checks() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RunConfig().packing.window = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("written", ["1e-1", "1.0e-1", ".1e0", "1E-1"])
+def test_numbers_may_have_an_exponent_with_or_without_a_point(written, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"packing: {{drop_budget: {written}}}\n")
+    assert load_config(file, []).packing.drop_budget == 0.1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
+from energon_packing.families.base import VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
 
@@ -87,7 +89,9 @@ class ConversationEncoder(SampleEncoder):
         self._backend = self.tokenizer.backend_tokenizer
         self._tokens = TextTokenizer(self._backend)
         self._resizer = Resizer(self.family)
-        self._decoding = DecodingProcess(self._visual_inputs, config.decode_seconds)
+        # Not a method of this encoder: in a circle of references the child would outlive its encoder.
+        self._make_pixels = functools.partial(_visual_inputs, config, self._resizer, self.family)
+        self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         vocabulary = self.tokenizer.get_added_vocab()
         self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
@@ -303,7 +307,7 @@ class ConversationEncoder(SampleEncoder):
             return {"visual_inputs": {}}
         # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
         _ = self.family.pixel_forms  # made once here, and not in every child
-        make: Callable[..., dict[str, Any]] = self._visual_inputs
+        make: Callable[..., dict[str, Any]] = self._make_pixels
         if self.config.decode_in_child:
             needed = MediaToDecode.of(measured)
             files = FilesRead(read)
@@ -311,11 +315,6 @@ class ConversationEncoder(SampleEncoder):
                 make, measured = self._decoding, needed
             read = files
         return self.joining_fields() | make(measured, read)
-
-    def _visual_inputs(self, measured: HasMedia, read: Callable[[str], bytes]) -> dict[str, Any]:
-        """`visual_fields` in this process, without what joins rows."""
-        family = self._resizer.family(measured.settings)
-        return visual_inputs(measured, read, self.config, family, self.family.pixel_forms)
 
     def joining_fields(self) -> dict[str, Any]:
         """Returns what `energon_packing.encoders.joinable_rows` reads of a row with media."""
@@ -343,3 +342,10 @@ class ConversationEncoder(SampleEncoder):
         if self.config.chat_template is None:
             return own_template(self.processor)
         return template_source(self.config.chat_template, self.tokenizer, self._placeholders.media_texts)
+
+
+def _visual_inputs(
+    config: EncoderConfig, resizer: Resizer, family: VisionFamily, measured: HasMedia, read: Callable[[str], bytes]
+) -> dict[str, Any]:
+    """`ConversationEncoder.visual_fields` in the process that calls it, without what joins rows."""
+    return visual_inputs(measured, read, config, resizer.family(measured.settings), family.pixel_forms)

@@ -16,6 +16,7 @@ import os
 import pickle
 import select
 import signal
+import threading
 import time
 import warnings
 import weakref
@@ -39,6 +40,9 @@ _KEPT = 256 << 20
 """Bytes of it that stay in use between two samples."""
 _ALIGN = 64
 _PR_SET_PDEATHSIG = 1
+MOST_CHILDREN = 4
+"""Children of one process; the one that was idle longest ends for a new one. Encoders may be many: those of several
+data sets, or of a training and a validation loader."""
 _OURS = (
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT),
     *(signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD, signal.SIGHUP),
@@ -79,6 +83,7 @@ class DecodingProcess:
         self._work, self._seconds, self._named = work, seconds, named
         self._child: _Child | None = None
         self._in_a_row = 0
+        self._busy = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(DecodingProcess, named=self._named), (self._work, self._seconds)
@@ -97,6 +102,14 @@ class DecodingProcess:
         if self._child is None and torch.cuda.is_initialized():
             # Pinned memory, which devices write to, must not be shared with a fork.
             return dict(self._work(request, read))
+        with _lock:
+            self._busy = True
+        try:
+            return self._answer(request, read)
+        finally:
+            self._busy = False
+
+    def _answer(self, request: Any, read: Read) -> dict[str, Any]:
         child = self._started()
         try:
             child.connection.send(("decode", request))
@@ -127,14 +140,23 @@ class DecodingProcess:
         """Ends the child, whatever it does."""
         self._reap()
 
+    def is_idle(self) -> bool:
+        """Whether a child of this process waits for work. One that is busy serves another thread."""
+        return not self._busy and self._child is not None and self._child.owner == os.getpid()
+
     def _started(self) -> _Child:
         child = self._child
         if child is not None and child.owner != os.getpid():
             child.connection.close()  # this process is a fork of the one that the child serves
             child = None
         if child is None:
+            with _lock:
+                for parent in _idle()[: 1 - MOST_CHILDREN or None]:
+                    parent.close()
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
+        _PARENTS.pop(id(self), None)
+        _PARENTS[id(self)] = weakref.ref(self)
         return child
 
     def _reap(self) -> int:
@@ -154,6 +176,30 @@ class DecodingProcess:
             "a row are rather the decoder's fault (its installation, or memory) than the data's; "
             "encoder.decode_in_child=false decodes in the loader's own process, which shows the error itself."
         )
+
+
+_PARENTS: dict[int, weakref.ref[DecodingProcess]] = {}
+"""Those that started a child, the one that was used last at the end."""
+
+
+_lock = threading.Lock()
+"""Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
+
+
+def _idle() -> list[DecodingProcess]:
+    """Those with an idle child of this process, the one that was idle longest first."""
+    for key in [key for key, parent in _PARENTS.items() if parent() is None]:
+        _PARENTS.pop(key, None)
+    parents = [parent() for parent in list(_PARENTS.values())]
+    return [each for each in parents if each is not None and each.is_idle()]
 
 
 def _fork(work: Work, seconds: float | None) -> _Child:

@@ -215,3 +215,20 @@ def test_a_process_that_uses_a_gpu_is_not_forked(monkeypatch):
     process = DecodingProcess(lambda request, read: {"pid": os.getpid(), "data": read(request)}, 1.0)
     assert process("a", str.encode) == {"pid": os.getpid(), "data": b"a"}
     assert process._child is None
+
+
+def test_a_process_has_few_children_however_many_encoders_it_has():
+    parents = [DecodingProcess(act, 5.0) for _ in range(2 * decoding_process.MOST_CHILDREN)]
+    pids = [parent("fine", str.encode)["pid"] for parent in parents]
+    alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert alive == pids[-decoding_process.MOST_CHILDREN :]
+    assert parents[0]("fine", str.encode)["pid"] not in pids
+    assert not os.path.exists(f"/proc/{alive[0]}")
+    assert parents[-1]("fine", str.encode)["pid"] == pids[-1]
+
+
+def test_the_child_of_an_encoder_ends_with_it():
+    parent = DecodingProcess(act, 5.0)
+    pid = parent("fine", str.encode)["pid"]
+    del parent
+    assert not os.path.exists(f"/proc/{pid}")

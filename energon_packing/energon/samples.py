@@ -122,8 +122,11 @@ def forget_open_tars(store: Any) -> None:
 def shuffled_ahead(dataset: Any) -> int:
     """Most samples that shuffle buffers beneath a data set hold; these may be of an epoch after the current one."""
     own = int(dataset.size) if type(dataset).__name__ == "ShuffleBufferDataset" else 0
-    inner = (*getattr(dataset, "datasets", ()), *([dataset.dataset] if hasattr(dataset, "dataset") else []))
-    return own + sum(shuffled_ahead(each) for each in {id(each): each for each in inner}.values())
+    # Energon's wrappers have `datasets`, and a property `dataset` that fails where these are several.
+    inner = getattr(dataset, "datasets", None)
+    if inner is None:
+        inner = (dataset.dataset,) if hasattr(dataset, "dataset") else ()
+    return own + sum(shuffled_ahead(each) for each in inner)
 
 
 def forget_members(reader: Any) -> None:

@@ -6,6 +6,7 @@ encoded images and of frames. Nothing is unpacked to a path that a member names,
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
@@ -72,7 +73,7 @@ class UnpackedCopy:
 
 def unpacked_tar(scratch: Path, source: SourceFile) -> Path:
     """Where the unpacked copy of a compressed tar is."""
-    return scratch / "unpacked" / f"{sha256(str(source.path).encode()).hexdigest()}.tar"
+    return scratch / "unpacked" / f"{sha256(os.fsencode(source.path)).hexdigest()}.tar"
 
 
 def find_samples(

@@ -194,7 +194,9 @@ def loader_profile(
 
 
 def _counted(run: RunConfig, packs: int, progress: Callable[[str, int, int], None]) -> dict[str, Any]:
-    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0))
+    # One process, so that its clock sees all of the work.
+    encoder = dataclasses.replace(run.encoder, decode_in_child=False)
+    alone = dataclasses.replace(run, data=dataclasses.replace(run.data, workers=0), encoder=encoder)
     encoder = task_encoder_of(alone, TimedTaskEncoder)
     loader = iter(open_loader(alone, task_encoder=encoder))
     samples = tokens = media = done = 0

@@ -40,7 +40,7 @@ def test_disjoint_buffers_emit_or_ledger_every_key_exactly_once(train_keys, run_
     for file in tmp_path.glob("*.jsonl"):
         for line in file.read_text().splitlines():
             entry = json.loads(line)
-            written.update(entry.get("keys", []) or [entry["dropped"]])
+            written.update([entry["dropped"]] if "dropped" in entry else entry.get("keys", []))
     assert written == Counter(train_keys)
     assert set(emitted) | {entry.key for entry in dropped} <= set(written)
     assert set(emitted.values()) == {1}
@@ -84,7 +84,8 @@ def test_a_run_of_which_nothing_can_be_rendered_ends_with_every_sample_in_the_le
     with pytest.raises(NothingToPack, match="ended without a pack"):
         list(build_loader(config, task_encoder=encoder, packing_buffer_size=BUFFER))
     entries = [json.loads(line) for line in next(tmp_path.glob("*.jsonl")).read_text().splitlines()]
-    assert sorted(entry["dropped"] for entry in entries) == train_keys
+    assert sorted(entry["dropped"] for entry in entries if "dropped" in entry) == train_keys
+    assert not any(entry.get("keys") for entry in entries)
 
 
 def test_what_must_stop_the_run_is_not_swallowed_by_energons_handlers(run_config, monkeypatch):

@@ -54,15 +54,15 @@ def _raise(error: str) -> None:
 
 def plant() -> None:
     """Puts the faults into this process, and those that it forks."""
+    from energon_packing.encoders import encoder
     from energon_packing.encoders.encoder import ConversationEncoder
     from energon_packing.energon import cookers, read_again
 
     read_again.PAUSES = (0.0,) * len(read_again.PAUSES)
-    current = [""]
 
     def wrapped(stage: str, original: Callable[..., Any], key_at: Callable[..., str]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
-            key = current[0] = key_at(*arguments)
+            key = key_at(*arguments)
             if (fault := fault_of(key)) is not None and fault[0] == stage:
                 _raise(fault[1])
             return original(*arguments, **named)
@@ -73,11 +73,12 @@ def plant() -> None:
     owner: Any = ConversationEncoder
     owner.measure = wrapped("measure", owner.measure, lambda self, conversation, **_: conversation.key)
     owner.text_row = wrapped("render", owner.text_row, lambda self, measured: measured.key)
-    owner._visual_inputs = wrapped("decode", owner._visual_inputs, lambda *_: current[0])
+    # In a child process, which knows no key: the first file of a sample decides.
+    encoder._visual_inputs = wrapped("decode", encoder._visual_inputs, lambda *given: given[-2].media[0].name)
     visual = owner.visual_fields
 
     def reads(self: Any, measured: Any, read: Callable[[str], bytes]) -> Any:
-        key = current[0] = measured.key
+        key = measured.key
 
         def failing(name: str) -> bytes:
             if (fault := fault_of(key)) is not None and fault[0] == "read":

@@ -163,8 +163,10 @@ class Browser:
             self._note(found)
 
     def _receive(self, end: float) -> dict[str, Any]:
+        poll = select.poll()  # select() takes no number of a file beyond 1023
+        poll.register(self._read, select.POLLIN)
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._read], [], [], max(0.0, end - time.monotonic()))
+            ready = poll.poll(max(0.0, end - time.monotonic()) * 1000)
             data = os.read(self._read, 1 << 20) if ready else b""
             if not data:
                 raise TimeoutError("the browser does not answer")

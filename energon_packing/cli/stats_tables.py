@@ -12,7 +12,7 @@ from rich.text import Text
 
 from energon_packing.report.excerpt import visible
 from energon_packing.report.stats import QUANTITIES
-from energon_packing.report.stats_words import bin_name, number, share, source_sentence, with_error
+from energon_packing.report.stats_words import bin_name, number, packing_cells, share, source_sentence, with_error
 
 BAR = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"
@@ -98,15 +98,5 @@ def _groups(console: Console, title: str, groups: Sequence[Mapping[str, Any]]) -
 def _packing(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     table = _table("row", "mult.", "window", "fill", "align", "tail", "lost", "packs", "steps", fold=False)
     for row in rows:
-        table.add_row(
-            f"{row['seq_length']:,}",
-            str(row["multiple"]),
-            "plan" if row["window"] is None else str(row["window"]),
-            with_error(row["fill"], row["error"]),
-            share(row["alignment"]),
-            share(row["tail"]),
-            "" if row["lost"] is None else share(row["lost"]),
-            number(row["packs"], row["packs_error"]),
-            number(row["steps"]),
-        )
+        table.add_row(*packing_cells(row))
     console.print(table)

@@ -7,7 +7,7 @@ from typing import Any
 
 from energon_packing.report.page import escaped, page
 from energon_packing.report.stats import QUANTITIES
-from energon_packing.report.stats_words import bin_name, number, share, source_sentence, with_error
+from energon_packing.report.stats_words import bin_name, number, packing_cells, share, source_sentence, with_error
 
 BAR = 14
 WIDTH = 340
@@ -47,19 +47,8 @@ def _packing(report: Mapping[str, Any]) -> str:
     best = (settings.get("packing.seq_length"), settings.get("packing.window"))
     rows = []
     for row in report["packing"]:
-        cells = (
-            number(row["seq_length"]),
-            number(row["multiple"]),
-            "plan" if row["window"] is None else number(row["window"]),
-            with_error(row["fill"], row["error"]),
-            share(row["alignment"]),
-            share(row["tail"]),
-            "" if row["lost"] is None else share(row["lost"]),
-            number(row["packs"], row["packs_error"]),
-            number(row["steps"]),
-        )
         mark = " class=best" if (row["seq_length"], row["window"]) == best else ""
-        rows.append(f"<tr{mark}>{''.join(f'<td>{escaped(cell)}</td>' for cell in cells)}</tr>")
+        rows.append(f"<tr{mark}>{''.join(f'<td>{escaped(cell)}</td>' for cell in packing_cells(row))}</tr>")
     explained = (
         "Fill, alignment and tail are shares of all tokens of all rows. Lost is the share of tokens in samples longer "
         f"than a row. Packs of a step: {report['global_batch_size']}."

@@ -58,3 +58,18 @@ def source_sentence(report: Mapping[str, Any]) -> str:
         f"{measured:,} of {total:,} samples of this {report['kind']}, drawn at random; \u00b1 is half the width of a "
         "95 % confidence interval. --full measures all."
     )
+
+
+def packing_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One row of the packings that are compared, as texts: length, multiple, window, fill, and what is lost or left."""
+    return (
+        f"{row['seq_length']:,}",
+        str(row["multiple"]),
+        "plan" if row["window"] is None else str(row["window"]),
+        with_error(row["fill"], row["error"]),
+        share(row["alignment"]),
+        share(row["tail"]),
+        "" if row["lost"] is None else share(row["lost"]),
+        number(row["packs"], row["packs_error"]),
+        number(row["steps"]),
+    )

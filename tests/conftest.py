@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -22,7 +24,17 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 VISION = ("qwen2_5_vl", "qwen3_vl")
-FREEZE = gc.freeze
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+STEP = 300 << 20
+LARGE = [1500 << 20]
+"""Bytes of a test process from which on what was frozen is looked through again."""
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds; 0 where the kernel does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
+
 
 LONGEST_FIRST = (
     "mutations/test_mutations.py",
@@ -59,6 +71,9 @@ LONGEST_FIRST = (
 )
 """Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
 
+FIRST_CASE_IS_FAST = ("conformance", "energon", "executors", "offline", "wan")
+"""Folders whose tests run loaders, training or clusters: the fast tier runs the first case of each, and `full` all."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="leave out the tests that are marked `full`")
@@ -66,11 +81,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the longest files first, and leaves out the full tier's tests where ``--fast`` asks for it."""
-    if config.getoption("--fast"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
     tests = Path(__file__).parent
+    if config.getoption("--fast"):
+        chosen = [item for item in items if not item.get_closest_marker("full")]
+        first: dict[str, pytest.Item] = {}
+        for item in chosen:
+            in_loops = item.path.relative_to(tests).parts[0] in FIRST_CASE_IS_FAST
+            first.setdefault(item.nodeid.partition("[")[0] if in_loops else item.nodeid, item)
+        left = {id(item) for item in first.values()}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
+        items[:] = first.values()
     places = {tests / file: place for place, file in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
@@ -85,9 +105,16 @@ def imports_without_garbage() -> None:
     """Keeps the garbage collector off all that was imported before this file, for good.
 
     These are a million objects. Energon collects garbage around every epoch and after every ten batches, half a second
-    each time, and each forked worker copies the pages that a collection writes to.
+    each time, and each forked worker copies the pages that a collection writes to. What was frozen while a test used it
+    becomes garbage out of reach; it is let go once it is large, because forks copy the tables of all memory.
     """
     gc.collect()
+    if resident() > LARGE[0]:
+        UNFREEZE()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        LARGE[0] = resident() + STEP
     FREEZE()
 
 

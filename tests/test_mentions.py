@@ -62,10 +62,16 @@ def parsed(path: Path) -> tuple[str, ast.Module]:
     return source, ast.parse(source)
 
 
+@functools.cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a module's syntax tree."""
+    return tuple(ast.walk(parsed(path)[1]))
+
+
 def texts_of(path: Path) -> Iterator[Text]:
     """The docstrings of a module, also those after an assignment, and its comments."""
-    source, tree = parsed(path)
-    for node in ast.walk(tree):
+    source, _ = parsed(path)
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield Text(path=path, line=node.lineno, text=node.value.value)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -88,9 +94,8 @@ def said_in_code() -> tuple[frozenset[str], str]:
     names: set[str] = {part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts}
     strings = [path.read_text(encoding="utf-8") for path in SHELL]
     for path in CODE:
-        _, tree = parsed(path)
-        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        for node in ast.walk(tree):
+        prose = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
+        for node in nodes_of(path):
             match node:
                 case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
                     names.add(name)
@@ -111,9 +116,8 @@ def said_in_code() -> tuple[frozenset[str], str]:
 @functools.cache
 def defined(module: Path) -> set[str]:
     """Names that a module binds at its top, and the words of its strings: a package lists its public names in them."""
-    _, tree = parsed(module)
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(module):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
                 names.add(name)

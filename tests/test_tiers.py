@@ -20,7 +20,12 @@ _spec.loader.exec_module(conftest)
 
 def item(file, *marks):
     """As much of a collected test as the tiers look at."""
-    return SimpleNamespace(path=ROOT / "tests" / file, get_closest_marker=lambda name: name if name in marks else None)
+    path, _, case = file.partition("::")
+    return SimpleNamespace(
+        path=ROOT / "tests" / path,
+        nodeid=f"{path}::{case or marks}",
+        get_closest_marker=lambda name: name if name in marks else None,
+    )
 
 
 def chosen(items, *, fast):
@@ -49,6 +54,13 @@ def test_fast_leaves_out_what_is_marked_full_and_says_so_and_nothing_else():
     tests = [item("test_a.py"), item("test_a.py", "full"), item("test_b.py", "slow"), item("test_b.py", "slow", "full")]
     assert chosen(tests, fast=True) == ([tests[0], tests[2]], [tests[1], tests[3]])
     assert chosen(tests, fast=False) == (tests, [])
+
+
+def test_fast_runs_one_case_of_each_test_that_runs_loaders_or_training_and_every_case_of_others():
+    cases = [item(f"{folder}/test_a.py::test[{case}]") for folder in ("energon", "packing") for case in (1, 2)]
+    other = item("energon/test_a.py::test_b[1]")
+    assert chosen([*cases, other], fast=True) == ([cases[0], *cases[2:], other], [cases[1]])
+    assert chosen([*cases, other], fast=False) == ([*cases, other], [])
 
 
 @pytest.mark.parametrize(

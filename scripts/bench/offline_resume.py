@@ -67,8 +67,16 @@ def identities(packs: Any) -> list[tuple[Any, ...]]:
     return [(pack.index, pack.keys, field_digests(pack.batch)) for pack in packs]
 
 
-def matrix(run: RunConfig, *, after: int = 16, sizes: Sequence[tuple[int, int]] = SIZES) -> Iterator[dict[str, Any]]:
-    """One row per size: whether the `after` packs that follow the state are those of a run that never stopped."""
+def matrix(
+    run: RunConfig,
+    *,
+    after: int = 16,
+    sizes: Sequence[tuple[int, int]] = SIZES,
+    readers: Sequence[tuple[int, int]] = tuple(itertools.product(RANKS, WORKERS)),
+) -> Iterator[dict[str, Any]]:
+    """One row per size and readers (ranks, workers): whether the `after` packs that follow the state are those of a run
+    that never stopped.
+    """
     ranks, workers = SAVED
     steps = (len(Plan.open(run.data.path)) - after // 2) // ranks  # so that the plan ends within them
     before = open_loader(run, rank=ranks - 1, world_size=ranks, workers=workers)
@@ -80,7 +88,7 @@ def matrix(run: RunConfig, *, after: int = 16, sizes: Sequence[tuple[int, int]] 
         own = sized(run, tensor, context)
         encoder = build_task_encoder(own)
         whole = identities(itertools.islice(open_loader(own, task_encoder=encoder), first + after))[first:]
-        for count, processes in itertools.product(RANKS, WORKERS):
+        for count, processes in readers:
             parts = []
             started = time.perf_counter()
             for rank in range(count):

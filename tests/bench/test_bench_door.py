@@ -53,6 +53,7 @@ def test_balance_shows_each_size_with_and_without_sorting(lists):
     assert by[8, "none", 0] < by[2, "none", 0]
 
 
+@pytest.mark.full
 def test_thd_reports_milliseconds_of_each_operation():
     names = {row["benchmark"] for row in rows("thd")}
     assert {"thd.assemble", "thd.check_thd"} <= names

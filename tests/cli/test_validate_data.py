@@ -161,6 +161,7 @@ def cached(cache, name, files):
     (snapshot / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
 
 
+@pytest.mark.full
 def test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network(run, tmp_path):
     """In a process of its own, whose environment names the cache and does not forbid the network."""
     cached(tmp_path / "hub", "some/model", processor_path("qwen2_5_vl").iterdir())

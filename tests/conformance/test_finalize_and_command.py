@@ -28,7 +28,7 @@ from energon_packing.validate.rules.registry import judge, rule_that_bridge_name
 from energon_packing.validate.sources.container_run import ContainerRun
 from energon_packing.validate.verdict import believed_world_size, without_output
 
-pytestmark = pytest.mark.usefixtures("stand_ins")
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("stand_ins")]
 
 RUNS = int(os.environ.get("ENERGON_PACKING_DRAWN_RUNS", "400"))
 # place -> values; most keep a run sound, so that many runs have one fault.

@@ -20,7 +20,7 @@ from energon_packing.validate.verdict import bridge_verdict
 if installed_version("megatron-bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 RUNS = 10_000
 ALONE = 20
@@ -54,7 +54,7 @@ class Counts:
 def counts(request: pytest.FixtureRequest) -> Counts:
     verdict.prepare_bridge()
     with verdict.without_output():  # once, not four times for every run
-        return judged(6_000 if request.config.getoption("--fast") else RUNS)
+        return judged(RUNS)
 
 
 def judged(runs: int) -> Counts:

@@ -57,7 +57,7 @@ class Squares:
             raise Particular(number, "a matter of its own")
         if word == "fails":
             raise SampleRejected("bad", f"number {number}")
-        time.sleep(0.3 if word == "slow" else 0)
+        time.sleep(0.3 if word == "slow" else 3 if word == "slowest" else 0)
         return number * number, os.getpid()
 
     def name(self, task: tuple[int, str]) -> str:
@@ -93,7 +93,7 @@ def attempts(notes: Path) -> dict[int, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_task_is_done_once_by_several_workers_in_the_order_of_completion(executor_of, kind, tmp_path):
-    tasks = [(number, "slow" if number == 0 else "") for number in range(20)]
+    tasks = [(number, "slowest" if number == 0 else "") for number in range(20)]
     found = list(executor_of(kind).results(tasks, Squares(tmp_path)))
     assert sorted((task[0], value) for task, (value, _) in found) == [(n, n * n) for n in range(20)]
     assert len({process for _, (_, process) in found} | {os.getpid()}) == 3

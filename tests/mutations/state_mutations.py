@@ -27,14 +27,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=51,
         name="settings of the encoder count only where its own fingerprint has them",
-        test=EACH_FIELD,
+        test=EACH_FIELD + "[encoder.max_source_pixels]",
         oracle="the stream of packs",
         edits=(("energon/task_encoder.py", '**settings_of("encoder", encoder.config)}', "}"),),
     ),
     Mutation(
         trap=51,
         name="the times that the data are shuffled through are taken for a setting of the loader's memory",
-        test=EACH_FIELD,
+        test=EACH_FIELD + "[data.shuffle_over_epochs]",
         oracle="the stream of packs",
         edits=(
             ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
@@ -148,7 +148,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=60,
         name="a hanging decoder outlives its run",
-        test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode",
+        test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode[loop]",
         oracle="the kernel's list of processes",
         edits=(("media/decoding_process.py", ".prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", ""),),
     ),

@@ -20,6 +20,7 @@ def run(*arguments):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="Megatron-Bridge is not installed")
+@pytest.mark.full
 def test_the_demo_accounts_for_every_record_and_lowers_the_loss(tmp_path):
     figures = tmp_path / "figures.json"
     done = run("--out", tmp_path, "--conversations", 60, "--steps", 3, "--window", 16, "--json", figures)

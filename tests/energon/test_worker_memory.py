@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,8 +39,9 @@ needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reas
 def faults(how: str) -> list[int]:
     """Page faults of each of six rounds of three images."""
     root = str(Path(worker_memory.__file__).resolve().parents[2])
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
-        [sys.executable, "-c", FAULTS, root, how], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-c", FAULTS, root, how], env=own, capture_output=True, text=True, timeout=240, check=True
     )
     return list(json.loads(done.stdout))
 

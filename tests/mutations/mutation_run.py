@@ -73,6 +73,23 @@ class OneCase:
         items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
 
 
+def edited(mutation: Mutation) -> dict[str, str]:
+    """The files that a mutation edits, below the package, and their new text.
+
+    Raises:
+        ValueError: where a text to replace does not occur exactly once.
+        SyntaxError: where the new text is no Python.
+    """
+    found: dict[str, str] = {}
+    for file, old, new in mutation.edits:
+        source = found.get(file) or (ROOT / PACKAGE / file).read_text(encoding="utf-8")
+        if source.count(old) != 1:
+            raise ValueError(f"mutation {mutation.name!r}: {file} holds {old!r} {source.count(old)} times, not once")
+        found[file] = source.replace(old, new)
+        compile(found[file], file, "exec")
+    return found
+
+
 def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None = None) -> None:
     """A copy of the package under `folder`, with the mutation's edits.
 
@@ -82,7 +99,7 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
         compiled: folder of a copy whose bytecode is copied too; None compiles on import.
 
     Raises:
-        ValueError: where a text to replace does not occur exactly once.
+        ValueError, SyntaxError: as `edited` does.
     """
     if compiled is None:
         shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
@@ -90,13 +107,8 @@ def copy_package(folder: Path, mutation: Mutation | None, compiled: Path | None 
         shutil.copytree(compiled / PACKAGE, folder / PACKAGE, copy_function=os.link)
     if mutation is None:
         return
-    for file, old, new in mutation.edits:
+    for file, changed in edited(mutation).items():
         path = folder / PACKAGE / file
-        source = path.read_text(encoding="utf-8")
-        if source.count(old) != 1:
-            raise ValueError(f"mutation {mutation.name!r}: {file} holds {old!r} {source.count(old)} times, not once")
-        changed = source.replace(old, new)
-        compile(changed, str(path), "exec")
         path.unlink()  # the other copies may be the same file
         path.write_text(changed, encoding="utf-8")
         for bytecode in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):

@@ -1,7 +1,7 @@
 """The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
 
-A file has up to six sections, each a frozen dataclass below; ``plan`` is in `energon_packing.plan_config`. An unknown
-key is an error that names the nearest known key::
+A file has up to seven sections, each a frozen dataclass below; ``plan`` is in `energon_packing.plan_config` and
+``metrics`` in `energon_packing.metrics_config`. An unknown key is an error that names the nearest known key::
 
     data:     {path: out/demo, workers: 2}
     encoder:  {processor: path/or/name, train_on: assistant}
@@ -9,6 +9,7 @@ key is an error that names the nearest known key::
     parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
     training: {micro_batch_size: 1, global_batch_size: 32}
     plan:     {epochs: 3, max_data_parallel: 512}
+    metrics:  {path: run/metrics, interval: 10}
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.errors import ConfigError
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.plain_yaml import load_yaml
 from energon_packing.plan_config import PlanConfig
 from energon_packing.thd.alignment import alignment_multiple
@@ -405,6 +407,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
 
 def from_mapping[T](cls: type[T], values: Any, *, where: str) -> T:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,51 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         OSError: it cannot be read.
     """
     with path.open("rb") as stream:
-        for line in stream:
-            if not line.endswith(b"\n"):
-                return
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(entry, dict):
-                yield entry
+        yield from _entries(itertools.takewhile(lambda line: line.endswith(b"\n"), stream))
+
+
+class LineFollower:
+    """Reads what is appended to a file of lines, each entry once; an unfinished last line waits for its end.
+
+    Args:
+        path: of the file; it need not exist yet.
+        last: bytes at the end of an existing file that are read the first time; None reads all of it.
+    """
+
+    def __init__(self, path: Path, *, last: int | None = None) -> None:
+        self._path, self._last = path, last
+        self._at: int | None = None
+
+    def read(self) -> list[dict[str, Any]]:
+        """The entries since the last call; lines that are no JSON object are left out.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        try:
+            stream = self._path.open("rb")
+        except FileNotFoundError:
+            self._at = 0  # whatever is written from now on is new
+            return []
+        with stream:
+            size = os.fstat(stream.fileno()).st_size
+            if self._at is None:
+                self._at = 0 if self._last is None else max(0, size - self._last)
+            elif size < self._at:
+                self._at = 0  # another file took its place
+            stream.seek(self._at)
+            data = stream.read(size - self._at)
+        end = data.rfind(b"\n") + 1
+        self._at += end
+        # The first line may have begun before the place where reading began; what is left of it is no JSON object.
+        return list(_entries(data[:end].split(b"\n")))
+
+
+def _entries(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            yield entry

@@ -81,7 +81,9 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
         from megatron.bridge.training.finetune import finetune as train
     else:
         from megatron.bridge.training.pretrain import pretrain as train
-    train(config, _named(step))
+    from energon_packing.bridge.metrics import PackingMetrics
+
+    train(config, _named(step), callbacks=[PackingMetrics()])
     return []
 
 
@@ -129,6 +131,7 @@ def _named(step: str) -> Any:
 
 
 def _on_the_cpu(config: Any) -> None:
+    from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.bridge_cpu import training_run
 
@@ -139,7 +142,7 @@ def _on_the_cpu(config: Any) -> None:
             click.echo(f"step {report.step}: loss {report.loss:.4f}")
 
     with training_run.process_groups():
-        result = training_run.run(config, forward_step=forward_step, on_step=told)
+        result = training_run.run(config, forward_step=forward_step, on_step=told, callbacks=[PackingMetrics()])
     if first:
         click.echo(f"trained {len(result.steps)} steps on {_world_size()} ranks")
 

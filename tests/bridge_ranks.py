@@ -43,6 +43,7 @@ DEFAULTS: dict[str, Any] = {
     "validate_every": None,
     "evaluation_context": None,  # context-parallel size of an evaluation after the last step
     "replay": None,  # name of an earlier run whose packs are used, in its order
+    "tensorboard": None,  # directory of TensorBoard's events, to which the metrics of packs go too
     "broken_decoder": None,  # rank whose image decoder fails from the second image on
     "broken_reader": None,  # (rank, pack): its reading raises there
 }
@@ -174,6 +175,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     from transformers import AutoTokenizer
 
     from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator
+    from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.bridge_cpu import tiny_models, training_run
     from energon_packing.demo import processor_path
@@ -232,6 +234,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     config.train.micro_batch_size = run["micro_batch"]
     if run["validate_every"]:
         config.validation.eval_iters, config.validation.eval_interval = 2, run["validate_every"]
+    config.logger.tensorboard_dir = run["tensorboard"]
     config.checkpoint.pretrained_checkpoint = run["weights"]
     if run["save"]:
         config.checkpoint.save = config.checkpoint.load = run["save"]
@@ -246,7 +249,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert pack_iterator  # the recorders changed it
-    training_run.run(config, forward_step=forward_step, on_step=after)
+    training_run.run(config, forward_step=forward_step, on_step=after, callbacks=[PackingMetrics()])
     keep_packs()  # a run that is killed is never replayed
 
 

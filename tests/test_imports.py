@@ -37,8 +37,11 @@ HEAVY = (
 WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", "task_encoder")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("line_file",),
-    ("drop_budget", "executors", "ledger_report", "quarantine", "plain_yaml", "plan_config", "stored_record", "thd"),
+    ("line_file", "pack_sums"),
+    (
+        *("drop_budget", "executors", "ledger_report", "metrics_config", "metrics_report", "quarantine"),
+        *("plain_yaml", "plan_config", "stored_record", "thd"),
+    ),
     ("conversation", "packing"),
     ("config",),
     ("chat", "media", "ledger", "wan"),

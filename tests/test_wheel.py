@@ -112,6 +112,7 @@ USES: dict[str, list[str]] = {
     "stats": ["nothing"],
     "validate": ["--world-size", "8", "--no-data", "--json", "--", "--seq-length", "4096"],
     "verify": ["nothing"],
+    "watch": ["nothing"],
 }
 """Arguments with which each command begins its work; most then find that their input is not there."""
 

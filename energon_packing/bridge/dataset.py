@@ -14,7 +14,14 @@ from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.common_utils import get_world_size_safe
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import SECTIONS, DataSection, EncoderSection, PackingSection, frozen
+from energon_packing.bridge.dataset_sections import (
+    SECTIONS,
+    DataSection,
+    EncoderSection,
+    MetricsSection,
+    PackingSection,
+    frozen,
+)
 from energon_packing.bridge.in_batch import PAD_TO_MULTIPLE_OF, check_mode, form_of
 from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider
@@ -24,6 +31,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.validate.rules.registry import violations
 from energon_packing.validate.views.container import view_of
@@ -35,7 +43,7 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     Mutable, because Bridge and Hydra override fields of a recipe's configuration. `finalize`, which
     ``ConfigContainer.validate()`` calls, validates everything. The fields that Bridge reads are here, all others in the
-    three sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
+    sections; each setting has one place. All values are plain, so Bridge's YAML and Hydra overrides reach them:
     ``dataset.encoder.max_pixels=200704``, ``dataset.packing.window=512``, ``dataset.data.shuffle_buffer=1000``.
     """
 
@@ -66,7 +74,12 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def sections(self) -> dict[str, type]:
         """See `PackProvider.sections`."""
-        return {"data": DataSection, "encoder": EncoderSection, "packing": PackingSection}
+        return {
+            "data": DataSection,
+            "encoder": EncoderSection,
+            "packing": PackingSection,
+            "metrics": MetricsSection,
+        }
 
     @property
     def enable_in_batch_packing(self) -> bool:
@@ -121,6 +134,7 @@ class PackedEnergonDatasetConfig(PackProvider):
                 pad_to_max_length=self.pad_to_max_length,
             ),
             parallel=parallel,
+            metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:

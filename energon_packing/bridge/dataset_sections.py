@@ -14,6 +14,7 @@ from typing import Any
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, from_mapping
 from energon_packing.errors import ConfigError
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig
 
 SECTIONS: dict[str, type] = {}
@@ -55,6 +56,7 @@ EncoderSection: Any = _twin(EncoderConfig, left_out=("processor", "trust_remote_
 PackingSection: Any = _twin(PackingConfig, left_out=("seq_length", "pad_to_max_length"))
 # Bridge's iterators never end: there is no ``repeat`` and no end of an epoch.
 DataSection: Any = _twin(DataConfig, left_out=("path", "workers", "repeat", "epoch_end"))
+MetricsSection: Any = _twin(MetricsConfig)
 TextToVideoSection: Any = _twin(TextToVideoConfig)
 TextToVideoPackingSection: Any = _twin(TextToVideoPackingConfig, left_out=("seq_length",))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
@@ -20,10 +21,15 @@ def to_bridge(batch: Any) -> dict[str, Any]:
 
 
 class EndlessPacks:
-    """A loader's batches without end, with the loader's state."""
+    """A loader's batches without end, with the loader's state.
 
-    def __init__(self, loader: LoaderBase) -> None:
-        self._loader = loader
+    Args:
+        loader: of this rank.
+        metrics: is told of each pack.
+    """
+
+    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
+        self._loader, self._metrics = loader, metrics
         self._packs = self._endless()
 
     def _endless(self) -> Iterator[PackedBatch]:
@@ -31,6 +37,8 @@ class EndlessPacks:
             empty = True
             for pack in self._loader:
                 empty = False
+                if self._metrics is not None:
+                    self._metrics.made(pack)
                 yield pack.batch
             if empty:
                 raise ConfigError(
@@ -52,6 +60,8 @@ class EndlessPacks:
         """Continues after the batch at which the state was saved; call before the first batch."""
         self._loader.restore_state(state)
         self._packs = self._endless()
+        if self._metrics is not None:
+            self._metrics.forget()
 
 
 class BridgePackIterator:
@@ -66,6 +76,7 @@ class BridgePackIterator:
         reader: yields the batches.
         form: turns each batch into what Bridge's steps read; packed rows by default.
         unless_restored: why no batch may be taken before a state is restored; None if one may.
+        metrics: counts each batch, on the rank that writes them for its replica.
     """
 
     def __init__(
@@ -74,10 +85,14 @@ class BridgePackIterator:
         form: Callable[[Any], dict[str, Any]] = to_bridge,
         *,
         unless_restored: str | None = None,
+        metrics: PackMetrics | None = None,
     ) -> None:
         self._reader = reader
         self._form = form
         self._unless_restored = unless_restored
+        self._metrics = metrics
+        if metrics is not None:
+            metrics.until_end_of(self)
 
     def __iter__(self) -> BridgePackIterator:
         return self
@@ -85,7 +100,7 @@ class BridgePackIterator:
     def __next__(self) -> dict[str, Any]:
         if self._unless_restored is not None:
             raise ConfigError(self._unless_restored)
-        batch: Any = next(self._reader)
+        batch: Any = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
         if isinstance(batch, PackedBatch) and batch.pixel_forms and torch.cuda.is_available():
             # Bytes travel to the device, where `to_bridge` makes the processor's numbers of them.
             batch = batch.with_pixels_on(torch.device("cuda", torch.cuda.current_device()))

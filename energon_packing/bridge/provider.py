@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megatron.bridge.data.base import DatasetBuildContext, DatasetProvider
@@ -20,14 +20,17 @@ from energon_packing.bridge.dataset_checks import (
     refuse_fixed_settings,
     refuse_unknown_names,
 )
+from energon_packing.bridge.dataset_sections import MetricsSection
 from energon_packing.bridge.elastic_states import provide_states
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
 from energon_packing.bridge.resumed_state import expected_state
 from energon_packing.config import ParallelConfig
 from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.validate.views.container import finalised
 
@@ -64,6 +67,9 @@ class PackProvider(DatasetProvider):
     packs are compared between ranks, and the first difference stops the run."""
     compare_every: int = 1
     """With ``readers="every"``: interval of the comparison, in packs."""
+
+    metrics: Any = field(default_factory=MetricsSection)
+    """What the run writes about its packs. The fields of `energon_packing.metrics_config.MetricsConfig`."""
 
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""
@@ -225,7 +231,8 @@ class PackProvider(DatasetProvider):
             groups = self._evaluation_groups or context.pg_collection
             path = self.validation_path or config.data.path
             split = self.validation_split
-            config = replace(config, data=replace(config.data, workers=workers, path=path, split=split))
+            data = replace(config.data, workers=workers, path=path, split=split)
+            config = replace(config, data=data, metrics=MetricsConfig())  # metrics are of the training
             validation = self._iterator(config, groups, Replica.of(groups), split=split)
         return train, validation, None
 
@@ -233,7 +240,7 @@ class PackProvider(DatasetProvider):
         self, config: Any, groups: Any, replica: Replica, expected: str | None = None, **what: Any
     ) -> BridgePackIterator:
         depth = config.data.depth
-        source = None
+        source = metrics = None
         if replica.is_reader or self.readers == "every":
             loader = self.make_loader(
                 config,
@@ -244,13 +251,15 @@ class PackProvider(DatasetProvider):
             )
             if depth and replica.size > 1 and self.readers == "one":
                 loader.share_unpinned()
-            source = EndlessPacks(loader)
+            if replica.is_reader:
+                metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
+            source = EndlessPacks(loader, metrics)
         reader: OneReader | EveryReader
         if source is not None and self.readers == "every":
             reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
-        return BridgePackIterator(reader, self.make_form(config), unless_restored=expected)
+        return BridgePackIterator(reader, self.make_form(config), unless_restored=expected, metrics=metrics)
 
 
 def _evaluates(container: Any) -> bool:

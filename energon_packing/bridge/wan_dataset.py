@@ -11,11 +11,18 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import DataSection, TextToVideoPackingSection, TextToVideoSection, frozen
+from energon_packing.bridge.dataset_sections import (
+    DataSection,
+    MetricsSection,
+    TextToVideoPackingSection,
+    TextToVideoSection,
+    frozen,
+)
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.energon.loader import PackLoader
 from energon_packing.errors import ConfigError
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.validate.views.container import finalised
 from energon_packing.wan.config import (
     TextToVideoConfig,
@@ -45,7 +52,12 @@ class PackedWanDatasetConfig(PackProvider):
 
     def sections(self) -> dict[str, type]:
         """See `PackProvider.sections`."""
-        return {"data": DataSection, "encoder": TextToVideoSection, "packing": TextToVideoPackingSection}
+        return {
+            "data": DataSection,
+            "encoder": TextToVideoSection,
+            "packing": TextToVideoPackingSection,
+            "metrics": MetricsSection,
+        }
 
     def run_config(self, parallel: ParallelConfig) -> TextToVideoRunConfig:
         """The same settings as our own configuration.
@@ -58,6 +70,7 @@ class PackedWanDatasetConfig(PackProvider):
             encoder=frozen(TextToVideoConfig, self.encoder, where="dataset.encoder"),
             packing=frozen(TextToVideoPackingConfig, self.packing, where="dataset.packing", seq_length=self.seq_length),
             parallel=parallel,
+            metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 
     def make_loader(self, config: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
@@ -134,5 +147,5 @@ class PackedWanDatasetConfig(PackProvider):
             )
 
 
-for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection):
+for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection, MetricsSection):
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")

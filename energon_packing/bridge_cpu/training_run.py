@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -204,6 +204,7 @@ def run(
     *,
     forward_step: ForwardStep,
     on_step: Callable[[StepReport], None] | None = None,
+    callbacks: Sequence[Any] = (),
     quiet: bool = True,
 ) -> RunResult:
     """Trains ``config.train.train_iters`` optimiser steps on the CPU.
@@ -215,6 +216,7 @@ def run(
         forward_step: ``"vlm"`` for ``vlm_step.forward_step``, ``"gpt"`` for ``gpt_step.forward_step``, or a function
             such as `energon_packing.bridge.step.forward_step`, which calls one of the two.
         on_step: called after each step.
+        callbacks: Bridge's, such as `energon_packing.bridge.metrics.PackingMetrics`.
         quiet: keep what Bridge prints and logs about itself, and Megatron's and torch's warnings, off the terminal.
 
     Raises:
@@ -224,7 +226,7 @@ def run(
         raise ConfigError(f'forward_step is {forward_step!r}, but must be "vlm", "gpt" or a function.')
     stand_ins.install()
     if not quiet:
-        return _run(config, forward_step, on_step)
+        return _run(config, forward_step, on_step, callbacks)
     terminal = sys.stdout
 
     def report_on_terminal(report: StepReport) -> None:
@@ -234,7 +236,7 @@ def run(
                 on_step(report)
 
     with _with_output_hidden():
-        return _run(config, forward_step, report_on_terminal)
+        return _run(config, forward_step, report_on_terminal, callbacks)
 
 
 @contextlib.contextmanager
@@ -250,7 +252,12 @@ def _with_output_hidden() -> Iterator[None]:
         logging.disable(disabled)
 
 
-def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport], None] | None) -> RunResult:
+def _run(
+    config: Any,
+    forward_step: ForwardStep,
+    on_step: Callable[[StepReport], None] | None,
+    callbacks: Sequence[Any],
+) -> RunResult:
     from megatron.bridge.data.utils import get_dataset_provider
     from megatron.bridge.training import gpt_step, vlm_step
     from megatron.bridge.training.callbacks import CallbackManager
@@ -282,8 +289,9 @@ def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport],
         if on_step is not None:
             on_step(report)
 
-    callbacks = CallbackManager()
-    callbacks.register("on_train_step_end", record)
+    called = CallbackManager()
+    called.register("on_train_step_end", record)
+    called.add(list(callbacks))
 
     # Both evaluations use one set of rows: an endless held-out stream would compare different rows.
     held_out: list[Any] = []
@@ -309,7 +317,7 @@ def _run(config: Any, forward_step: ForwardStep, on_step: Callable[[StepReport],
         state,
         ready.checkpoint_manager,
         ready.pg_collection,
-        callback_manager=callbacks,
+        callback_manager=called,
     )
     return RunResult(steps=tuple(reports), held_out_before=before, held_out_after=held_out_loss())
 

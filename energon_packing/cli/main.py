@@ -130,6 +130,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="Check that a packed directory holds what its plan says.",
         extras=("offline", "vlm"),
     ),
+    "watch": Subcommand(
+        target="energon_packing.cli.watch:watch",
+        summary="Show the metrics of a training run while it runs.",
+    ),
 }
 
 

@@ -30,6 +30,7 @@ class LoaderBase(ABC):
         budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
 
     Attributes:
+        capacity: tokens of a full pack, if known.
         epoch_report: of the current or last epoch; None before the first.
     """
 
@@ -51,6 +52,7 @@ class LoaderBase(ABC):
                 f"PackLoader(epoch_end={epoch_end!r}) needs padding, a function that makes an empty pack."
             )
         self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
+        self.capacity = capacity
         self._monitor = None if capacity is None else PackingMonitor(capacity)
         self.epoch_report: EpochReport | None = None
         self._budget, self._world_size = budget, world_size

@@ -9,11 +9,14 @@ from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.metrics_log import MetricsLog
+from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
+from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.thd.batch import PackedBatch
@@ -35,6 +38,9 @@ class PackDataloader:
     def __init__(self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None) -> None:
         self._replica = replica
         self._restored: Any = None
+        self._metrics: PackMetrics | None = None
+        self._metrics_config = config.metrics
+        self._log: MetricsLog | None = None
         source = None
         if replica.is_reader:
             loader = open_loader(
@@ -46,7 +52,10 @@ class PackDataloader:
             )
             if config.data.depth and replica.size > 1:
                 loader.share_unpinned()
-            source = _Endless(loader)
+            self._metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
+            if self._metrics is not None:
+                self._metrics.until_end_of(self)
+            source = _Endless(loader, self._metrics)
         # Pixels stay on the host: Megatron-LM keeps the batches of a step, to run it again where a result is doubtful.
         self._reader = OneReader(source, replica, depth=config.data.depth)
 
@@ -54,9 +63,22 @@ class PackDataloader:
         return self
 
     def __next__(self) -> PackedBatch:
-        pack = next(self._reader)
+        if self._metrics_config.path is not None:
+            self._post_metrics()
+        pack: PackedBatch = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
         self._restored = None
         return pack
+
+    def _post_metrics(self) -> None:
+        """Posts the metrics of all ranks, on the rank that has Megatron-LM's writers."""
+        from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
+
+        writers = get_tensorboard_writer(), get_wandb_writer()
+        if writers == (None, None):
+            return
+        if self._log is None:
+            self._log = MetricsLog(self._metrics_config)
+        self._log.post(get_args().curr_iteration, *writers)
 
     def save_state(self) -> Any:
         """State after the last pack, for Megatron-LM's checkpoint; None on ranks that do not read.
@@ -79,10 +101,10 @@ class PackDataloader:
 
 
 class _Endless:
-    """Packs of a loader, epoch after epoch."""
+    """Packs of a loader, epoch after epoch; tells ``metrics`` of each."""
 
-    def __init__(self, loader: LoaderBase) -> None:
-        self._loader = loader
+    def __init__(self, loader: LoaderBase, metrics: PackMetrics | None = None) -> None:
+        self._loader, self._metrics = loader, metrics
         self._packs = self._epochs()
 
     def _epochs(self) -> Iterator[PackedBatch]:
@@ -90,6 +112,8 @@ class _Endless:
             empty = True
             for pack in self._loader:
                 empty = False
+                if self._metrics is not None:
+                    self._metrics.made(pack)
                 yield pack.batch
             if empty:
                 raise UserError("A whole epoch of the data set had no packs; the ledger (packing.ledger) says why.")
@@ -106,6 +130,8 @@ class _Endless:
     def restore_state(self, state: Any) -> None:
         self._loader.restore_state(state)
         self._packs = self._epochs()
+        if self._metrics is not None:
+            self._metrics.forget()
 
 
 def train_valid_test_datasets_provider(
@@ -137,7 +163,7 @@ def train_valid_test_datasets_provider(
         pp=parallel_state.get_pipeline_model_parallel_group(),
     )
     # Megatron-LM counts evaluation steps itself; an epoch that ended earlier would end the run.
-    endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"))
+    endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"), metrics=MetricsConfig())
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)

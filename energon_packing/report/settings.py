@@ -33,6 +33,7 @@ UNITS: Mapping[str, str] = {
     **dict.fromkeys(("eval_context_parallel", "max_data_parallel", "hierarchical_context_parallel_sizes"), "ranks"),
     **dict.fromkeys(("min_active_ratio", "drop_budget"), "share, 0 to 1"),
     **dict.fromkeys(("seed", "weight", "loss_scale"), "number"),
+    "interval": "steps",
     "workers": "processes",
     "tokens_per_second": "positions per second",
     "video_fps": "frames per second",
@@ -50,6 +51,7 @@ SECTION_TEXT = {
     "packing": "How samples share a row.",
     "parallel": "Sizes of the parallel groups of the training run.",
     "training": "Settings of the trainer, for `validate`; the loader does not read them.",
+    "metrics": "What a training run writes about its packs; `energon-packing watch` shows it.",
     "plan": "How `energon-packing plan` mixes, orders and repeats data sets.",
     "plan.datasets.NAME": "One data set of a plan.",
 }
@@ -142,7 +144,7 @@ def fingerprint_effect(name: str) -> str:
     from energon_packing.energon.fingerprint import BY_CONTENT, FREE
 
     section = name.partition(".")[0]
-    if section == "training":
+    if section in ("training", "metrics"):
         return "none"
     if section == "plan":
         return "another plan"
@@ -174,7 +176,7 @@ def markdown() -> str:
 _HEAD = """# Settings
 
 Every setting of a configuration file. `python -m energon_packing.report.settings docs/settings.md` makes this page of
-the classes of `energon_packing/config.py` and `energon_packing/plan_config.py`; a test keeps it in step.
+the classes of `energon_packing/config.py`, `plan_config.py` and `metrics_config.py`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
   one, and `--set section.key=value` changes one value of any command.

@@ -10,7 +10,7 @@ from typing import Any
 
 from energon_packing.report.settings import SECTION_TEXT, Setting, settings, shown
 
-SECTIONS = ("data", "encoder", "packing", "parallel", "training")
+SECTIONS = ("data", "encoder", "packing", "parallel", "training", "metrics")
 """Sections of a file for online packing, in order; ``plan`` is added for `energon-packing plan`."""
 WIDTH = 110
 SHORT = 70

@@ -40,6 +40,7 @@ USES: dict[str, tuple[str, ...]] = {
     "stats": ("stats", "nothing"),
     "validate": ("validate", "run.yaml", "--no-bridge"),
     "verify": ("verify", "nothing"),
+    "watch": ("watch", "nothing", "--once"),
 }
 
 

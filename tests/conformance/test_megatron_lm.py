@@ -18,6 +18,7 @@ from megatron_lm_ranks import EXISTING_SCRIPT, Case, result_of, run_cases
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.line_file import read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # minutes on a machine that is busy otherwise
 
@@ -73,7 +74,9 @@ def folder(tmp_path_factory, request):
         # Megatron-LM restores CUDA's generators or none.
         return *kept(model), "--load", str(root / f"ck-{model}"), "--no-load-rng"
 
-    cases = [case(model, "one", (), 4) for model in scripts]
+    metrics = ("--packing-set", f"metrics.path={root / 'metrics'}", "metrics.interval=1")
+    logged = (*metrics, "--tensorboard-dir", str(root / "events"))
+    cases = [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
     cases += [case(model, name, words, 2, world=2) for model in scripts for name, words in LAYOUTS.items()]
     cases += [case("gpt", name, words, 4, world=4) for name, words in FOUR.items()]
     cases += [
@@ -154,6 +157,27 @@ def test_each_pipeline_stage_gets_what_it_needs_and_the_boundaries(folder):
             assert torch.equal(stage["cu_seqlens"], expected["cu_seqlens"])
             assert torch.equal(stage["cu_seqlens_padded"], expected["cu_seqlens_padded"])
             assert torch.equal(stage["padding_mask"], expected["padding_mask"])
+
+
+def test_metrics_count_the_tokens_of_the_batches_and_reach_the_writer_of_megatron_lm(folder):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    batches = result_of(folder, "gpt-one")["batches"]
+    _, *lines, last = read_lines(folder / "metrics" / "rank0.jsonl")
+    assert last["ended"]
+    assert [line["pack"] for line in lines] == [2, 4, 6, 8]
+    fills = []
+    for line, step in zip(lines, (batches[at : at + 2] for at in range(0, 8, 2)), strict=True):
+        sums = line["last"]
+        padding = sum(int(batch["padding_mask"].sum()) for batch in step)
+        assert sums["alignment"] + sums["tail"] == padding
+        assert sums["real"] + padding == sum(batch["tokens"].numel() for batch in step)
+        assert sums["real"] + padding + sums["unused"] == 2 * 512
+        fills.append(sums["real"] / 1024)
+    (events,) = (folder / "events").glob("events*")
+    values = [value for event in loader.EventFileLoader(str(events)).Load() for value in event.summary.value]
+    posted = [value.tensor.float_val[0] for value in values if value.tag == "packing/fill"]
+    assert posted
+    assert all(any(fill == pytest.approx(each, rel=1e-6) for each in fills) for fill in posted)
 
 
 @full

@@ -15,6 +15,8 @@ import pytest
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data
+from energon_packing.line_file import read_lines
+from energon_packing.metrics_report import RankLine, figures
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -48,7 +50,8 @@ LAYOUTS = {
 # the row for the deepstack features, and never adds them up.
 UNINTERRUPTED = {"tp2-cp2-sp": {"world": 4, "tensor": 2, "context": 2, "sequence_parallel": True, **TEXT}}
 STEPS, KILLED_AFTER, SAVED_AT = 8, 5, 3  # the data are read more than once by then
-VALIDATED = "dp2-cp2"  # the layout whose interrupted run evaluates in between, while the other one does not
+# The layout whose interrupted run evaluates in between and writes metrics, while the other one does neither.
+VALIDATED = "dp2-cp2"
 EVERY = {"dataset": {"readers": "every"}}
 FAST = VALIDATED  # the layout of the fast tier
 full = pytest.mark.full
@@ -73,10 +76,13 @@ def planned(folder):
         if name in UNINTERRUPTED:
             continue
         stop = {"save": str(folder / name), "save_interval": SAVED_AT}
+        more = {}
         if name == VALIDATED:
             stop["validate_every"] = 4
-        add(f"{name}-killed", layout, kill_after=KILLED_AFTER, **stop)
-        add(f"{name}-resumed", layout, **stop | {"save_interval": 100})
+            stop["dataset"] = layout["dataset"] | {"metrics.path": str(folder / "metrics"), "metrics.interval": 2}
+            more["tensorboard"] = str(folder / "events")
+        add(f"{name}-killed", layout | stop, kill_after=KILLED_AFTER)
+        add(f"{name}-resumed", layout | stop | {"save_interval": 100}, **more)
     base = LAYOUTS["tp2-cp2"]
     stop = {"save": str(folder / "every"), "save_interval": SAVED_AT}
     add("every-killed", base, kill_after=SAVED_AT + 1, **stop, **EVERY)
@@ -204,6 +210,40 @@ def test_validation_during_training_changes_no_training_pack_and_no_loss(run):
         assert not set(held_out) & set(digests(plain))
         assert digests(validated) == digests(plain)[: len(digests(validated))]
         assert validated["losses"] == plain["losses"][:KILLED_AFTER]
+
+
+def test_metrics_count_the_training_packs_of_every_replica_over_a_kill_and_reach_the_rank_that_has_a_logger(
+    run, folder
+):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    killed, resumed = (run(f"{VALIDATED}-{name}") for name in ("killed", "resumed"))
+    each = len(digests(run(VALIDATED)[0])) // STEPS
+    assert each == 2
+    newest = []
+    for rank, (reader, *_) in enumerate(replicas(VALIDATED)):
+        lines = list(read_lines(folder / "metrics" / f"rank{rank}.jsonl"))
+        before, after = (len(digests(reports[reader])) for reports in (killed, resumed))
+        assert (before, after) == (KILLED_AFTER * each, (STEPS - SAVED_AT) * each)  # in the kill's run and the next
+        assert [line["pack"] for line in lines] == [0, 4, 8, 0, 10, 14, 16]
+        assert [line["last"]["packs"] for line in lines] == [0, 4, 4, 0, 4, 4, 2]
+        assert lines[-1]["total"]["packs"] == after
+        assert lines[-1]["ended"]
+        assert [pack for line in lines for pack, _ in line["steps"]] == [2, 4, 6, 8, 8, 10, 12, 14, 16]
+        assert len({line["run"] for line in lines}) == 2
+        newest.append(RankLine.of(lines[-2]))
+    assert VALIDATED == "dp2-cp2"  # its last rank has the logger and reads nothing
+    found: dict[str, list[tuple[int, float]]] = {}
+    (events,) = (folder / "events").iterdir()
+    for event in loader.EventFileLoader(str(events)).Load():
+        for value in event.summary.value:
+            if value.tag.startswith("packing/"):
+                found.setdefault(value.tag, []).append((event.step, value.tensor.float_val[0]))
+    expected = figures(newest)
+    assert len(expected) == 12
+    for name, value in expected.items():
+        assert found[f"packing/{name}"][-1][1] == pytest.approx(value, rel=1e-6), name
+    assert [count for _, count in found["packing/ranks"]] == [2.0] * len(found["packing/ranks"])
+    assert {step for points in found.values() for step, _ in points} <= {6, 7, 8}
 
 
 @full

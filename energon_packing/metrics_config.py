@@ -1,0 +1,24 @@
+"""The section ``metrics`` of a configuration: what a training run writes about its packs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from energon_packing.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsConfig:
+    """What a training run writes about its packs while it trains; see docs/see.md."""
+
+    path: str | None = None
+    """Directory of the metrics of a run, one file of JSON lines per data-parallel rank; all ranks should see it. They
+    also go to the trainer's TensorBoard and Weights & Biases writers if it has them. None measures nothing."""
+    interval: int = 10
+    """A line sums up this many optimiser steps."""
+
+    def __post_init__(self) -> None:
+        if self.path == "":
+            raise ConfigError("metrics.path is empty; name a directory, or leave it out to measure nothing.")
+        if self.interval < 1:
+            raise ConfigError(f"metrics.interval is {self.interval}; it must be at least 1.")

@@ -1,0 +1,295 @@
+"""Lines of a rank against its packs: every token is counted once, under what its row's tensors show it to be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from energon_packing import thd
+from energon_packing.config import MetricsConfig
+from energon_packing.energon import metrics_log, pack_metrics
+from energon_packing.energon.metrics_log import MetricsLog
+from energon_packing.energon.pack_metrics import PackMetrics, watched
+from energon_packing.energon.packing_monitor import PackingMonitor
+from energon_packing.energon.samples import Pack
+from energon_packing.errors import ConfigError
+from energon_packing.ledger import DroppedSample
+
+CAPACITY = 96
+
+
+def made_pack(draw: random.Random, *, padding: bool = False) -> Pack[Any]:
+    """A pack of a few samples: aligned or not, as wide as its samples or wider."""
+    multiple = draw.choice((1, 4, 8))
+    lengths = [draw.randint(2, 16) for _ in range(draw.randint(1, 4))]
+    rows = []
+    for length in lengths:
+        ids = torch.arange(1, length + 1)
+        nothing = torch.full((length,), -100)
+        rows.append({"input_ids": ids, "labels": nothing, "loss_mask": torch.zeros(length), "position_ids": ids - 1})
+    batch = thd.assemble(rows, multiple=multiple, width=draw.choice((None, CAPACITY)))
+    keys = tuple(f"k{draw.random()}" for _ in lengths)
+    dropped = tuple(
+        DroppedSample(key="d", reason=draw.choice(("oversize", "corrupt_media")), detail="")
+        for _ in range(draw.randint(0, 2))
+    )
+    return Pack(
+        **{"__key__": "", "__restore_key__": (), "__subflavors__": {}, "__sources__": ()},
+        batch=batch,
+        keys=() if padding else keys,
+        dropped=dropped,
+        cost=sum(length**2 for length in lengths),
+        occupied=sum(-(-length // multiple) * multiple for length in lengths),
+        delays=tuple(draw.randint(0, 300) for _ in lengths),
+        held=draw.randint(1, 256),
+        padding=padding,
+    )
+
+
+def counted(packs: list[Pack[Any]]) -> dict[str, Any]:
+    """The sums of packs, from the tensors of their rows."""
+    real = alignment = tail = unused = 0
+    for pack in packs:
+        mask = pack.batch.padding_mask[0]
+        starts = pack.batch.boundaries.tolist()
+        samples = len(pack.batch.sample_lengths)
+        in_samples = sum(int(mask[a:b].sum()) for a, b in itertools.pairwise(starts[: samples + 1]))
+        real += int((~mask).sum())
+        alignment += in_samples
+        tail += int(mask.sum()) - in_samples
+        unused += CAPACITY - mask.numel()
+    delays = [delay for pack in packs for delay in pack.delays]
+    return {
+        "packs": len(packs),
+        "samples": len(delays),
+        "segments": sum(len(pack.batch.sample_lengths) for pack in packs),
+        **{"real": real, "alignment": alignment, "tail": tail, "unused": unused},
+        **{
+            "delays": sum(delays),
+            "delay_max": max(delays, default=0),
+            "held": max((pack.held for pack in packs), default=0),
+        },
+    }
+
+
+def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"rank{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("interval", "per_step"), [(1, 1), (3, 1), (2, 4)])
+def test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest(tmp_path, interval, per_step):
+    draw = random.Random(interval)
+    packs = [made_pack(draw, padding=number == 5) for number in range(23)]
+    config = MetricsConfig(path=str(tmp_path / "new" / "run"), interval=interval)
+    used = list(watched(packs, config, capacity=CAPACITY, rank=2, world_size=4, packs_per_step=per_step))
+    assert used == packs
+    first, *lines = lines_of(tmp_path / "new" / "run", rank=2)
+    assert (first["pack"], first["total"]["packs"]) == (0, 0)
+    assert [line.get("ended") for line in lines] == [None] * (len(lines) - 1) + [True]
+    assert {(line["run"], line["rank"], line["ranks"]) for line in lines} == {(first["run"], 2, 4)}
+    at, every = 0, interval * per_step
+    for line in lines:
+        part = packs[at : at + every]
+        at += len(part)
+        assert line["pack"] == at
+        for sums, own in ((line["last"], part), (line["total"], packs[:at])):
+            full = [pack for pack in own if not pack.padding]
+            expected = counted(full)
+            assert {name: sums[name] for name in expected} == expected
+            assert sums["padding_packs"] == len(own) - len(full)
+            reasons = Counter(entry.reason for pack in own for entry in pack.dropped)
+            assert sums["dropped"] == reasons
+            tokens = [sums[name] for name in ("real", "alignment", "tail", "unused")]
+            assert sum(tokens) == CAPACITY * len(full)
+            assert 0 <= sums["waited"] <= sums["seconds"]
+        steps = [part[start : start + per_step] for start in range(0, len(part), per_step)]
+        whole = [step for step in steps if len(step) == per_step]
+        assert [cost for _, cost in line["steps"]] == [sum(pack.cost for pack in step) for step in whole]
+    assert at == len(packs)
+
+
+def test_a_loaders_statistics_and_its_lines_are_the_same_sums(tmp_path):
+    packs = [made_pack(random.Random(seed)) for seed in range(12)]
+    monitor = PackingMonitor(CAPACITY)
+    for pack in packs:
+        monitor.add(pack)
+    found = monitor.statistics()
+    assert list(watched(packs, MetricsConfig(path=str(tmp_path)), capacity=CAPACITY)) == packs
+    figures = pack_metrics.PackSums.from_json(lines_of(tmp_path)[-1]["total"]).figures()
+    assert figures["fill"] == pytest.approx(found.fill)
+    assert figures["padding_alignment"] == pytest.approx(found.alignment_padding)
+    assert figures["padding_tail"] + figures["padding_unused"] == pytest.approx(found.tail_padding)
+    assert figures["segments_per_pack"] == found.samples_per_pack
+    assert (figures["delay_max"], figures["held_max"]) == (found.delay_max, found.held)
+
+
+def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(pack_metrics.time, "monotonic", lambda: now[0])
+
+    class Reader:
+        packs = 7  # restored
+
+        def __next__(self) -> str:
+            now[0] += 100.0 if self.packs == 7 else 0.5
+            metrics.made(made_pack(random.Random(1)))
+            self.packs += 1
+            return "batch"
+
+    metrics = PackMetrics(MetricsConfig(path=str(tmp_path), interval=4), capacity=CAPACITY)
+    reader = Reader()
+    for _ in range(8):
+        assert metrics.take(reader) == "batch"
+        now[0] += 2.0  # the step
+    first, second = lines_of(tmp_path)[1:]
+    assert (first["pack"], second["pack"]) == (11, 15)
+    assert (first["last"]["waited"], first["last"]["seconds"]) == (1.5, 7.5)
+    assert (second["last"]["waited"], second["last"]["seconds"]) == (2.0, 10.0)
+
+
+def test_packs_count_when_they_are_taken_and_not_when_they_are_made(tmp_path):
+    draw = random.Random(0)
+    packs = [made_pack(draw) for _ in range(5)]
+    metrics = PackMetrics(MetricsConfig(path=str(tmp_path), interval=1), capacity=CAPACITY)
+    for pack in packs[:4]:
+        metrics.made(pack)
+    reader = type("Reader", (), {"packs": 1, "__next__": lambda self: None})()
+    metrics.take(reader)
+    assert [line["total"]["packs"] for line in lines_of(tmp_path)] == [0, 1]
+    metrics.forget()  # as after a restored state
+    metrics.made(packs[4])
+    metrics.take(reader)
+    assert lines_of(tmp_path)[-1]["last"]["real"] == packs[4].batch.real_tokens
+
+
+def test_without_a_path_nothing_is_written_and_packs_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert list(watched(iter([1, 2]), MetricsConfig(), capacity=CAPACITY)) == [1, 2]  # type: ignore[list-item]
+    assert PackMetrics.of(MetricsConfig(), SimpleNamespace(capacity=9), rank=0, world_size=1) is None  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning_and_packs_go_on(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    packs = [made_pack(random.Random(seed)) for seed in range(4)]
+    config = MetricsConfig(path=str(tmp_path / "file"), interval=1)
+    with pytest.warns(UserWarning, match=r"file/rank0\.jsonl cannot be written .*metrics\.path") as told:
+        assert list(watched(packs, config, capacity=CAPACITY)) == packs
+    assert len(told) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_one_warning_and_lines_go_on_when_there_is_room(tmp_path):
+    file = tmp_path / "rank0.jsonl"
+    file.symlink_to("/dev/full")
+    packs = [made_pack(random.Random(seed)) for seed in range(4)]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        used = watched(packs, MetricsConfig(path=str(tmp_path), interval=1), capacity=CAPACITY)
+        assert [next(used), next(used)] == packs[:2]
+    assert [re.sub(r".*/", "", str(each.message)).split(";")[0] for each in told] == [
+        "rank0.jsonl cannot be written (No space left on device)"
+    ]
+
+
+def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path):
+    metrics = PackMetrics(MetricsConfig(path=str(tmp_path)), capacity=CAPACITY)
+    child = os.fork()
+    if not child:
+        metrics.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert [line.get("ended") for line in lines_of(tmp_path)] == [None]
+
+    class Owner:
+        pass
+
+    owner = Owner()
+    metrics.until_end_of(owner)
+    del owner
+    metrics.close()
+    assert [line.get("ended") for line in lines_of(tmp_path)] == [None, True]
+
+
+@pytest.mark.parametrize(("values", "named"), [({"interval": 0}, "interval is 0"), ({"path": ""}, "path is empty")])
+def test_a_setting_that_cannot_work_is_refused_by_name(values, named):
+    with pytest.raises(ConfigError, match=rf"metrics\.{named}"):
+        MetricsConfig(**values)
+
+
+class Writers:
+    """A TensorBoard writer and wandb, as far as they are used."""
+
+    def __init__(self) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.logged: list[tuple[dict[str, float], int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((dict(values), step))
+
+
+def settle(log: MetricsLog) -> None:
+    """Waits for a reading that has begun."""
+    if log._thread is not None:
+        log._thread.join()
+
+
+def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path):
+    config = MetricsConfig(path=str(tmp_path), interval=2)
+    draw = random.Random(4)
+    list(watched([made_pack(draw) for _ in range(6)], config, capacity=CAPACITY, rank=0, world_size=2))
+    writers, packs = Writers(), [[made_pack(draw) for _ in range(4)] for _ in range(2)]
+    log = MetricsLog(config)
+    ranks = [watched(own, config, capacity=CAPACITY, rank=rank, world_size=2) for rank, own in enumerate(packs)]
+    for step in range(1, 4):
+        for rank in ranks:
+            next(rank)
+        log.post(step, writers, writers)
+        settle(log)
+    assert [(name, step) for name, _, step in writers.scalars if name == "packing/fill"] == []
+    log.finish(4, writers, writers)
+    ((found, step),) = writers.logged
+    assert step == 4
+    assert {name: value for name, value, _ in writers.scalars} == found
+    first = [pack for own in packs for pack in own[:2]]
+    assert found["packing/fill"] == pytest.approx(counted(first)["real"] / (4 * CAPACITY))
+    costs = [[pack.cost for pack in own[:2]] for own in packs]
+    ratios = [2 * max(pair) / sum(pair) for pair in zip(*costs, strict=True)]
+    assert found["packing/cost_max_over_mean"] == pytest.approx(sum(ratios) / 2)
+    assert found["packing/ranks"] == 2
+    reasons = Counter(entry.reason for pack in first for entry in pack.dropped)
+    assert {name: value for name, value in found.items() if "dropped/" in name} == {
+        f"packing/dropped/{reason}": count for reason, count in reasons.items()
+    }
+
+
+def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):
+    config = MetricsConfig(path=str(tmp_path), interval=1)
+    log = MetricsLog(config)
+    used = watched([made_pack(random.Random(seed)) for seed in range(3)], config, capacity=CAPACITY)
+    next(used)
+    monkeypatch.setattr(Writers, "add_scalar", lambda *_: (_ for _ in ()).throw(RuntimeError("queue is closed")))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for step in range(1, 5):
+            log.post(step, Writers(), None)
+            settle(log)
+        log.finish(5, Writers(), None)
+    assert ["RuntimeError: queue is closed" in str(each.message) for each in told] == [True]
+    monkeypatch.setattr(metrics_log.RunLines, "read", lambda self: (_ for _ in ()).throw(OSError(5, "I/O error", "x")))
+    with pytest.warns(UserWarning, match=r"x cannot be read \(I/O error\)"):
+        MetricsLog(config)

@@ -9,7 +9,7 @@ A file has up to seven sections, each a frozen dataclass below; ``plan`` is in `
     parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
     training: {micro_batch_size: 1, global_batch_size: 32}
     plan:     {epochs: 3, max_data_parallel: 512}
-    metrics:  {path: run/metrics, interval: 10}
+    metrics:  {directory: run/metrics, interval: 10}
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ from energon_packing.errors import ConfigError
 class MetricsConfig:
     """What a training run writes about its packs while it trains; see docs/see.md."""
 
-    path: str | None = None
+    directory: str | None = None
     """Directory of the metrics of a run, one file of JSON lines per data-parallel rank; all ranks should see it. They
     also go to the trainer's TensorBoard and Weights & Biases writers if it has them. None measures nothing."""
     interval: int = 10
     """A line sums up this many optimiser steps."""
 
     def __post_init__(self) -> None:
-        if self.path == "":
-            raise ConfigError("metrics.path is empty; name a directory, or leave it out to measure nothing.")
+        if self.directory == "":
+            raise ConfigError("metrics.directory is empty; name one, or leave it out to measure nothing.")
         if self.interval < 1:
             raise ConfigError(f"metrics.interval is {self.interval}; it must be at least 1.")

@@ -1,4 +1,4 @@
-"""The metrics of a run, read from the lines that its data-parallel ranks append (``metrics.path``).
+"""The metrics of a run, read from the lines that its data-parallel ranks append (``metrics.directory``).
 
 Every line of ``rankN.jsonl`` stands for itself: it names its run, rank and number of ranks, and sums up its own steps
 (``last``) and all since the process began (``total``)::
@@ -22,7 +22,7 @@ from energon_packing.errors import UserError
 from energon_packing.line_file import LineFollower
 from energon_packing.pack_sums import PackSums
 
-TAIL = 1 << 16
+TAIL = 1 << 15
 """Bytes at the end of each file that are enough to know how a run is now."""
 STARTING = 1800.0
 """Seconds until a rank without packs counts as silent: the first pack and the first step take long."""
@@ -91,7 +91,7 @@ class RunLines:
     """Follows the files of a run.
 
     Args:
-        directory: ``metrics.path``.
+        directory: ``metrics.directory``.
         last: bytes of each existing file that are read the first time; 0 reads what is written from now on.
     """
 
@@ -105,8 +105,15 @@ class RunLines:
         """Reads what was written since the last call; returns whether there was a line.
 
         Raises:
-            OSError: a file cannot be read.
+            UserError: a file cannot be read.
         """
+        try:
+            return self._read()
+        except OSError as error:
+            place = error.filename or self._directory
+            raise UserError(f"The metrics {place} cannot be read ({error.strerror}).") from error
+
+    def _read(self) -> bool:
         found = False
         for path in sorted(self._directory.glob("rank*.jsonl")):
             if path not in self._followers:
@@ -135,13 +142,10 @@ def open_run(directory: Path) -> RunLines:
         UserError: there are none, or they cannot be read.
     """
     lines = RunLines(directory)
-    try:
-        lines.read()
-    except OSError as error:
-        raise UserError(f"The metrics {error.filename or directory} cannot be read ({error.strerror}).") from error
+    lines.read()
     if not lines.present():
         raise UserError(
-            f"{directory} holds no metrics of a run; name the directory that metrics.path of the run names."
+            f"{directory} holds no metrics of a run; name the directory that metrics.directory of the run names."
         )
     return lines
 
@@ -158,7 +162,8 @@ def figures(lines: Sequence[RankLine]) -> dict[str, float]:
     """Figures of the last lines of all ranks, see `PackSums.figures`; and two that compare ranks:
 
     ``wait_share_max``, of the rank that waited most, and ``cost_max_over_mean``: the cost of the costliest rank divided
-    by the mean over ranks, averaged over the steps that all lines have. A step lasts as long as its costliest rank.
+    by the mean over ranks, averaged over the steps that all ranks have in their last two lines. A step lasts as long as
+    its costliest rank.
     """
     found = merged(line.last for line in lines).figures()
     waits = [line.last.waited / line.last.seconds for line in lines if line.last.seconds > 0]

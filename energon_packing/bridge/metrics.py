@@ -1,7 +1,7 @@
 """`PackingMetrics`: what a run's packs are like, in Bridge's TensorBoard and Weights & Biases loggers.
 
 from energon_packing.bridge.metrics import PackingMetrics
-cfg.dataset.metrics.path = "run/metrics"
+cfg.dataset.metrics.directory = "run/metrics"
 pretrain(cfg, forward_step, callbacks=[PackingMetrics()])
 """
 
@@ -19,7 +19,7 @@ from energon_packing.metrics_config import MetricsConfig
 
 class PackingMetrics(Callback):
     """Posts the metrics of all ranks (``dataset.metrics``) on the rank that has Bridge's loggers; with any forward
-    step. Does nothing on other ranks, without ``dataset.metrics.path``, and with other data sets."""
+    step. Does nothing on other ranks, without ``dataset.metrics.directory``, and with other data sets."""
 
     def __init__(self) -> None:
         self._log: MetricsLog | None = None
@@ -30,7 +30,7 @@ class PackingMetrics(Callback):
         self._log = None
         if isinstance(dataset, PackProvider) and any(logger is not None for logger in _loggers(context)):
             config = frozen(MetricsConfig, dataset.metrics, where="dataset.metrics")
-            self._log = None if config.path is None else MetricsLog(config)
+            self._log = None if config.directory is None else MetricsLog(config)
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Posts what is new, under the number that Bridge gives this step."""

@@ -35,7 +35,7 @@ _REFRESH, _LOG = 1.0, 30.0
 def watch(
     ctx: click.Context, run: Path, once: bool, every: float | None, patience: float | None, as_json: bool
 ) -> None:
-    """Show the metrics of RUN (the directory metrics.path of the run): a live table, or lines in a log."""
+    """Show the metrics of RUN (the directory metrics.directory of the run): a live table, or lines in a log."""
     from rich.console import Console
 
     from energon_packing.metrics_report import open_run, run_state

@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from energon_packing.errors import UserError
 from energon_packing.metrics_config import MetricsConfig
 from energon_packing.metrics_report import RunLines, figures, merged
 
@@ -25,11 +26,11 @@ class MetricsLog:
     Lines that were there before are not posted. Figures arrive a step or two after the steps that they sum up.
 
     Args:
-        config: with a path.
+        config: with a directory.
     """
 
     def __init__(self, config: MetricsConfig) -> None:
-        self._lines = RunLines(Path(config.path or ""), last=0)
+        self._lines = RunLines(Path(config.directory or ""), last=0)
         self._interval = config.interval
         self._due: int | None = None
         self._thread: threading.Thread | None = None
@@ -68,8 +69,8 @@ class MetricsLog:
     def _gather(self) -> None:
         try:
             fresh = self._lines.read()
-        except OSError as error:
-            self._give_up(f"{error.filename} cannot be read ({error.strerror})")
+        except UserError as error:
+            self._give_up(str(error))
             return
         lines = [line for line in self._lines.present() if line.last.packs]
         if not fresh or not lines:
@@ -92,8 +93,8 @@ class MetricsLog:
             if wandb is not None:
                 wandb.log(found, step)
         except Exception as error:  # whatever a writer raises about a disk or a network, training goes on
-            self._give_up(f"a writer raised {type(error).__name__}: {error}")
+            self._give_up(f"A writer raised {type(error).__name__}: {error}.")
 
     def _give_up(self, why: str) -> None:
         self._broken = True
-        warnings.warn(f"Metrics are posted no more: {why}. Training goes on without them.", stacklevel=3)
+        warnings.warn(f"{why} Training goes on, and no metrics are posted any more.", stacklevel=3)

@@ -1,4 +1,4 @@
-"""What one data-parallel rank writes about the packs that its trainer used: a line every few steps (``metrics.path``).
+"""What one data-parallel rank writes about the packs that its trainer used: a line every few steps.
 
 Packs are counted when the trainer takes them, not when they are made, so packs that are ready ahead do not count yet. A
 line costs no communication: `energon_packing.metrics_report` puts the lines of all ranks together where they are read.
@@ -47,7 +47,7 @@ class PackMetrics:
     `made` may be called by another thread than the other methods, which the trainer's thread calls.
 
     Args:
-        config: with a path.
+        config: with a directory.
         capacity: tokens of a full pack, `PackingTaskEncoder.capacity`.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
@@ -63,7 +63,7 @@ class PackMetrics:
         world_size: int = 1,
         packs_per_step: Callable[[], int] = lambda: 1,
     ) -> None:
-        self._path = Path(config.path or "") / f"rank{rank}.jsonl"
+        self._path = Path(config.directory or "") / f"rank{rank}.jsonl"
         self._interval, self._capacity, self._packs_per_step = config.interval, capacity, packs_per_step
         self._marks = {"run": uuid.uuid4().hex[:12], "rank": rank, "ranks": world_size}
         self._process = os.getpid()
@@ -79,8 +79,8 @@ class PackMetrics:
 
     @classmethod
     def of(cls, config: MetricsConfig, loader: LoaderBase, *, rank: int, world_size: int) -> PackMetrics | None:
-        """The metrics of a loader in one of Megatron's trainers; None without a path."""
-        if config.path is None or loader.capacity is None:
+        """The metrics of a loader in one of Megatron's trainers; None without a directory."""
+        if config.directory is None or loader.capacity is None:
             return None
         return cls(
             config,
@@ -179,7 +179,7 @@ class PackMetrics:
                 # No logger: Bridge's setup filters the warnings of all of them.
                 warnings.warn(
                     f"The metrics {self._path} cannot be written ({error.strerror}); training goes on without them. "
-                    "Free space there, or set metrics.path to another directory.",
+                    "Free space there, or set metrics.directory to another directory.",
                     stacklevel=2,
                 )
 
@@ -197,13 +197,13 @@ def watched(
 
     Args:
         packs: of a loader of this rank.
-        config: without a path, nothing is written.
+        config: without a directory, nothing is written.
         capacity: tokens of a full pack, ``packing.seq_length``.
         rank: data-parallel rank.
         world_size: number of data-parallel ranks.
         packs_per_step: packs per optimiser step on this rank.
     """
-    if config.path is None:
+    if config.directory is None:
         return iter(packs)
     metrics = PackMetrics(
         config, capacity=capacity, rank=rank, world_size=world_size, packs_per_step=lambda: packs_per_step

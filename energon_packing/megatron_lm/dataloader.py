@@ -63,7 +63,7 @@ class PackDataloader:
         return self
 
     def __next__(self) -> PackedBatch:
-        if self._metrics_config.path is not None:
+        if self._metrics_config.directory is not None:
             self._post_metrics()
         pack: PackedBatch = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
         self._restored = None

@@ -6,7 +6,7 @@ A YAML file has up to five sections; an unknown key is an error that names the n
     encoder:  {text_width: 4096, max_text_tokens: 512}
     packing:  {seq_length: 75600, window: 128}
     parallel: {context_parallel: 4}
-    metrics:  {path: run/metrics}
+    metrics:  {directory: run/metrics}
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def folder(tmp_path_factory, request):
         # Megatron-LM restores CUDA's generators or none.
         return *kept(model), "--load", str(root / f"ck-{model}"), "--no-load-rng"
 
-    metrics = ("--packing-set", f"metrics.path={root / 'metrics'}", "metrics.interval=1")
+    metrics = ("--packing-set", f"metrics.directory={root / 'metrics'}", "metrics.interval=1")
     logged = (*metrics, "--tensorboard-dir", str(root / "events"))
     cases = [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
     cases += [case(model, name, words, 2, world=2) for model in scripts for name, words in LAYOUTS.items()]

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packing import thd
+from energon_packing import metrics_report, thd
 from energon_packing.config import MetricsConfig
-from energon_packing.energon import metrics_log, pack_metrics
+from energon_packing.energon import pack_metrics
 from energon_packing.energon.metrics_log import MetricsLog
 from energon_packing.energon.pack_metrics import PackMetrics, watched
 from energon_packing.energon.packing_monitor import PackingMonitor
@@ -91,7 +91,7 @@ def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
 def test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest(tmp_path, interval, per_step):
     draw = random.Random(interval)
     packs = [made_pack(draw, padding=number == 5) for number in range(23)]
-    config = MetricsConfig(path=str(tmp_path / "new" / "run"), interval=interval)
+    config = MetricsConfig(directory=str(tmp_path / "new" / "run"), interval=interval)
     used = list(watched(packs, config, capacity=CAPACITY, rank=2, world_size=4, packs_per_step=per_step))
     assert used == packs
     first, *lines = lines_of(tmp_path / "new" / "run", rank=2)
@@ -125,7 +125,7 @@ def test_a_loaders_statistics_and_its_lines_are_the_same_sums(tmp_path):
     for pack in packs:
         monitor.add(pack)
     found = monitor.statistics()
-    assert list(watched(packs, MetricsConfig(path=str(tmp_path)), capacity=CAPACITY)) == packs
+    assert list(watched(packs, MetricsConfig(directory=str(tmp_path)), capacity=CAPACITY)) == packs
     figures = pack_metrics.PackSums.from_json(lines_of(tmp_path)[-1]["total"]).figures()
     assert figures["fill"] == pytest.approx(found.fill)
     assert figures["padding_alignment"] == pytest.approx(found.alignment_padding)
@@ -147,7 +147,7 @@ def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monk
             self.packs += 1
             return "batch"
 
-    metrics = PackMetrics(MetricsConfig(path=str(tmp_path), interval=4), capacity=CAPACITY)
+    metrics = PackMetrics(MetricsConfig(directory=str(tmp_path), interval=4), capacity=CAPACITY)
     reader = Reader()
     for _ in range(8):
         assert metrics.take(reader) == "batch"
@@ -161,7 +161,7 @@ def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monk
 def test_packs_count_when_they_are_taken_and_not_when_they_are_made(tmp_path):
     draw = random.Random(0)
     packs = [made_pack(draw) for _ in range(5)]
-    metrics = PackMetrics(MetricsConfig(path=str(tmp_path), interval=1), capacity=CAPACITY)
+    metrics = PackMetrics(MetricsConfig(directory=str(tmp_path), interval=1), capacity=CAPACITY)
     for pack in packs[:4]:
         metrics.made(pack)
     reader = type("Reader", (), {"packs": 1, "__next__": lambda self: None})()
@@ -183,7 +183,7 @@ def test_without_a_path_nothing_is_written_and_packs_pass(tmp_path, monkeypatch)
 def test_a_directory_that_cannot_be_written_is_one_warning_and_packs_go_on(tmp_path):
     (tmp_path / "file").write_text("in the way")
     packs = [made_pack(random.Random(seed)) for seed in range(4)]
-    config = MetricsConfig(path=str(tmp_path / "file"), interval=1)
+    config = MetricsConfig(directory=str(tmp_path / "file"), interval=1)
     with pytest.warns(UserWarning, match=r"file/rank0\.jsonl cannot be written .*metrics\.path") as told:
         assert list(watched(packs, config, capacity=CAPACITY)) == packs
     assert len(told) == 1
@@ -196,7 +196,7 @@ def test_a_full_disk_is_one_warning_and_lines_go_on_when_there_is_room(tmp_path)
     packs = [made_pack(random.Random(seed)) for seed in range(4)]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        used = watched(packs, MetricsConfig(path=str(tmp_path), interval=1), capacity=CAPACITY)
+        used = watched(packs, MetricsConfig(directory=str(tmp_path), interval=1), capacity=CAPACITY)
         assert [next(used), next(used)] == packs[:2]
     assert [re.sub(r".*/", "", str(each.message)).split(";")[0] for each in told] == [
         "rank0.jsonl cannot be written (No space left on device)"
@@ -204,7 +204,7 @@ def test_a_full_disk_is_one_warning_and_lines_go_on_when_there_is_room(tmp_path)
 
 
 def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path):
-    metrics = PackMetrics(MetricsConfig(path=str(tmp_path)), capacity=CAPACITY)
+    metrics = PackMetrics(MetricsConfig(directory=str(tmp_path)), capacity=CAPACITY)
     child = os.fork()
     if not child:
         metrics.close()
@@ -222,7 +222,9 @@ def test_a_forked_process_that_ends_does_not_end_the_run(tmp_path):
     assert [line.get("ended") for line in lines_of(tmp_path)] == [None, True]
 
 
-@pytest.mark.parametrize(("values", "named"), [({"interval": 0}, "interval is 0"), ({"path": ""}, "path is empty")])
+@pytest.mark.parametrize(
+    ("values", "named"), [({"interval": 0}, "interval is 0"), ({"directory": ""}, "directory is empty")]
+)
 def test_a_setting_that_cannot_work_is_refused_by_name(values, named):
     with pytest.raises(ConfigError, match=rf"metrics\.{named}"):
         MetricsConfig(**values)
@@ -249,7 +251,7 @@ def settle(log: MetricsLog) -> None:
 
 
 def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path):
-    config = MetricsConfig(path=str(tmp_path), interval=2)
+    config = MetricsConfig(directory=str(tmp_path), interval=2)
     draw = random.Random(4)
     list(watched([made_pack(draw) for _ in range(6)], config, capacity=CAPACITY, rank=0, world_size=2))
     writers, packs = Writers(), [[made_pack(draw) for _ in range(4)] for _ in range(2)]
@@ -278,7 +280,7 @@ def test_a_writer_gets_the_figures_of_all_ranks_and_nothing_from_before(tmp_path
 
 
 def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):
-    config = MetricsConfig(path=str(tmp_path), interval=1)
+    config = MetricsConfig(directory=str(tmp_path), interval=1)
     log = MetricsLog(config)
     used = watched([made_pack(random.Random(seed)) for seed in range(3)], config, capacity=CAPACITY)
     next(used)
@@ -290,6 +292,10 @@ def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):
             settle(log)
         log.finish(5, Writers(), None)
     assert ["RuntimeError: queue is closed" in str(each.message) for each in told] == [True]
-    monkeypatch.setattr(metrics_log.RunLines, "read", lambda self: (_ for _ in ()).throw(OSError(5, "I/O error", "x")))
-    with pytest.warns(UserWarning, match=r"x cannot be read \(I/O error\)"):
+
+    def fails(self: Any) -> None:
+        raise OSError(5, "I/O error", "x")
+
+    monkeypatch.setattr(metrics_report.LineFollower, "read", fails)
+    with pytest.warns(UserWarning, match=r"The metrics x cannot be read \(I/O error\)\. Training goes on"):
         MetricsLog(config)

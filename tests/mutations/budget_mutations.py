@@ -148,6 +148,13 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=57,
+        name="a line that is being written is read before its end, and never again",
+        test="tests/test_metrics_report.py::test_an_unfinished_line_waits_and_a_file_that_was_replaced_is_read_anew",
+        oracle="the lines that were written",
+        edits=(("line_file.py", 'end = data.rfind(b"\\n") + 1', "end = len(data)"),),
+    ),
+    Mutation(
+        trap=57,
         name="half of a surrogate pair in a key ends the run",
         test="tests/test_ledger.py::test_odd_keys_come_out_of_the_file_as_they_went_in",
         oracle="Python's json, line by line",

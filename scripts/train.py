@@ -134,6 +134,7 @@ def _on_the_cpu(config: Any) -> None:
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
     from energon_packing.bridge_cpu import training_run
+    from energon_packing.cli.counted import counted
 
     first = os.environ.get("RANK", "0") == "0"
 
@@ -144,7 +145,7 @@ def _on_the_cpu(config: Any) -> None:
     with training_run.process_groups():
         result = training_run.run(config, forward_step=forward_step, on_step=told, callbacks=[PackingMetrics()])
     if first:
-        click.echo(f"trained {len(result.steps)} steps on {_world_size()} ranks")
+        click.echo(f"trained {counted(len(result.steps), 'step')} on {counted(_world_size(), 'rank')}")
 
 
 if __name__ == "__main__":

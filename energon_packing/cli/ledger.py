@@ -8,6 +8,8 @@ from pathlib import Path
 
 import click
 
+from energon_packing.cli.counted import counted
+
 _SHOWN = 10
 _EXAMPLES = """\b
 Examples:
@@ -35,8 +37,9 @@ def ledger(ctx: click.Context, directory: Path, as_json: bool) -> None:
     else:
         dropped = report.dropped.total()
         click.echo(
-            f"{report.emitted:,} samples emitted in {report.packs:,} packs, {dropped:,} dropped, by {report.workers} "
-            f"workers with {report.restarts} restarts; {len(report.duplicates)} duplicates"
+            f"{counted(report.emitted, 'sample')} emitted in {counted(report.packs, 'pack')}, {dropped:,} dropped, by "
+            f"{counted(report.workers, 'worker')} with {counted(report.restarts, 'restart')}; "
+            f"{counted(len(report.duplicates), 'duplicate')}"
         )
         for data, reasons in sorted(report.dropped_by_data.items()):
             for reason, count in reasons.most_common():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
+from energon_packing.cli.counted import counted
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
 from energon_packing.errors import UserError
@@ -97,7 +98,8 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
         return
     if shards:
         media = f", and {said['media_bytes']:,} bytes of media" if said["media_bytes"] else ""
-        click.echo(f"{out}: {report.facts.packs:,} packs in {len(shards):,} shards, {said['bytes']:,} bytes{media}")
+        made = f"{counted(report.facts.packs, 'pack')} in {counted(len(shards), 'shard')}"
+        click.echo(f"{out}: {made}, {said['bytes']:,} bytes{media}")
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in drops.items())
         click.echo(f"dropped: {dropped or 'none'}")
     click.echo(f"shards packed: {report.packed:,}, there before: {report.reused:,}")
@@ -126,5 +128,5 @@ def _pack_parquet(config: PackConfig, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"out": str(config.out), **dataclasses.asdict(report)}))
         return
-    click.echo(f"{config.out}: {report.packs:,} packs in Bridge's form")
+    click.echo(f"{config.out}: {counted(report.packs, 'pack')} in Bridge's form")
     click.echo(f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}")

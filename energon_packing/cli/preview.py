@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from energon_packing.cli.counted import counted
 from energon_packing.cli.preview_clips import preview_clips
 from energon_packing.cli.progress import ShownProgress
 from energon_packing.config import load_config
@@ -103,11 +104,12 @@ def preview(
     if not views:
         console.print("The data set gives no pack; the ledger (packing.ledger) says why.")
         return
+    segments = sum(len(view["segments"]) for view in views)
     real, tokens = sum(view["real_tokens"] for view in views), sum(view["tokens"] for view in views)
     console.print(
-        f"{len(views)} packs, {sum(len(view['segments']) for view in views)} segments, {real:,} tokens in rows of "
+        f"{counted(len(views), 'pack')}, {counted(segments, 'segment')}, {counted(real, 'token')} in rows of "
         f"{config.packing.seq_length}: fill {real / len(views) / config.packing.seq_length:.2%}, "
-        f"alignment padding {tokens - real:,} tokens (multiple {config.parallel.multiple})"
+        f"alignment padding {counted(tokens - real, 'token')} (multiple {config.parallel.multiple})"
     )
 
 

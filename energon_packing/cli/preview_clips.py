@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from energon_packing.cli.counted import counted
 from energon_packing.report.excerpt import visible
 
 
@@ -38,8 +39,9 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     for view in views:
         console.print(_panel(view))
     real, patches = sum(view["real_patches"] for view in views), sum(view["patches"] for view in views)
+    clips = counted(sum(len(view["clips"]) for view in views), "clip")
     console.print(
-        f"{len(views)} packs, {sum(len(view['clips']) for view in views)} clips, {real:,} patches in rows of {width}: "
+        f"{counted(len(views), 'pack')}, {clips}, {real:,} patches in rows of {width}: "
         f"fill {real / max(1, len(views)) / width:.2%}, padding {patches - real:,} patches (multiple {config.multiple})"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from energon_packing.cli.counted import counted
 from energon_packing.validate.rules.loader import loader_bytes
 from energon_packing.validate.run_view import RunView
 
@@ -101,11 +102,11 @@ def summary_lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             + (f", evaluation CP {evaluation}" if evaluation else ""),
         ),
         ("packing", f"{summary['packing']}, by {summary['packed_by']}" if summary["packed_by"] else "none"),
-        ("multiple", f"each sample is padded to a multiple of {summary['alignment_multiple']} tokens"),
-        ("micro-batch", f"{summary['micro_batch_size']} {row}(s) of up to {summary['seq_length']} tokens"),
+        ("multiple", f"each sample is padded to a multiple of {counted(summary['alignment_multiple'], 'token')}"),
+        ("micro-batch", f"{counted(summary['micro_batch_size'], row)} of up to {summary['seq_length']} tokens"),
         (
             "global batch",
-            f"{summary['global_batch_size']} {row}s, up to {summary['max_tokens_per_step']} tokens per step"
+            f"{counted(summary['global_batch_size'], row)}, up to {summary['max_tokens_per_step']} tokens per step"
             + (f", {steps} micro-batches per replica" if steps else ""),
         ),
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from energon_packing.cli.counted import counted
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
 
@@ -52,9 +53,10 @@ def verify(ctx: click.Context, directory: Path, as_json: bool, **given: Any) -> 
     else:
         for finding in report.findings:
             click.echo(str(finding))
+        verdict = f"{len(report.findings):,} shards differ" if report.findings else "all as planned"
         click.echo(
-            f"{report.packs:,} packs with {report.samples:,} samples (shards: {report.shards:,}), {report.remade:,} of "
-            f"the packs made anew: {f'{len(report.findings):,} shards differ' if report.findings else 'all as planned'}"
+            f"{counted(report.packs, 'pack')} with {counted(report.samples, 'sample')} (shards: {report.shards:,}), "
+            f"{report.remade:,} of the packs made anew: {verdict}"
         )
     if report.findings:
         ctx.exit(1)

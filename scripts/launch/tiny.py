@@ -1,4 +1,4 @@
-"""A recipe with two layers, to try launchers on a machine without GPUs: ``scripts.launch.tiny:text``.
+"""Recipes with two layers, to try launchers and data on a machine without GPUs: `text` and `vision`.
 
 torchrun --nproc-per-node 2 scripts/train.py --cpu scripts.launch.tiny:text --data DATA
 """
@@ -25,3 +25,18 @@ def text() -> Any:
     dataset.packing.window, dataset.packing.drop_budget = 16, 1.0
     dataset.do_validation = False
     return make_config(model, dataset, steps=4, global_batch_size=2)
+
+
+def vision() -> Any:
+    """Returns the recipe of a tiny Qwen2.5-VL with the demo's processor: 20 steps on text, images and videos."""
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+    from energon_packing.bridge_cpu import tiny_models
+    from energon_packing.demo import processor_path
+
+    tokens = tiny_models.SpecialTokens(vision_start=4079, vision_end=4080, image=4082, video=4083)
+    model = tiny_models.provider("qwen2_5_vl", vocab_size=4096, tokens=tokens, seq_length=4096)
+    processor = str(processor_path("qwen2_5_vl"))
+    dataset = PackedEnergonDatasetConfig(processor=processor, seq_length=4096, num_workers=1)
+    dataset.packing.window, dataset.packing.drop_budget = 64, 1.0
+    dataset.do_validation = False
+    return make_config(model, dataset, steps=20, learning_rate=2e-3)

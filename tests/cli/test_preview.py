@@ -126,6 +126,7 @@ def test_the_command_shows_chinese_answers_and_emoji_at_80_columns(tmp_path, mon
     options = [part for setting in settings for part in ("--set", setting)]
     result = CliRunner().invoke(cli, ["preview", str(data), *options, "--packs", "1"])
     assert result.exit_code == 0, result.output
+    assert "\n1 pack, 1 segment, " in result.output
     assert {wcwidth.wcswidth(line) for line in result.output.splitlines() if line[0] in "╭│╰"} == {80}
     folded = "".join(line[1:-1].strip() for line in result.output.splitlines() if line.startswith("│"))
     assert QUESTION in folded

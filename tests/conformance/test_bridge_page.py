@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import re
 import shlex
 import shutil
 import sys
@@ -17,6 +16,7 @@ from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
+from manual.blocks import read_page
 from PIL import Image
 
 from energon_packing.cli.main import cli
@@ -29,10 +29,8 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "bridge.md").read_text()
-STEPS = re.search(r"## Five steps.*?```bash\n(.*?)```", PAGE, re.DOTALL)[1].strip().splitlines()
-TRAIN = re.search(r"`train.py`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
-IN_BATCH = re.search(r"in-batch packing\n.*?```python\n(.*?)```", PAGE, re.DOTALL)[1]
+STEPS, TRAIN, IN_BATCH = (block.text for block in read_page(ROOT / "docs" / "bridge.md").blocks if block.run_by)
+STEPS = STEPS.splitlines()
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ if importlib.util.find_spec("megatron.training") is None or importlib.util.find_
     pytest.skip("megatron.training or the CPU stand-ins' Megatron-Bridge is not installed", allow_module_level=True)
 
 from forking_python import quick_python
+from manual.blocks import read_page
 from megatron_lm_ranks import COMMON, EXISTING_SCRIPT
 
 from energon_packing.demo import processor_path
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "megatron_lm.md").read_text()
-STEPS = re.findall(r"^```bash\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+STEPS = [block.text for block in read_page(ROOT / "docs" / "megatron_lm.md").blocks]
 
 # A machine without a GPU needs the first line.
 SCRIPT = f"from megatron_lm_ranks import prepare; prepare()\n{EXISTING_SCRIPT}"
@@ -67,6 +68,8 @@ def test_the_page_has_five_steps_with_a_command_each():
     numbers = re.findall(r"^(\d)\. ", PAGE, flags=re.MULTILINE)
     assert numbers == ["1", "2", "3", "4", "5"]
     assert len(STEPS) == 5
+    (index,) = [block for block in read_page(ROOT / "docs" / "index.md").blocks if block.language == "bash"]
+    assert index.text == STEPS[2], "docs/index.md shows the third step"
 
 
 def test_the_five_steps_train_an_existing_script_on_packs_of_its_conversations(folder):

@@ -1,12 +1,12 @@
-"""The recipe in the README, run as it stands there, passes Bridge's own ``validate()``."""
+"""The recipes in the README and in docs/index.md, run as they stand there, pass Bridge's own ``validate()``."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
+from manual.blocks import read_page
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -16,21 +16,22 @@ from energon_packing.bridge_cpu import tiny_models
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+PAGES = {"README.md": 4096, "docs/index.md": 8192}  # page -> seq_length
 
 
-def recipe():
-    (block,) = [
-        found for found in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "recipes" in found
-    ]
-    return block
+def recipe(page):
+    (block,) = [block for block in read_page(ROOT / page).blocks if block.run_by.endswith(Path(__file__).name)]
+    return block.text
 
 
-def test_the_recipe_has_at_most_fifteen_lines():
-    assert len(recipe().strip().splitlines()) <= 15
+@pytest.mark.parametrize("page", PAGES)
+def test_the_recipe_has_at_most_fifteen_lines(page):
+    assert len(recipe(page).strip().splitlines()) <= 15
 
 
-def test_the_recipe_passes_unmodified_validate_on_two_ranks(monkeypatch):
+@pytest.mark.parametrize("page", PAGES)
+def test_the_recipe_passes_unmodified_validate_on_two_ranks(page, monkeypatch):
     """Only the hub is replaced: the recipe's model name gives a tiny configuration of the same family."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.config import runtime_config_update
@@ -42,8 +43,8 @@ def test_the_recipe_passes_unmodified_validate_on_two_ranks(monkeypatch):
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     scope = {}
-    exec(compile(recipe(), str(README), "exec"), scope)
+    exec(compile(recipe(page), page, "exec"), scope)
     cfg = scope["cfg"]
     runtime_config_update(cfg)  # what Bridge's pretrain() calls first; ends with validate()
-    assert cfg.dataset.offline_packing_specs.packed_sequence_size == cfg.model.seq_length == 4096
-    assert cfg.dataset.run_config(cfg.dataset.parallel_config(None)).packing.seq_length == 4096
+    assert cfg.dataset.offline_packing_specs.packed_sequence_size == cfg.model.seq_length == PAGES[page]
+    assert cfg.dataset.run_config(cfg.dataset.parallel_config(None)).packing.seq_length == PAGES[page]

@@ -306,3 +306,17 @@ def test_a_shipped_recipe_is_valid_and_makes_rows_of_its_alignment(name, multipl
     pack = next(iter(loader)).batch
     assert not (pack.seq_len_q_padded % multiple).any()
     assert pack.num_samples > 20
+
+
+def test_the_recipe_of_the_page_runs_as_it_stands_in_wan_md():
+    from manual import DOCS
+    from manual.blocks import read_page
+
+    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
+
+    (block,) = [block for block in read_page(DOCS / "wan.md").blocks if block.run_by]
+    names = {}
+    exec(compile(block.text, "docs/wan.md", "exec"), names)
+    dataset = names["cfg"].dataset
+    assert isinstance(dataset, PackedWanDatasetConfig)
+    assert (dataset.packing.window, names["cfg"].train.global_batch_size) == (256, 8)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from manual.blocks import read_page
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset
 
 from energon_packing import thd
@@ -194,8 +194,8 @@ def test_encoders_of_one_pack_must_agree_on_the_fields_of_a_row(run_config_of):
 
 def test_the_own_encoder_of_the_page_runs_under_the_packing_encoder(run_config_of, train_keys):
     """The Python example "your own encoder" of docs/encoders.md, as it stands there."""
-    page = (Path(__file__).parents[2] / "docs" / "encoders.md").read_text()
-    example = re.search(r"## An encoder of your own.*?```python\n(.*?)```", page, re.DOTALL).group(1)
+    page = read_page(Path(__file__).parents[2] / "docs" / "encoders.md")
+    example = next(block.text for block in page.blocks if "SampleEncoder" in block.text)
     names = {}
     exec(compile(example, "docs/encoders.md", "exec"), names)
     config = run_config_of(seq_length=8192)

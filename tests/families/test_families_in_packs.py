@@ -11,6 +11,7 @@ import pytest
 import torch
 from bench.offline_processors import gemma3, glm46v, internvl
 from hypothesis import given, settings
+from manual.blocks import read_page
 from PIL import Image
 from test_llava_against_processor import small
 from whole_sample import both_ways, conversations, encoder, image
@@ -26,10 +27,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 @pytest.fixture
 def documented_family():
     """The family of the page, registered by its own code, and forgotten afterwards."""
-    code = next(block for block in PAGE.read_text(encoding="utf-8").split("```python\n") if "register_family" in block)
+    code = next(block.text for block in read_page(PAGE).blocks if "register_family" in block.text)
     before = dict(registry._FAMILIES)
     scope: dict[str, object] = {}
-    exec(compile(code.split("```")[0], str(PAGE), "exec"), scope)
+    exec(compile(code, str(PAGE), "exec"), scope)
     yield scope["Glm46V"]
     registry._FAMILIES.clear()
     registry._FAMILIES.update(before)

@@ -21,7 +21,7 @@ SHOWN = ("yaml", "json", "text", "jinja", "toml", "dockerfile")
 """Languages that are only shown."""
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.M | re.S)
-MARK = re.compile(r"<!-- (?P<kind>given|run by|not run): (?P<text>.*?) -->", re.S)
+MARK = re.compile(r"(?<!`)<!-- (?P<kind>given|run by|not run): (?P<text>.*?) -->", re.S)
 
 
 class PageError(ValueError):

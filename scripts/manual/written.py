@@ -77,11 +77,17 @@ def _command(command: click.Command, name: str, parent: click.Context, level: in
 
 
 def _option(parameter: click.Parameter, context: click.Context) -> str:
+    """A line of the table; a list of choices goes into the text, because bars in a table's code are not shown alike."""
     record = parameter.get_help_record(context)
-    if record is None or record[0].endswith("--help"):
+    if record is None or record[0].endswith("--help") or not record[1]:
         return ""
     names, told = record
-    return "| " + " | ".join(f"{cell}".replace("|", "\\|") for cell in (f"`{names}`", " ".join(told.split()))) + " |\n"
+    if isinstance(parameter.type, click.Choice):
+        choices = [str(choice) for choice in parameter.type.choices]
+        names = names.replace(f"[{'|'.join(choices)}]", "NAME")
+        told += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
+    assert "|" not in names, names
+    return f"| `{names}` | {_prose(told).replace('|', '&#124;')} |\n"
 
 
 def _prose(text: str) -> str:

@@ -175,8 +175,8 @@ def markdown() -> str:
 
 _HEAD = """# Settings
 
-Every setting of a configuration file. `python -m energon_packing.report.settings docs/settings.md` makes this page of
-the classes of `energon_packing/config.py`, `plan_config.py` and `metrics_config.py`; a test keeps it in step.
+Every setting of a configuration file. `python scripts/manual.py write` makes this page of the classes of
+`energon_packing/config.py`, `plan_config.py` and `metrics_config.py`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
   one, and `--set section.key=value` changes one value of any command.
@@ -262,19 +262,3 @@ def _choices(hint: Any) -> tuple[str, ...]:
         if found := _choices(inner):
             return found
     return ()
-
-
-def main() -> None:
-    """Writes docs/settings.md, or another path, and the schema beside it."""
-    import json
-    import sys
-    from pathlib import Path
-
-    page = Path(sys.argv[1])
-    page.write_text(markdown(), encoding="utf-8")
-    schema = json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
-    page.with_name("settings.schema.json").write_text(schema, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

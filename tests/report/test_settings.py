@@ -1,11 +1,10 @@
-"""Reference, schema and sketches of files say what the configuration classes say."""
+"""Schema and sketches of files say what the configuration classes say; tests/manual compare the reference page."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,15 +16,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.errors import ConfigError
-from energon_packing.report.settings import json_schema, markdown, settings, shown
-
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def test_the_page_and_the_schema_are_up_to_date():
-    again = "run: python -m energon_packing.report.settings docs/settings.md"
-    assert (DOCS / "settings.md").read_text() == markdown(), again
-    assert json.loads((DOCS / "settings.schema.json").read_text()) == json_schema(), again
+from energon_packing.report.settings import json_schema, settings, shown
 
 
 def flat(values, prefix=""):

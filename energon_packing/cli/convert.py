@@ -255,6 +255,8 @@ def convert(
         )
         click.echo(f"{message}was not read; see {where}, fix the source, or add --allow-truncated", err=True)
         context.exit(1)
+    if not as_json and not dry_run and config.format != "text-to-video":
+        click.echo(f"Next: energon-packing init {config.out} --processor NAME")
 
 
 def _print_report(report: ConversionReport) -> None:

@@ -33,6 +33,7 @@ def test_a_good_conversion_prints_a_table_and_exits_with_0(source: Path, tmp_pat
     assert "samples written" in result.stdout
     assert "missing_media" in result.stdout
     assert str(tmp_path / "out" / "rejects.jsonl") in result.stdout.replace("\n", "")
+    assert result.stdout.endswith(f"\nNext: energon-packing init {tmp_path / 'out'} --processor NAME\n")
     assert [line for line in result.stderr.splitlines() if "%" in line] == [
         "reading and checking: 100 %",
         "writing shards: 100 %",

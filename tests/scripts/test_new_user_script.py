@@ -41,18 +41,22 @@ def test_the_log_of_the_page_has_at_most_nine_commands_and_they_are_the_scripts(
 
 @pytest.mark.full
 def test_a_new_user_gets_from_conversations_to_a_falling_loss(tmp_path):
+    """With 4 steps in place of 20."""
     from energon_packing.demo import make_data
 
-    data = make_data(tmp_path / "made", conversations=60, seed=3, defects=True)
+    data = make_data(tmp_path / "made", conversations=24, seed=3, defects=True)
     commands = tmp_path / "venv" / "bin"
     commands.mkdir(parents=True)
-    for name, words in (("python", ""), ("energon-packing", " -m energon_packing.cli.main")):
-        (commands / name).write_text(f'#!/bin/sh\nexec {quick_python()}{words} "$@"\n')
+    for name, words in (
+        ("python", '"$@" train.train_iters=4'),
+        ("energon-packing", '-m energon_packing.cli.main "$@"'),
+    ):
+        (commands / name).write_text(f"#!/bin/sh\nexec {quick_python()} {words}\n")
         (commands / name).chmod(0o755)
     done = run(data, tmp_path / "new_user", VENV=str(tmp_path / "venv"), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([0-9.]+)$", done.stdout, flags=re.MULTILINE)]
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] - 0.5
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1
     assert str(tmp_path) not in done.stdout, "a log shows no path of this machine"
     assert (tmp_path / "new_user" / "packs.html").stat().st_size > 10_000

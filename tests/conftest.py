@@ -47,6 +47,7 @@ LONGEST_FIRST = (
     "scripts/test_launchers.py",
     "conformance/test_packed_forward_step.py",
     "scripts/test_demo_script.py",
+    "manual/test_manual_blocks.py",
     "energon/test_epoch_end.py",
     "energon/test_loader.py",
     "cli/test_validate_measure.py",

@@ -126,7 +126,7 @@ def _rows(rows: list[list[str]]) -> list[str]:
     first = rows[0]
     y += 30
     for rank in range(2):
-        x = left
+        x: float = left
         shapes.append(_text(x, y + 15, f"rank {rank}"))
         x += 60
         for key in first:

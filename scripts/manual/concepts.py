@@ -126,13 +126,13 @@ def _rows(rows: list[list[str]]) -> list[str]:
     first = rows[0]
     y += 30
     for rank in range(2):
-        x: float = left
-        shapes.append(_text(x, y + 15, f"rank {rank}"))
-        x += 60
+        place = float(left)
+        shapes.append(_text(place, y + 15, f"rank {rank}"))
+        place += 60
         for key in first:
             half = _length(key) / 2
-            shapes.append(_box(x, y, half, "text"))
-            shapes.append(_text(x + 4, y + 15, key, "s"))
-            x += half * CELL
+            shapes.append(_box(place, y, half, "text"))
+            shapes.append(_text(place + 4, y + 15, key, "s"))
+            place += half * CELL
         y += HEIGHT + 8
     return shapes

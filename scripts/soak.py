@@ -28,7 +28,7 @@ import time
 import traceback
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -127,13 +127,24 @@ class Soak:
         path: data set or plan.
         folder: gets packs, states and the ledger.
         workers: loader processes of each rank.
-        samples: the ranks stop once each has emitted so many.
+        samples: in the data set.
+        epochs: how often each reads its data: far enough beyond once to see whether what waited there was lost.
+        planned: whether `path` is a plan.
     """
 
     path: str
     folder: Path
     workers: int
-    samples: int
+    samples: int = 0
+    epochs: float = 0.0
+    planned: bool = False
+
+    def is_enough(self, readers: Mapping[Any, Counter[str]]) -> bool:
+        """Whether a rank has read its data often enough: each of its workers has, or it has its share of a plan."""
+        if self.planned:
+            return RANKS * sum(each.total() for each in readers.values()) >= self.epochs * self.samples
+        enough = all(each.total() >= self.epochs * len(each) for each in readers.values())
+        return enough and len(readers) == max(1, self.workers)
 
     def run_config(self) -> Any:
         from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
@@ -163,24 +174,23 @@ def be_rank(soak: Soak, rank: int, port: int) -> None:
 
     loader = open_loader(soak.run_config(), rank=rank, world_size=RANKS)
     states = {int(file.stem.split("-")[1]): file for file in soak.folder.glob(f"state{rank}-*.pt")}
-    done, emitted = least(max(states, default=0)), 0
+    done = least(max(states, default=0))
     if done:
-        state = torch.load(states[done], weights_only=False)
-        emitted = state["emitted"]
-        loader.restore_state(state["loader"])
+        loader.restore_state(torch.load(states[done], weights_only=False))
+    readers = readers_of([pack for pack in packs_of(soak.folder, rank) if pack["number"] < done], rank, soak.planned)
     try:
         with (soak.folder / f"packs{rank}.jsonl").open("a", encoding="utf-8") as stream:
             stream.write("\n")  # a kill may have cut the last line off
             for number, pack in enumerate(loader, done):
                 stream.write(json.dumps({"number": number, "worker": pack.worker, "keys": list(pack.keys)}) + "\n")
                 stream.flush()
-                emitted += len(pack.keys)
+                readers[reader_of(rank, pack.worker, soak.planned)].update(pack.keys)
                 if (number + 1) % SAVE_EVERY == 0:
                     file = soak.folder / f"state{rank}-{number + 1}.pt"
-                    torch.save({"emitted": emitted, "loader": loader.save_state()}, file.with_suffix(".new"))
+                    torch.save(loader.save_state(), file.with_suffix(".new"))
                     os.replace(file.with_suffix(".new"), file)
                     (soak.folder / f"state{rank}-{number + 1 - 2 * SAVE_EVERY}.pt").unlink(missing_ok=True)
-                if least(emitted) >= soak.samples:  # the step of a training run: every rank waits for every other
+                if least(soak.is_enough(readers)):  # the step of a training run: every rank waits for every other
                     break
     except RuntimeError as error:
         if "gloo" not in str(error) and "Connection" not in str(error):
@@ -269,6 +279,19 @@ def keys_of(ranks: list[list[dict[str, Any]]]) -> list[list[list[str]]]:
     return [[pack["keys"] for pack in rank] for rank in ranks]
 
 
+def reader_of(rank: int, worker: int, planned: bool) -> Any:
+    """What reads its part of the data again and again: a worker of a rank, or all of them together a plan."""
+    return "plan" if planned else (rank, worker)
+
+
+def readers_of(packs: Iterable[dict[str, Any]], rank: int, planned: bool) -> defaultdict[Any, Counter[str]]:
+    """Reader -> how often it emitted each sample."""
+    found: defaultdict[Any, Counter[str]] = defaultdict(Counter)
+    for pack in packs:
+        found[reader_of(rank, pack["worker"], planned)].update(pack["keys"])
+    return found
+
+
 def dropped_keys(ledger: Path) -> set[str]:
     """Keys that any worker dropped, read as plain lines."""
     found = set()
@@ -335,7 +358,7 @@ def make_data_set(work: Path, conversations: int, seed: int) -> None:
             ]
             stream.write(json.dumps({"id": f"text-{number:06d}", "messages": messages}) + "\n")
     convert(ConvertConfig(sources=(media, text), out=work / "data", split={"train": 1.0}, workers=0))
-    run = Soak(path=str(work / "data"), folder=work, workers=0, samples=0).run_config()
+    run = Soak(path=str(work / "data"), folder=work, workers=0).run_config()
     measure(MeasureConfig(paths=(work / "data",), out=work / "clean", workers=0), run)
 
 
@@ -347,7 +370,7 @@ def make_plan(work: Path) -> None:
     from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 
     plant()
-    run = Soak(path=str(work / "data"), folder=work, workers=0, samples=0).run_config()
+    run = Soak(path=str(work / "data"), folder=work, workers=0).run_config()
     index = work / "index"
     measure(MeasureConfig(paths=(work / "data",), out=index, workers=0), run)
     encoder = build_task_encoder(run)
@@ -374,10 +397,6 @@ def make_source(work: Path, conversations: int, seed: int) -> Source:
     return Source(data=work / "data", plan=plan, keys=keys, dropped={json.loads(line)["dropped"] for line in lines})
 
 
-EPOCHS = 1.3
-"""How often the ranks read the data: once, and far enough to see whether what waited at its end is lost."""
-
-
 def soak(
     source: Source,
     work: Path,
@@ -399,9 +418,13 @@ def soak(
 
     rng = random.Random(f"{seed} {workers} {planned}")
     name = f"{'planned' if planned else 'online'}{workers}"
-    samples = int(EPOCHS * len(source.keys) / RANKS)
     whole = Soak(
-        path=str(source.plan if planned else source.data), folder=work / name, workers=workers, samples=samples
+        path=str(source.plan if planned else source.data),
+        folder=work / name,
+        workers=workers,
+        samples=len(source.keys) - len(source.dropped),
+        epochs=1.3 if len(source.keys) >= 100 * WAITING else 3.0,
+        planned=planned,
     )
     again = replace(whole, folder=work / f"{name}-killed")
     began = time.monotonic()
@@ -409,10 +432,10 @@ def soak(
     # A plan has one order whatever the workers; a state of the data set itself belongs to their number.
     killed = run_ranks(again, kills, mean, rng, others if planned else [workers])
     packs = [[packs_of(each.folder, rank) for rank in range(RANKS)] for each in (whole, again)]
-    readers: dict[Any, Counter[str]] = defaultdict(Counter)
+    readers: defaultdict[Any, Counter[str]] = defaultdict(Counter)
     for rank, found in enumerate(packs[1]):
-        for pack in found:
-            readers["plan" if planned else (rank, pack["worker"])].update(pack["keys"])
+        for reader, counts in readers_of(found, rank, planned).items():
+            readers[reader] += counts
     dropped = dropped_keys(again.folder / "ledger") | (source.dropped if planned else set())
     wrong = unexpected(source.keys, readers, dropped)
     report = merged(again.folder / "ledger")

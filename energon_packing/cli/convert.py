@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
 from energon_packing.convert.column_map import ColumnMap, parse_names
 from energon_packing.convert.config import (
@@ -18,12 +19,12 @@ from energon_packing.convert.config import (
     ConvertConfig,
     MissingPlaceholder,
     RecordFormat,
-    default_workers,
     parse_split,
 )
 from energon_packing.convert.dataset_info import read_dataset_info
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
+from energon_packing.executors.choice import ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
@@ -36,6 +37,7 @@ Examples:
   energon-packing convert llava.json --media-root images --out data --workers 16
   energon-packing convert a.json b.jsonl --out data --split train=0.9,val=0.05,test=0.05
   energon-packing convert chats/ --out data --resume --json
+  energon-packing convert chats/ --out data --executor ray --address 10.0.0.1:6379
   energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
   energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
   energon-packing convert chats.jsonl --dry-run
@@ -98,12 +100,7 @@ Examples:
 )
 @click.option("--samples-per-shard", type=int, default=5000, show_default=True, help="Samples per tar.")
 @click.option("--media-shard-mib", type=int, default=1024, show_default=True, help="MiB per media tar (polylithic).")
-@click.option(
-    "--workers",
-    type=int,
-    default=default_workers,
-    help="Processes that parse, check and write. Default: number of CPUs, at most 8.",
-)
+@executor_options
 @click.option(
     "--check-media",
     type=click.Choice(["full", "header"]),
@@ -167,7 +164,9 @@ def convert(
     split: str,
     samples_per_shard: int,
     media_shard_mib: int,
-    workers: int,
+    workers: int | None,
+    executor: ExecutorKind,
+    address: str | None,
     check_media: Any,
     max_pixels: int,
     max_media_mib: int,
@@ -215,6 +214,8 @@ def convert(
         samples_per_shard=samples_per_shard,
         media_shard_bytes=media_shard_mib << 20,
         workers=workers,
+        executor=executor,
+        address=address,
         check_media=check_media,
         max_pixels=max_pixels,
         max_media_bytes=max_media_mib << 20,

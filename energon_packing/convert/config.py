@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.column_map import ColumnMap
 from energon_packing.errors import ConfigError
+from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
@@ -46,11 +47,6 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
-def default_workers() -> int:
-    """Default number of workers: one for each processor, at most 8."""
-    return min(8, os.cpu_count() or 1)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
     """One conversion.
@@ -66,8 +62,9 @@ class ConvertConfig:
         split: name -> share, at most 1 together; normalised to 1. A hash of the sample's key decides its split.
         samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
-        workers: processes that parse, check and write; 0 and 1 do everything in the calling process. The output does
-            not depend on it.
+        workers: processes that parse, check and write; 0 and 1 do everything in the calling process, and None takes as
+            many as there are processors (here, at most 8). The output does not depend on it.
+        executor, address: whose processes, see `energon_packing.executors.choice.ExecutorConfig`.
         check_media: ``full`` decodes every image and every frame of every video once; ``header`` reads headers, and
             decodes the first frame of a video.
         max_pixels: largest image or frame, width times height.
@@ -94,7 +91,9 @@ class ConvertConfig:
     split: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_SPLIT))
     samples_per_shard: int = 5000
     media_shard_bytes: int = 1 << 30
-    workers: int = field(default_factory=default_workers)
+    workers: int | None = None
+    executor: ExecutorKind = "local"
+    address: str | None = None
     check_media: MediaCheck = "full"
     max_pixels: int = DEFAULT_MAX_PIXELS
     max_media_bytes: int = 1 << 30
@@ -142,8 +141,9 @@ class ConvertConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_media_bytes >= 8 << 30:
             raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
-        if self.workers < 0:
-            raise ConfigError(f"workers is {self.workers}; it must be 0 (no further process) or more")
+        ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)  # refuses what cannot be
+        if self.executor == "ray" and self.dry_run:
+            raise ConfigError("a dry run keeps its notes on this machine alone; leave out --executor ray")
         if not SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER:
             raise ConfigError(f"frame_fps is {self.frame_fps}; it must be a number above 0")
         object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
@@ -161,6 +161,11 @@ class ConvertConfig:
             raise ConfigError(f"kto_label is {self.kto_label!r}; name the column of labels, such as 'label'")
         if self.format == "text-to-video" and (self.column_map or self.kto_label):
             raise ConfigError("column_map and kto_label are for conversations; text-to-video reads neither")
+
+    @property
+    def processes(self) -> int:
+        """Processes of this machine; 1 is the calling one."""
+        return max(1, min(8, os.cpu_count() or 1) if self.workers is None else self.workers)
 
     def fingerprint_options(self) -> dict[str, object]:
         """The options that decide the data set's content; resuming with different ones is refused, naming them."""

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ class EmbeddedFiles:
         suffix = suffix.lower() if _SUFFIX.fullmatch(suffix) else ""
         path = self._directory / (hashlib.sha256(content).hexdigest() + suffix)
         if not path.exists():
-            part = self._directory / f".{os.getpid()}"
+            part = self._directory / f".{socket.gethostname()}-{os.getpid()}"
             part.write_bytes(content)
             os.utime(part, (_LONG_AGO, _LONG_AGO))
             os.rename(part, path)

@@ -33,6 +33,7 @@ from energon_packing.convert.layout import DATASET_FILE
 from energon_packing.convert.media_checks import journal_entries
 from energon_packing.convert.media_table import MediaTable, media_metadata
 from energon_packing.convert.plan import PlannedFile, PlannedSamples, SamplePlan
+from energon_packing.convert.ray_workers import RayProcesses
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
@@ -56,6 +57,7 @@ from energon_packing.convert.workspace import (
     workspace,
 )
 from energon_packing.errors import UserError
+from energon_packing.executors.on_ray import RayWorkers
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards).
@@ -91,6 +93,8 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         check_out(config)
     written = (config.out, partial_directory(config.out)) if config.out.name else ()
     sources = find_sources(config.sources, exclude=written)
+    if config.executor == "ray":  # whose workers have other current directories
+        sources = [replace(source, path=source.path.absolute()) for source in sources]
     fingerprint = {
         "version": CONVERSION_VERSION,
         "sources": {},
@@ -102,7 +106,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
             return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
     with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
         try:
-            report = _build(config, sources, build, journal, fingerprint, tell)
+            report = _build(config, sources, build.absolute(), journal.absolute(), fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
             if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
                 raise
@@ -143,18 +147,11 @@ def _build(
 ) -> ConversionReport:
     """Makes the data set in `build`."""
     scratch = build.parent  # goes when the data set is published
-    count = config.workers if config.workers > 1 else 1
-    spools = tuple(scratch / f"records-{number}" for number in range(count))
-    assignment = Assignment(config=config, spools=spools, journal=journal, embedded=scratch / "embedded")
     with ExitStack() as stack:
         media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
         stack.callback(media.close)
         media.remember(journal_entries(journal))
-        workers: Workers
-        if count > 1:
-            workers = stack.enter_context(WorkerProcesses(assignment, count, media.recall))
-        else:
-            workers = stack.enter_context(CallingProcess(assignment, media.recall))
+        workers = stack.enter_context(_workers(config, scratch, journal, media))
         reading = _Reading(config, media, SamplePlan(scratch / "plan"))
         stack.callback(reading.plan.close)
         digests = _read(config, sources, workers, reading, build, tell)
@@ -192,6 +189,20 @@ def _build(
     )
     report.write(build)
     return report
+
+
+def _workers(
+    config: ConvertConfig, scratch: Path, journal: Path, media: MediaTable
+) -> CallingProcess | WorkerProcesses | RayProcesses:
+    """Who works."""
+    if config.media_root is not None:
+        config = replace(config, media_root=config.media_root.absolute())
+    assignment = Assignment(config=config, spools=scratch / "records", journal=journal, embedded=scratch / "embedded")
+    if config.executor == "ray":
+        return RayProcesses(assignment, RayWorkers(config.workers, config.address), scratch / "earlier-checks")
+    if config.processes > 1:
+        return WorkerProcesses(assignment, config.processes, media.recall)
+    return CallingProcess(assignment, media.recall)
 
 
 def _counted(reading: _Reading) -> tuple[StoredShards, dict[str, int]]:
@@ -357,10 +368,11 @@ def _read(
     with (
         (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
         (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
+        ExitStack() as stack,
     ):
         logs = _Logs(rejects, warnings)
         done, before = 0, sources[0]
-        for task, audit in workers.results(chunks()):
+        for task, audit in stack.enter_context(closing(workers.results(chunks()))):
             assert isinstance(task, Chunk)
             assert audit is not None
             if task.source is not before:

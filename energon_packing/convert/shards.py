@@ -7,7 +7,6 @@ import hashlib
 import os
 import sys
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -93,13 +92,23 @@ class ShardPiece:
         return ShardPiece(name=self.name, start=self.end, first=self.first + len(self.offsets), end=self.end)
 
 
-def write_piece(piece: ShardPiece, directory: Path, spools: Sequence[Path]) -> None:
+def spool_file(spools: Path, number: int) -> Path:
+    """The file of a worker for the JSON of good records.
+
+    Args:
+        spools: the same for all workers.
+        number: of the worker.
+    """
+    return spools.with_name(f"{spools.name}-{number}")
+
+
+def write_piece(piece: ShardPiece, directory: Path, spools: Path) -> None:
     """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``).
 
     Args:
         piece: what is in it.
         directory: of the tar.
-        spools: the files that hold its records.
+        spools: where the files that hold its records are, see `spool_file`.
 
     Raises:
         UserError: a media file changed or vanished after it was checked.
@@ -115,7 +124,7 @@ def write_piece(piece: ShardPiece, directory: Path, spools: Sequence[Path]) -> N
                 _copy(tar, file)
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in streams:
-                    streams[spool] = spools[spool].open("rb", buffering=_BUFFER)
+                    streams[spool] = spool_file(spools, spool).open("rb", buffering=_BUFFER)
                     places[spool] = 0
                 if places[spool] != offset:
                     streams[spool].seek(offset)

@@ -1,24 +1,27 @@
 """What one worker does: audits chunks of records, then writes pieces of shards.
 
-It runs in the calling process or in one of its own. A worker process is a new interpreter that begins with this module,
-not a fork: the calling program may have threads, and its main module need not be importable twice.
+It runs in the calling process, in one of its own, or on a Ray cluster. A worker process is a new interpreter that begins
+with this module, not a fork: the calling program may have threads, and its main module need not be importable twice.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from energon_packing.convert.audit import ChunkAudit, audit_chunk
 from energon_packing.convert.chunks import Chunk
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.media_checks import MediaChecker, Recall
-from energon_packing.convert.shards import ShardPiece, write_piece
+from energon_packing.convert.shards import ShardPiece, spool_file, write_piece
 from energon_packing.convert.table_files import close_table
 from energon_packing.executors.parent import end_with_parent
 from energon_packing.executors.sent_errors import sendable
@@ -33,13 +36,13 @@ class Assignment:
 
     Attributes:
         config: options of the conversion.
-        spools: the file of each worker for the JSON of good records.
+        spools: where the files of the workers for the JSON of good records are, see `spool_file`.
         journal: of checked media.
         embedded: directory for media that records hold.
     """
 
     config: ConvertConfig
-    spools: tuple[Path, ...]
+    spools: Path
     journal: Path
     embedded: Path
 
@@ -47,15 +50,13 @@ class Assignment:
 class Worker:
     """Does the tasks of one worker, one after the other."""
 
-    def __init__(self, assignment: Assignment, number: int, recall: Recall) -> None:
+    def __init__(self, assignment: Assignment, recall: Recall) -> None:
         """
         Args:
             assignment: the same for all workers.
-            number: of this worker, from 0.
             recall: looks up earlier checks of media.
         """
         self._assignment = assignment
-        self._number = number
         self._recall = recall
         self._stack = ExitStack()
 
@@ -65,11 +66,16 @@ class Worker:
         self._checker = MediaChecker(config, self._assignment.journal, self._recall)
         self._stack.callback(self._checker.close)
         self._stack.callback(close_table)
-        self._spool = self._stack.enter_context(self._assignment.spools[self._number].open("wb"))
+        self._number, spool = _new_spool(self._assignment.spools)
+        self._spool = self._stack.enter_context(spool)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
+
+    def sync(self) -> None:
+        """Waits until other machines can read what was audited here."""
+        os.fsync(self._spool.fileno())
 
     def do(self, task: Task) -> ChunkAudit | None:
         """Does one task; an audit has a result.
@@ -85,6 +91,14 @@ class Worker:
         directory, piece = task
         write_piece(piece, directory, self._assignment.spools)
         return None
+
+
+def _new_spool(spools: Path) -> tuple[int, BinaryIO]:
+    """The first file that no other worker has, whatever machine it is on; and its number."""
+    for number in count():
+        with suppress(FileExistsError):
+            return number, spool_file(spools, number).open("xb")
+    raise AssertionError("numbers do not end")
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -112,8 +126,7 @@ def serve(descriptor: int, parent: int) -> None:
                 tasks.append(value)
 
         try:
-            assignment, number = connection.recv()
-            with Worker(assignment, number, recall) as worker:
+            with Worker(connection.recv(), recall) as worker:
                 while True:
                     task = tasks.popleft() if tasks else connection.recv()[1]
                     connection.send(("done", worker.do(task)))

@@ -37,7 +37,7 @@ class CallingProcess:
     """Does the tasks one after the other, in this process."""
 
     def __init__(self, assignment: Assignment, recall: Recall) -> None:
-        self._worker = Worker(assignment, 0, recall)
+        self._worker = Worker(assignment, recall)
 
     def __enter__(self) -> CallingProcess:
         self._worker.__enter__()
@@ -93,7 +93,7 @@ class WorkerProcesses:
                     signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 self._processes.append(_Process(number=number, process=process, connection=ours))
                 theirs.close()
-                ours.send((self._assignment, number))
+                ours.send(self._assignment)
         except BaseException:
             self._end()
             raise

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from energon_packing.errors import UserError
@@ -45,16 +47,33 @@ class RayWorkers:
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
         """See `Executor`."""
-        connected = self._connect()
-        actors: list[Any] = []
+        with self.connected():
+            actors: list[Any] = []
+            try:
+                yield from self._results(tasks, work, actors)
+            finally:
+                for actor in actors:
+                    with contextlib.suppress(self._ray.exceptions.RayError):
+                        self._ray.kill(actor)
+
+    @property
+    def count(self) -> int:
+        """Workers; asked while connected, where the cluster decides."""
+        return self._count or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Stays connected to the cluster for several `results`; each connects by itself otherwise.
+
+        Raises:
+            UserError: there is no cluster at the address.
+        """
+        connected = self._connect()  # False in a cluster of the calling program
         try:
-            yield from self._results(tasks, work, actors)
+            yield
         finally:
             if connected:
                 self._ray.shutdown()
-            else:  # a cluster of the calling program
-                for actor in actors:
-                    self._ray.kill(actor)
 
     def _connect(self) -> bool:
         """Connects to the cluster; False if the calling program has done so.
@@ -91,7 +110,7 @@ class RayWorkers:
     ) -> Results[Task, Result]:
         ray = self._ray
         kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
-        count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        count = self.count
         attempts = Attempts(tasks, work.name)
         described = ray.put(work)
         waiting: dict[Any, tuple[Any, Attempt[Task] | None]] = {}
@@ -109,6 +128,7 @@ class RayWorkers:
         to_give: Attempt[Task] | None = first
         start()
         while True:
+            to_give = to_give or attempts.take()
             while free and to_give is not None:
                 actor = free.pop()
                 waiting[actor.do.remote(to_give.task)] = actor, to_give
@@ -131,7 +151,6 @@ class RayWorkers:
                 how = f"ended: {_sentence(error)}"
                 if attempt is not None:
                     attempts.died(attempt, how)
-                    to_give = to_give or attempts.take()
                     continue
                 failed_starts += 1
                 if failed_starts >= _MOST_FAILED_STARTS:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 from energon_packing.errors import UserError
 
 MOST_DEATHS = 2
 """A task is given up when this many workers died at it."""
+
+
+NOT_YET: Final[Any] = object()
+"""In an iterable of tasks: there is none now, but there may be one after the next result. While it is given, a task is
+being done."""
 
 
 type Results[Task, Result] = Generator[tuple[Task, Result], None, None]
@@ -82,11 +87,11 @@ class Attempts[Task]:
         self._name = name
 
     def take(self) -> Attempt[Task] | None:
-        """The next task to give out; None if all are given out."""
+        """The next task to give out; None if all are given out, or if there is none yet."""
         if self._again:
             return self._again.popleft()
         for task in self._new:
-            return Attempt(task)
+            return None if task is NOT_YET else Attempt(task)
         return None
 
     def died(self, attempt: Attempt[Task], how: str) -> None:

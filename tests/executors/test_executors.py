@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +17,11 @@ from pathlib import Path
 import pytest
 from ranks_environment import ranks_environment
 
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.choice import ExecutorConfig
+from energon_packing.executors.in_order import in_order
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.executors.work import CallingProcess
 
@@ -142,6 +147,59 @@ def test_tasks_are_taken_when_workers_are_free_and_a_closed_iterator_ends_them(e
     while Path(f"/proc/{process}/cmdline").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not Path(f"/proc/{process}/cmdline").exists()
+
+
+def test_results_in_order_wait_for_a_slow_first_task_with_a_bounded_number_of_others(tmp_path):
+    words = {0: "slow", 4: "dies once", 11: "slow"}
+    taken = []
+
+    def tasks():
+        for number in range(20):
+            taken.append(number)
+            yield number, words.get(number, "")
+
+    found = []
+    for task, (value, _) in in_order(LocalProcesses(2), tasks(), Squares(tmp_path), ahead=5):
+        found.append((task[0], value))
+        assert len(taken) <= len(found) + 5
+    assert found == [(n, n * n) for n in range(20)]
+    assert attempts(tmp_path) == {n: 2 if n == 4 else 1 for n in range(20)}
+
+
+@pytest.mark.full
+@NEEDS_RAY
+def test_ray_converts_what_one_process_and_two_convert_although_its_workers_are_killed(cluster, tmp_path):
+    source, out = make_data(tmp_path / "demo", conversations=40), tmp_path / "out"
+    killed = []
+
+    def kill(stage: str, done: int, total: int) -> None:
+        if done and stage in ("read", "write") and stage not in killed:  # other tasks are being done
+            killed.append(stage)
+            os.kill(users_of(tmp_path / "out.partial")[0], signal.SIGKILL)
+
+    def converted(**options):
+        asked = {"samples_per_shard": 7, "media_shard_bytes": 100_000, "max_rejects": 1.0, **options}
+        report = convert(ConvertConfig(sources=(source,), out=out, **asked), kill if "executor" in options else None)
+        found = {file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()}
+        shutil.rmtree(out)
+        return report, found
+
+    report, alone = converted(workers=0)
+    assert report.rejected
+    assert report.media_files > 10
+    assert converted(workers=2)[1] == alone
+    assert converted(executor="ray", workers=2)[1] == alone
+    assert killed == ["read", "write"]
+
+
+def users_of(directory: Path) -> list[int]:
+    """Other processes that have a file of a directory open."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(link).startswith(f"{directory}/records-"):
+                found.add(int(link.parts[2]))
+    return sorted(found - {os.getpid()})
 
 
 def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):

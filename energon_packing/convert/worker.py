@@ -1,7 +1,8 @@
 """What one worker does: audits chunks of records, then writes pieces of shards.
 
-It runs in the calling process, in one of its own, or on a Ray cluster. A worker process is a new interpreter that begins
-with this module, not a fork: the calling program may have threads, and its main module need not be importable twice.
+It runs in the calling process, in one of its own, or on a Ray cluster. A worker process is a new interpreter that
+begins with this module, not a fork: the calling program may have threads, and its main module need not be importable
+twice.
 """
 
 from __future__ import annotations

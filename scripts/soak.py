@@ -73,9 +73,10 @@ def _raise(error: str) -> None:
 
 def plant() -> None:
     """Puts the faults into this process, and those that it forks."""
+    from energon_packing import read_again
     from energon_packing.encoders import encoder
     from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.energon import cookers, read_again
+    from energon_packing.energon import cookers
 
     read_again.PAUSES = (0.0,) * len(read_again.PAUSES)
 

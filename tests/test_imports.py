@@ -37,10 +37,10 @@ HEAVY = (
 WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", "task_encoder")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("line_file", "pack_sums"),
+    ("line_file", "pack_sums", "read_again"),
     (
         *("drop_budget", "executors", "ledger_report", "metrics_config", "metrics_report", "quarantine"),
-        *("plain_yaml", "plan_config", "stored_record", "thd"),
+        *("plain_yaml", "plan_config", "remote_files", "stored_record", "thd"),
     ),
     ("conversation", "packing"),
     ("config",),

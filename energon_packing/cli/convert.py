@@ -26,9 +26,10 @@ from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.remote_files import remote_address, shown
 
-_STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing"}
-_UNITS = {"records": "records", "read": "bytes", "write": "samples", "index": "shards"}
+_STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing", "store": "storing"}
+_UNITS = {"records": "records", "read": "bytes", "write": "samples", "index": "shards", "store": "bytes"}
 _MOST_LINES = 20  # about ignored columns
 
 _EXAMPLES = """\b
@@ -236,7 +237,10 @@ def convert(
             report = run_conversion(config, shown)
     except KeyboardInterrupt:
         if not dry_run:
-            click.echo(f"Nothing was written to {out}; add --resume to reuse the media checks so far.", err=True)
+            what = f"Nothing was written to {out}"
+            if out is not None and remote_address(out) is not None:  # which may hold a part of it
+                what = f"{shown(out)} is not complete"
+            click.echo(f"{what}; add --resume to reuse the media checks so far.", err=True)
         raise
     if as_json:
         # A column's name may hold half of a character, which no terminal takes; its escape is JSON, too.
@@ -245,12 +249,12 @@ def convert(
         _print_report(report)
     if report.too_many_rejects(max_rejects):
         share = f"{report.reject_share:.1%} of the" if max_rejects <= 1 else f"{sum(report.rejected.values()):,}"
-        see = "the report" if dry_run else config.out / REJECTS_FILE
+        see = "the report" if dry_run else shown(config.out / REJECTS_FILE)
         message = f"Error: {share} records were rejected, more than --max-rejects {max_rejects:g}; see {see}"
         click.echo(message, err=True)
         context.exit(1)
     if (broken := sum(report.rejected.get(reason, 0) for reason in UNREAD_REASONS)) and not allow_truncated:
-        where = "the report" if dry_run else config.out / REJECTS_FILE
+        where = "the report" if dry_run else shown(config.out / REJECTS_FILE)
         message = (
             f"Error: sources are damaged or break off at {broken} place{'s' if broken > 1 else ''}, and what follows "
         )
@@ -291,7 +295,7 @@ def _print_report(report: ConversionReport) -> None:
     for line in lines[:_MOST_LINES]:
         console.print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)
     if len(lines) > _MOST_LINES:
-        listed = "by --json" if report.dry_run else f"in {Path(report.out) / CONVERSION_FILE}"
+        listed = "by --json" if report.dry_run else f"in {shown(Path(report.out) / CONVERSION_FILE)}"
         rest = f"{len(lines) - _MOST_LINES} more ignored columns are listed {listed}"
         console.print(f"warning: {rest}", soft_wrap=True, highlight=False, markup=False)
     if report.dry_run:
@@ -300,4 +304,6 @@ def _print_report(report: ConversionReport) -> None:
         return
     console.print(f"data set: {report.entry}", soft_wrap=True, highlight=False, markup=False)
     if report.rejected:
-        console.print(f"rejects:  {Path(report.out) / REJECTS_FILE}", soft_wrap=True, highlight=False, markup=False)
+        console.print(
+            f"rejects:  {shown(Path(report.out) / REJECTS_FILE)}", soft_wrap=True, highlight=False, markup=False
+        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from energon_packing.convert.chunks import Chunk, RawRecord
+from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.embedded_files import EmbeddedFiles
 from energon_packing.convert.key_names import key_digest, wanted_key
@@ -24,6 +24,7 @@ from energon_packing.convert.sources import read_chunk
 from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
 from energon_packing.errors import SampleRejected
+from energon_packing.remote_files import remote_address
 
 Found = tuple[MediaFile | TensorFile, Stamp]
 
@@ -110,7 +111,7 @@ def audit_chunk(
     """
     began = time.monotonic()
     audit = ChunkAudit(offset=spool.tell())
-    root = (config.media_root or chunk.source.path.parent).resolve()
+    root = _root(config, chunk.source)
     digests: list[bytes] = []
     audited: list[_Audited] = []
     places: list[str] = []
@@ -152,8 +153,14 @@ def audit_chunk(
     return audit
 
 
+def _root(config: ConvertConfig, source: SourceFile) -> Path | str:
+    """What media paths are relative to: a directory, all links resolved, or the address of one."""
+    directory = config.media_root or Path(source.address or source.path).parent
+    return remote_address(directory) or directory.resolve()
+
+
 def _audit(
-    raw: RawRecord, index: int, config: ConvertConfig, root: Path, audit: ChunkAudit, embedded: EmbeddedFiles
+    raw: RawRecord, index: int, config: ConvertConfig, root: Path | str, audit: ChunkAudit, embedded: EmbeddedFiles
 ) -> _Audited:
     if raw.error is not None:
         return raw.error

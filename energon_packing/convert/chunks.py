@@ -16,14 +16,23 @@ class SourceFile:
     """One file of records.
 
     Attributes:
-        path: where it is.
+        path: where it is, or will be once it is fetched.
         name: its path in reports, relative to the directory that was named; unique in a conversion.
         origin: index into `ConvertConfig.sources`.
+        size: bytes.
+        address: of a file in an object store; None for one of this machine.
     """
 
     path: Path
     name: str
     origin: int
+    size: int = 0
+    address: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The address, or the absolute path."""
+        return self.address or str(self.path.absolute())
 
 
 @dataclass(kw_only=True, slots=True)  # made for every record; a frozen one takes four times as long

@@ -14,6 +14,7 @@ from energon_packing.convert.column_map import ColumnMap
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.remote_files import absolute, check_remote
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 RecordFormat = Literal[
@@ -42,8 +43,7 @@ RECORD_COLUMNS = frozenset(
     )
 )
 """Columns of a record with a meaning of their own."""
-_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""The beginning of an address; `Path` has made one slash of two."""
+_INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -52,7 +52,8 @@ class ConvertConfig:
     """One conversion.
 
     Attributes:
-        sources: files (JSON array, JSON Lines) or directories of such files.
+        sources: files (JSON array, JSON Lines) or directories of such files. These and the next two may be addresses of
+            object stores, see `energon_packing.remote_files`.
         out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
         format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
@@ -117,12 +118,8 @@ class ConvertConfig:
             object.__setattr__(self, "media_root", Path(self.media_root))
         for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
             for path in paths:
-                if path is not None and (remote := _REMOTE.match(str(path))) and not Path(remote[0]).exists():
-                    address = str(path).replace(remote[0], f"{remote[0]}/", 1)
-                    raise ConfigError(
-                        f"{name} {address} is a remote address, and convert reads and writes files of this machine; "
-                        "mount the storage, or copy the files with its own tool, and name the local path"
-                    )
+                if path is not None:
+                    check_remote(name, path, _INSTEAD)
         object.__setattr__(self, "split", normalised_split(self.split))
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")
@@ -175,7 +172,7 @@ class ConvertConfig:
         options.update({"frame_fps": self.frame_fps, "extra_columns": list(self.extra_columns)})
         options.update({name: getattr(self, name) for name in ("kto_label", "missing_placeholder")})
         options["column_map"] = self.column_map.to_json()
-        options["media_root"] = None if self.media_root is None else str(self.media_root.absolute())
+        options["media_root"] = None if self.media_root is None else absolute(self.media_root)
         options["split"] = dict(self.split)
         return options
 

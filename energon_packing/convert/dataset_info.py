@@ -16,6 +16,7 @@ from energon_packing.convert.column_map import ColumnMap
 from energon_packing.convert.config import RecordFormat
 from energon_packing.convert.role_names import ROLE_OF
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.remote_files import read, remote_address
 
 _DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 _DEFAULT_TAGS = {
@@ -66,7 +67,9 @@ def read_dataset_info(path: Path, name: str) -> NamedDataset:
         ConfigError: the entry asks for something that is not supported.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        address = remote_address(path)
+        text = path.read_text(encoding="utf-8") if address is None else read(address).decode("utf-8")
+        entries = json.loads(text)
     except OSError as error:
         raise UserError(f"--dataset-info {path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

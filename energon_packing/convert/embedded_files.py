@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
+from energon_packing.convert.fetched_files import FETCHED, FetchedFiles
 from energon_packing.convert.media_files import resolve_media
 from energon_packing.convert.record_media import EmbeddedBytes
 from energon_packing.errors import SampleRejected
@@ -53,24 +54,26 @@ class EmbeddedFiles:
     def __init__(self, directory: Path, *, max_bytes: int) -> None:
         """
         Args:
-            directory: made if it is missing.
+            directory: made if it is missing; files of object stores are put beside it.
             max_bytes: largest file.
         """
         directory.mkdir(exist_ok=True)
         self._directory = directory.resolve()
         self._max_bytes = max_bytes
+        self._fetched = FetchedFiles(self._directory.with_name(FETCHED), max_bytes=max_bytes)
 
-    def place(self, reference: str | EmbeddedBytes, root: Path, members: Mapping[str, MemberBytes]) -> str:
+    def place(self, reference: str | EmbeddedBytes, root: Path | str, members: Mapping[str, MemberBytes]) -> str:
         """The file of one image or video of a record.
 
         Args:
             reference: a path, a ``data:`` address, or bytes.
-            root: of paths.
+            root: of paths: a directory, or the address of one.
             members: files beside the record in its tar, by each name that it may use; a record with any has no root.
 
         Raises:
             SampleRejected: ``corrupt_media`` for an address that cannot be decoded, ``media_too_large``, and the
                 reasons of `resolve_media`.
+            UserError: see `FetchedFiles.place`.
         """
         if isinstance(reference, EmbeddedBytes):
             return self._store(reference.content, reference.name)
@@ -82,7 +85,7 @@ class EmbeddedFiles:
             return self._store(member.read(), member.name)
         if members:
             raise SampleRejected("missing_media", f"{reference!r} is not in the sample; it has: {_names(members)}")
-        return resolve_media(reference, root)
+        return self._fetched.place(reference, root) if isinstance(root, str) else resolve_media(reference, root)
 
     def _check(self, size: int) -> None:
         if size > self._max_bytes:

@@ -108,10 +108,10 @@ def resolve_media(reference: str, root: Path) -> str:
     Raises:
         SampleRejected: ``remote_media``, ``media_outside_root``, ``missing_media``.
     """
-    if _ADDRESS.match(reference):
+    if is_address(reference):
         shown = reference if len(reference) <= 80 else reference[:77] + "..."
         raise SampleRejected("remote_media", f"{shown!r} is not a local file; store it below {root} and name its path")
-    if not reference or "\0" in reference or not _is_path(reference):
+    if not reference or "\0" in reference or not is_path(reference):
         raise SampleRejected("missing_media", f"{reference!r} is not a path")
     if (plain := _plain_file(reference, str(root))) is not None:
         return plain
@@ -127,7 +127,12 @@ def resolve_media(reference: str, root: Path) -> str:
     return str(path)
 
 
-def _is_path(reference: str) -> bool:
+def is_address(reference: str) -> bool:
+    """Whether a record names an address, not a path."""
+    return _ADDRESS.match(reference) is not None
+
+
+def is_path(reference: str) -> bool:
     """Whether the system can be asked for it; JSON can hold half of a character."""
     try:
         os.fsencode(reference)

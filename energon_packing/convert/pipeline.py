@@ -34,12 +34,14 @@ from energon_packing.convert.media_checks import journal_entries
 from energon_packing.convert.media_table import MediaTable, media_metadata
 from energon_packing.convert.plan import PlannedFile, PlannedSamples, SamplePlan
 from energon_packing.convert.ray_workers import RayProcesses
+from energon_packing.convert.remote_out import local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
     WARNINGS_FILE,
     ConversionReport,
     ignored_entries,
+    read_report,
 )
 from energon_packing.convert.source_list import content_digest, find_sources
 from energon_packing.convert.sources import find_chunks
@@ -58,9 +60,11 @@ from energon_packing.convert.workspace import (
 )
 from energon_packing.errors import UserError
 from energon_packing.executors.on_ray import RayWorkers
+from energon_packing.remote_files import fetch, remote_address, shown, status
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards).
+"""Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards), and
+``store`` (bytes) if the data set goes to an object store.
 
 Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
 """
@@ -87,23 +91,26 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
     """
     started = time.monotonic()
     tell = progress or (lambda stage, done, total: None)
-    if config.media_root is not None and not config.media_root.is_dir():
-        raise UserError(f"--media-root {config.media_root} is not a directory")
+    if config.media_root is not None:
+        _check_media_root(config.media_root)
     if not config.dry_run:
         check_out(config)
-    written = (config.out, partial_directory(config.out)) if config.out.name else ()
+    address = remote_address(config.out)
+    written = (config.out, partial_directory(config.out)) if config.out.name and address is None else ()
     sources = find_sources(config.sources, exclude=written)
     if config.executor == "ray":  # whose workers have other current directories
-        sources = [replace(source, path=source.path.absolute()) for source in sources]
+        sources = [each if each.address else replace(each, path=each.path.absolute()) for each in sources]
     fingerprint = {
         "version": CONVERSION_VERSION,
         "sources": {},
         "options": config.fingerprint_options(),
     }
-    if config.resume and config.out.is_dir() and not config.dry_run:
-        known = {**fingerprint, "sources": {_place(source): content_digest(source.path) for source in sources}}
+    if config.resume and not config.dry_run and read_report(config.out) is not None:
+        known = {**fingerprint, "sources": {source.place: content_digest(source) for source in sources}}
         if (finished := finished_report(config, known)) is not None:
-            return ConversionReport(**{**finished, "out": str(config.out), "skipped": True})
+            return ConversionReport(**{**finished, "out": shown(config.out), "skipped": True})
+    if address is not None and not config.dry_run:
+        return _convert_to_store(config, address, tell)
     with dry_workspace() if config.dry_run else workspace(config, fingerprint) as (build, journal):
         try:
             report = _build(config, sources, build.absolute(), journal.absolute(), fingerprint, tell)
@@ -116,6 +123,33 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         report = replace(report, seconds=round(time.monotonic() - started, 3))
         if not config.dry_run:
             publish(build, config.out)
+    return report
+
+
+def _check_media_root(root: Path) -> None:
+    address = remote_address(root)
+    try:
+        # Of an empty directory a store knows nothing, but it must answer.
+        wrong = not root.is_dir() if address is None else status(address) is not None
+    except OSError as error:
+        raise UserError(f"--media-root {address} cannot be read: {error.strerror or error}") from error
+    if wrong:
+        raise UserError(f"--media-root {shown(root)} is not a directory")
+
+
+def _convert_to_store(config: ConvertConfig, address: str, tell: Progress) -> ConversionReport:
+    """Makes the data set on this machine, and copies it to an object store.
+
+    Raises:
+        UserError: see `convert` and `store_data_set`.
+    """
+    local = local_place(address)
+    report = convert(replace(config, out=local, overwrite=True), tell)
+    entry = f"{address}/{DATASET_FILE}" if config.layout == "polylithic" else address
+    report = replace(report, out=address, entry=entry, skipped=False)
+    report.write(local)
+    store_data_set(local, address, tell)
+    shutil.rmtree(local.parent)
     return report
 
 
@@ -133,8 +167,30 @@ def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.Ope
     return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
 
 
-def _place(source: SourceFile) -> str:
-    return str(source.path.absolute())
+def _fetched(source: SourceFile, scratch: Path) -> SourceFile:
+    """A source as a file of this machine: itself, or where the copy of one in an object store will be."""
+    if source.address is None:
+        return source
+    digest = sha256(source.address.encode()).hexdigest()[:32]
+    return replace(source, path=scratch / "sources" / digest / source.path.name)
+
+
+def _fetch(source: SourceFile) -> None:
+    if source.address is None:
+        return
+    try:
+        fetch(source.address, source.path)
+    except OSError as error:
+        if error.errno in _UNWRITABLE and error.errno != errno.EIO:
+            raise
+        raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
+
+
+def _let_go(source: SourceFile, scratch: Path) -> None:
+    """Deletes the copies of a source that has been read."""
+    unpacked_tar(scratch, source).unlink(missing_ok=True)
+    if source.address is not None:
+        source.path.unlink(missing_ok=True)
 
 
 def _build(
@@ -195,7 +251,7 @@ def _workers(
     config: ConvertConfig, scratch: Path, journal: Path, media: MediaTable
 ) -> CallingProcess | WorkerProcesses | RayProcesses:
     """Who works."""
-    if config.media_root is not None:
+    if config.media_root is not None and remote_address(config.media_root) is None:
         config = replace(config, media_root=config.media_root.absolute())
     assignment = Assignment(config=config, spools=scratch / "records", journal=journal, embedded=scratch / "embedded")
     if config.executor == "ray":
@@ -351,18 +407,20 @@ def _read(
     config: ConvertConfig, sources: list[SourceFile], workers: Workers, reading: _Reading, build: Path, tell: Progress
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
-    total = sum(source.path.stat().st_size for source in sources)
+    total = sum(source.size for source in sources)
+    sources = [_fetched(source, build.parent) for source in sources]
     size = _ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
+            _fetch(source)
             yield from find_chunks(
                 source,
                 max_record_bytes=config.max_record_bytes,
                 chunk_bytes=size,
                 scratch=build.parent,
-                digest=lambda found, source=source: digests.__setitem__(_place(source), found),  # type: ignore[misc]
+                digest=lambda found, source=source: digests.__setitem__(source.place, found),  # type: ignore[misc]
             )
 
     with (
@@ -376,14 +434,14 @@ def _read(
             assert isinstance(task, Chunk)
             assert audit is not None
             if task.source is not before:
-                done += before.path.stat().st_size
-                unpacked_tar(build.parent, before).unlink(missing_ok=True)  # all of it has been read
+                done += before.size
+                _let_go(before, build.parent)
                 before = task.source
             reading.add(task, audit, logs)
             size.learn(audit.seconds)
             tell("records", reading.read, 0)
             tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
-    unpacked_tar(build.parent, before).unlink(missing_ok=True)
+    _let_go(before, build.parent)
     tell("read", total, total)
     return digests
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.near_names import near_name
+from energon_packing.remote_files import read, remote_address
 
 CONVERSION_VERSION = 5
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
@@ -121,7 +122,9 @@ def ignored_entries(counts: Mapping[str, int]) -> dict[str, dict[str, Any]]:
 def read_report(directory: Path) -> dict[str, Any] | None:
     """The content of a finished conversion's `conversion.json`; None if there is none or it is not ours."""
     try:
-        value = json.loads((directory / CONVERSION_FILE).read_text(encoding="utf-8"))
+        address = remote_address(directory)
+        text = (directory / CONVERSION_FILE).read_bytes() if address is None else read(f"{address}/{CONVERSION_FILE}")
+        value = json.loads(text)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from energon_packing.convert.chunks import SourceFile
 from energon_packing.errors import UserError
+from energon_packing.remote_files import digest, listed, matches, remote_address, shown, status
 
 JSON_SUFFIXES = frozenset({".json", ".jsonl", ".ndjson"})
 TEXT_SUFFIX = ".txt"
@@ -43,53 +45,96 @@ def find_sources(sources: tuple[Path, ...], *, exclude: tuple[Path, ...] = ()) -
     files: list[SourceFile] = []
     names: set[str] = set()
     for origin, source in enumerate(sources):
-        for path, name in _found(source, shut):
-            shown = name if name not in names else str(path)
+        remote = remote_address(source) is not None
+        for path, name, size in _found_remote(source) if remote else _found(source, shut):
+            address = remote_address(path) if remote else None
+            known_as = name if name not in names else address or str(path)
             # Reports are UTF-8, and the name of a file may be any bytes.
-            shown = shown.encode("utf-8", "backslashreplace").decode()
-            files.append(SourceFile(path=path, name=shown, origin=origin))
+            known_as = known_as.encode("utf-8", "backslashreplace").decode()
+            files.append(SourceFile(path=path, name=known_as, origin=origin, size=size, address=address))
             names.add(name)
     return files
 
 
-def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str]]:
-    """The files of one source, and their names in reports."""
+def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
+    """`_found` for an address."""
+    address = shown(source)
+    try:
+        if (file := status(address)) is not None:
+            if file.size == 0:
+                raise UserError(f"{address} is empty; it should hold conversations as a JSON array or as JSON Lines")
+            return [(source, source.name, file.size)]
+        if glob.has_magic(address):
+            files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
+            found = [(Path(each), name, file.size) for each, name, file in files if file is not None]
+        else:
+            files_of = listed(address)
+            saved = {name.rpartition("/")[0] for name, _ in files_of if _is_of_dataset(name, files_of)}
+            found = [
+                (source / name, name, file.size)
+                for name, file in sorted(files_of, key=lambda each: each[0].split("/"))
+                if _has_records(Path(name))
+                and not (Path(name).name in _OF_DATASETS and name.rpartition("/")[0] in saved)
+            ]
+    except OSError as error:
+        raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
+    if not found:
+        raise UserError(f"{address} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
+    return found
+
+
+def _is_of_dataset(name: str, files: Sequence[tuple[str, object]]) -> bool:
+    """Whether a file is one that a saved Hugging Face data set has; see `_is_saved_dataset`."""
+    directory, _, base = name.rpartition("/")
+    if base == "dataset_dict.json":
+        return True
+    beside = (other for other, _ in files if other.rpartition("/")[0] == directory)
+    return base == "state.json" and any(other.endswith(".arrow") for other in beside)
+
+
+def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str, int]]:
+    """The files of one source, their names in reports, and their bytes."""
     if not source.exists() and glob.has_magic(str(source)):
-        matches = sorted(Path(match) for match in glob.glob(str(source), recursive=True))
-        matches = [path for path in matches if not _is_shut(path.resolve(), shut)]
-        if not matches:
+        found_matches = sorted(Path(match) for match in glob.glob(str(source), recursive=True))
+        found_matches = [path for path in found_matches if not _is_shut(path.resolve(), shut)]
+        if not found_matches:
             raise UserError(f"{source} matches no file; name a {_KINDS} file, or a directory of such files")
         return [
-            (path, f"{match.name}/{name}" if match.is_dir() else name)
-            for match in matches
-            for path, name in _found(match, shut)
+            (path, f"{match.name}/{name}" if match.is_dir() else name, size)
+            for match in found_matches
+            for path, name, size in _found(match, shut)
         ]
     if source.is_dir():
         found = sorted(path for path in source.rglob("*") if _is_source(path, source, shut))
         if not found:
             suffixes = ".json, .jsonl, .ndjson, .parquet, .arrow or .tar"
             raise UserError(f"{source} has no {suffixes} file; name the file of conversations")
-        return [(path, path.relative_to(source).as_posix()) for path in found]
+        return [(path, path.relative_to(source).as_posix(), path.stat().st_size) for path in found]
     if source.is_file():
-        if source.stat().st_size == 0:
+        if (size := source.stat().st_size) == 0:
             raise UserError(f"{source} is empty; it should hold conversations as a JSON array or as JSON Lines")
-        return [(source, source.name)]
+        return [(source, source.name, size)]
     if source.exists():
         raise UserError(f"{source} is neither a file nor a directory")
     raise UserError(f"{source} does not exist; name a {_KINDS} file, or a directory of such files")
 
 
 def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:
-    suffix, compression = suffix_of(path)
-    table = compression is None and suffix in TABLE_SUFFIXES
-    if not (table or suffix == TAR_SUFFIX or suffix in JSON_SUFFIXES) or not path.is_file():
-        return False
-    if any(part.startswith(".") for part in path.relative_to(root).parts):
+    if not _has_records(path.relative_to(root)) or not path.is_file():
         return False
     if path.name in _OF_DATASETS and _is_saved_dataset(path.parent):
         return False
     real = path.resolve()
     return real.is_relative_to(root.resolve()) and not _is_shut(real, shut)
+
+
+def _has_records(path: Path) -> bool:
+    """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
+    suffix, compression = suffix_of(path)
+    table = compression is None and suffix in TABLE_SUFFIXES
+    if not (table or suffix == TAR_SUFFIX or suffix in JSON_SUFFIXES):
+        return False
+    return not any(part.startswith(".") for part in path.parts)
 
 
 def _is_shut(real: Path, shut: list[Path]) -> bool:
@@ -103,7 +148,17 @@ def _is_saved_dataset(directory: Path) -> bool:
     return (directory / "state.json").is_file() and any(directory.glob("*.arrow"))
 
 
-def content_digest(path: Path) -> str:
+def content_digest(source: SourceFile) -> str:
     """SHA-256 of a file, hexadecimal."""
+    if source.address is not None:
+        try:
+            return digest(source.address)
+        except OSError as error:
+            raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
+    return file_digest(source.path)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file of this machine, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

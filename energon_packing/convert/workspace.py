@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.fetched_files import FETCHED
+from energon_packing.convert.remote_out import check_remote_out
 from energon_packing.convert.report import fingerprint_difference, read_report
 from energon_packing.errors import UserError
+from energon_packing.remote_files import remote_address, shown
 
 _STATE = "in-progress.json"
 _LOCK = "in-progress.lock"
@@ -35,6 +38,9 @@ def check_out(config: ConvertConfig) -> None:
             a source.
     """
     out = config.out
+    if (address := remote_address(out)) is not None:
+        check_remote_out(config, address)
+        return
     if out.name in ("", ".."):
         raise UserError(f"--out {out} has no name of its own; name a directory to create")
     if out.exists() and not out.is_dir():
@@ -54,23 +60,23 @@ def check_out(config: ConvertConfig) -> None:
     real = out.resolve()
     roots = [*config.sources, *([config.media_root] if config.media_root is not None else [])]
     for source in roots:
-        if source.resolve().is_relative_to(real):
+        if remote_address(source) is None and source.resolve().is_relative_to(real):
             raise UserError(f"{source} is inside --out {out}, which would be replaced; choose another directory")
 
 
 def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The report of a finished conversion of the same sources and options, if `resume` may skip it.
+    """The report of a finished conversion of the same sources and options, which `resume` skips.
 
     Raises:
         UserError: the data set there was made from something else, and `overwrite` is not set.
     """
-    if not config.resume or (found := read_report(config.out)) is None:
+    if (found := read_report(config.out)) is None:
         return None
     difference = fingerprint_difference(found["fingerprint"], fingerprint)
     if difference is None:
         return found
     if not config.overwrite:
-        raise UserError(f"--out {config.out} cannot be resumed: {difference}; add --overwrite to replace it")
+        raise UserError(f"--out {shown(config.out)} cannot be resumed: {difference}; add --overwrite to replace it")
     return None
 
 
@@ -133,7 +139,7 @@ def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:
 
 def _clear(partial: Path, *, keep_journal: bool) -> None:
     for path in partial.iterdir():
-        if path.name in (_LOCK, _STATE) or (keep_journal and path.name == _JOURNAL):
+        if path.name in (_LOCK, _STATE) or (keep_journal and path.name in (_JOURNAL, FETCHED)):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -13,9 +13,9 @@ from typing_extensions import TypeVar
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.energon.read_again import read_again
 from energon_packing.errors import PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, DroppedSample, Ledger
+from energon_packing.read_again import read_again
 from energon_packing.thd import PackedBatch
 
 Batch = TypeVar("Batch", default=PackedBatch)

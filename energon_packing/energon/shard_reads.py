@@ -1,7 +1,7 @@
 """Text shards that cannot be read everywhere: the samples there are lost by name, and the run goes on.
 
 Energon ends a run where a tar breaks off, a block of it is damaged or a read fails. A read that fails is tried again
-(`energon_packing.energon.read_again`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
+(`energon_packing.read_again`), and what an open tar remembers of it is let go. `guard_shards` puts a sample in
 the place of each one that cannot be read: its record says where and why, and our cookers make a `Problem` of it, so
 that it is in the ledger and the drop budget counts it.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from megatron.energon.source_info import SourceInfo
 
 from energon_packing.energon.internals import FilteredSample, ITarReader
-from energon_packing.energon.read_again import read_again
 from energon_packing.energon.samples import forget_members
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.read_again import read_again
 
 REASON = "unreadable_shard"
 _MARK = b"\0unreadable shard: "

@@ -7,8 +7,8 @@ import os
 from collections import OrderedDict
 from pathlib import Path
 
-from energon_packing.energon.read_again import read_again
 from energon_packing.errors import UserError
+from energon_packing.read_again import read_again
 
 MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.energon.cache.file_store import WebdatasetFileStore
 
-from energon_packing.energon import read_again as module
+from energon_packing import read_again as module
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.read_again import PAUSES, read_again
+from energon_packing.read_again import PAUSES, read_again
 
 
 class Flaky:

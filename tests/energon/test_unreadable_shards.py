@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from megatron.energon import get_loader
 from test_epoch_report import config_of, source_of
 
+from energon_packing import read_again
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.energon import read_again
 from energon_packing.energon.loader import build_dataset, build_loader, build_task_encoder
-from energon_packing.energon.read_again import PAUSES
 from energon_packing.energon.shard_reads import REASON
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import DropBudgetExceeded
+from energon_packing.read_again import PAUSES
 
 RECORDS = 40
 

@@ -1,0 +1,229 @@
+"""Object stores as source, media root and output of a conversion, on the file back end of multistorageclient."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from source_files import rejects, sharegpt, write_image, write_json, write_lines
+
+from energon_packing import read_again, remote_files
+from energon_packing.convert import ConversionReport, ConvertConfig, convert
+from energon_packing.convert.remote_out import MARK
+from energon_packing.demo.generate import make_data
+from energon_packing.errors import UserError
+
+msc = pytest.importorskip("multistorageclient", reason="pip install 'energon-packing[remote]'")
+OF_THE_PLACE = ("conversion.json", "index.uuid")
+"""Files that depend on where the sources are, as they do for two local places."""
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of ``msc://bucket``, with demo data."""
+    root = tmp_path_factory.mktemp("bucket")
+    profile = {"storage_provider": {"type": "file", "options": {"base_path": str(root)}}}
+    config = root.parent / f"{root.name}.json"
+    config.write_text(json.dumps({"profiles": {"bucket": profile}}))
+    make_data(root / "demo", conversations=30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MSC_CONFIG", str(config))
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        patch.setattr(read_again, "PAUSES", (0.0, 0.0, 0.0))
+        yield root
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def alike(found: dict[str, bytes]) -> dict[str, bytes]:
+    return {name: data for name, data in found.items() if name.rpartition("/")[2] not in OF_THE_PLACE}
+
+
+def converted(*sources: object, out: object, **options: Any) -> ConversionReport:
+    asked = {"workers": 0, "max_rejects": 1.0, "samples_per_shard": 7, **options}
+    return convert(ConvertConfig(sources=tuple(map(Path, map(str, sources))), out=Path(str(out)), **asked))
+
+
+@pytest.mark.parametrize(("layout", "workers"), [("polylithic", 0), ("monolithic", 2)])
+def test_a_store_as_source_and_output_gives_the_bytes_of_local_files(
+    bucket: Path, tmp_path: Path, layout: str, workers: int
+) -> None:
+    local = converted(bucket / "demo", out=tmp_path / "local", layout=layout)
+    assert local.rejected
+    assert local.media_files > 10
+    out = f"msc://bucket/{layout}"
+    report = converted("msc://bucket/demo", out=out, layout=layout, workers=workers)
+    assert (report.out, report.entry) == (out, f"{out}/dataset.yaml" if layout == "polylithic" else out)
+    assert (report.written, report.rejected, report.images) == (local.written, local.rejected, local.images)
+    found, expected = contents(bucket / layout), contents(tmp_path / "local")
+    assert found.keys() == expected.keys()
+    without = {"rejects.jsonl"}  # which quote the root
+    assert {n: d for n, d in alike(found).items() if n not in without} == {
+        n: d for n, d in alike(expected).items() if n not in without
+    }
+    assert [line["reason"] for line in rejects(bucket / layout)] == [
+        line["reason"] for line in rejects(tmp_path / "local")
+    ]
+    assert json.loads(found["conversion.json"])["out"] == out
+    assert not list(Path(tempfile.gettempdir()).glob("energon-packing-*/*"))  # what was made here is gone
+
+
+def test_local_records_with_media_in_a_store_and_the_other_way_round(bucket: Path, tmp_path: Path) -> None:
+    write_image(bucket / "pictures/a #1?.png")
+    write_image(bucket / "pictures/sub/b.png", seed=2)
+    write_image(bucket / "secret.png", seed=3)
+    (bucket / "pictures/link.png").symlink_to(bucket / "secret.png")
+    write_image(bucket / "pictures/large.bmp", width=64, height=64)
+    names = ["a #1?.png", "sub/../sub/b.png", "msc://bucket/pictures/sub/b.png", "../secret.png", "/etc/passwd"]
+    names += ["link.png", "msc://bucket/secret.png", "none.png", "sub", "large.bmp", "s3://elsewhere/a.png", "a\0b"]
+    records = [sharegpt(f"k{number}", "<image>", image=name) for number, name in enumerate(names)]
+    source = write_lines(tmp_path / "a.jsonl", records)
+    report = converted(source, out=tmp_path / "out", media_root=Path("msc://bucket/pictures"), max_media_bytes=9000)
+    assert (report.written, report.media_files) == (3, 2)
+    outside, missing = "media_outside_root", "missing_media"
+    found = [(line["record"] - 1, line["reason"]) for line in rejects(tmp_path / "out")]
+    expected = [outside, outside, outside, "remote_media", missing, missing, "media_too_large", "remote_media", missing]
+    assert found == list(enumerate(expected, 3))
+    shutil.copy(source, bucket / "pictures.jsonl")
+    again = converted("msc://bucket/pictures.jsonl", out=tmp_path / "again", media_root=bucket / "pictures")
+    assert again.written == 3  # of them one is large.bmp, and the address is none of this machine
+
+
+def test_files_patterns_and_saved_data_sets_in_a_store_are_found_as_on_a_disk(bucket: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    datasets = pytest.importorskip("datasets")
+    root = bucket / "kinds"
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    datasets.Dataset.from_list([{"conversations": turns}] * 3).save_to_disk(root / "saved")
+    write_lines(root / "z/b.jsonl", [sharegpt("b", "Hi")])
+    write_json(root / "z.json", [sharegpt("c", "Hi")])
+    write_lines(root / ".hidden/d.jsonl", [sharegpt("d", "Hi")])
+    (root / "notes.txt").write_text("not read")
+    for tail in ("", "/*/*.jsonl", "/**/*.json*", "/saved"):
+        here = converted(f"{root}{tail}", out=tmp_path / f"here{len(tail)}")
+        there = converted(f"msc://bucket/kinds{tail}", out=tmp_path / f"there{len(tail)}", overwrite=True)
+        if tail != "/**/*.json*":  # on a disk a pattern also finds what a saved data set has beside its tables
+            assert there.layouts == here.layouts, tail
+        assert there.written == here.written
+    for wrong in ("none.jsonl", "none/", "none/*.json"):
+        with pytest.raises(UserError, match=r"msc://bucket/kinds/none.* does not exist"):
+            converted(f"msc://bucket/kinds/{wrong}", out=tmp_path / "none")
+
+
+def test_an_output_in_a_store_is_kept_resumed_replaced_or_refused(bucket: Path, monkeypatch: Any) -> None:
+    source = write_lines(bucket / "in/a.jsonl", [sharegpt(f"k{n}", "Hi") for n in range(20)])
+    out = "msc://bucket/kept"
+    converted("msc://bucket/in", out=out)
+    first = contents(bucket / "kept")
+    with pytest.raises(UserError, match=rf"--out {out} already contains a converted data set"):
+        converted("msc://bucket/in", out=out)
+    assert converted("msc://bucket/in", out=out, resume=True).skipped
+    write_lines(source, [sharegpt(f"k{n}", "Hi") for n in range(9)])
+    with pytest.raises(UserError, match=rf"--out {out} cannot be resumed: source msc://bucket/in/a.jsonl has changed"):
+        converted("msc://bucket/in", out=out, resume=True)
+    for other in ("msc://bucket/in/out", "msc://bucket"):
+        with pytest.raises(UserError, match="lie in each other"):
+            converted("msc://bucket/in", out=other)
+    (bucket / "full").mkdir()
+    (bucket / "full/mine").write_text("x")
+    with pytest.raises(UserError, match="convert did not write what it contains"):
+        converted("msc://bucket/in", out="msc://bucket/full")
+
+    # Interrupted while it is stored: no data set is there, and the next command stores what is missing.
+    stored: list[str] = []
+    original = remote_files.store
+
+    def fail(file: Path, address: str) -> None:
+        if address.endswith("train-000001.tar"):
+            raise OSError(errno.EIO, "the line is dead")
+        stored.append(address)
+        original(file, address)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("energon_packing.convert.remote_out.store", fail)
+        with pytest.raises(UserError, match=rf"complete in .*, but --out {out} cannot be written: the line is dead"):
+            converted("msc://bucket/in", out=out, overwrite=True, samples_per_shard=4)
+    left = contents(bucket / "kept")
+    assert MARK in left
+    assert not {"conversion.json", "dataset.yaml", "text/.nv-meta/.info.json"} & left.keys()
+    monkeypatch.setattr("energon_packing.convert.remote_out.store", lambda f, a: (stored.append(a), original(f, a)))
+    before, stored[:] = list(stored), []
+    report = converted("msc://bucket/in", out=out, resume=True, samples_per_shard=4)
+    assert report.written == 9
+    assert "msc://bucket/kept/text/train-000000.tar" in before
+    assert "msc://bucket/kept/text/train-000000.tar" not in stored
+    now = contents(bucket / "kept")
+    assert MARK not in now
+    assert now.keys() != first.keys()  # shards of the replaced data set are gone
+    assert sum(name.endswith(".tar") for name in now) == report.shards
+
+
+def test_what_fails_in_passing_is_read_again_and_an_outage_ends_the_conversion(
+    bucket: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    write_image(bucket / "flaky/a.png")
+    write_lines(bucket / "flaky/a.jsonl", [sharegpt("k", "<image>", image="a.png")])
+    client = type(msc.resolve_storage_client("msc://bucket")[0])
+    original, left = client.download_file, [2]
+
+    def download(self: Any, path: str, *more: Any, **options: Any) -> None:
+        left[0] -= 1
+        if left[0] >= 0 and path.endswith(".png"):
+            raise RuntimeError("Failed to GET object(s): timeout")
+        original(self, path, *more, **options)
+
+    monkeypatch.setattr(client, "download_file", download)
+    assert converted("msc://bucket/flaky", out=tmp_path / "out").written == 1
+    left[0] = 1000
+    with pytest.raises(UserError, match=r"'a.png' of msc://bucket/flaky cannot be read: .*timeout; start again"):
+        converted("msc://bucket/flaky", out=tmp_path / "again")
+
+
+def test_what_is_stored_is_read_back(bucket: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    client = type(msc.resolve_storage_client("msc://bucket")[0])
+    original = client.upload_file
+
+    def upload(self: Any, path: str, local: str, *more: Any, **options: Any) -> None:
+        original(self, path, local, *more, **options)
+        if path.endswith(".tar"):
+            with (bucket / path).open("r+b") as stream:
+                stream.write(b"x")
+
+    monkeypatch.setattr(client, "upload_file", upload)
+    source = write_lines(tmp_path / "a.jsonl", [sharegpt("k", "Hi")])
+    with pytest.raises(UserError, match="what was stored differs from what was sent"):
+        converted(source, out="msc://bucket/damaged")
+    assert not (bucket / "damaged/conversion.json").exists()
+
+
+@pytest.mark.parametrize("what", ["SRC", "--out", "--media-root"])
+def test_without_the_package_or_its_profile_an_address_is_one_sentence(
+    bucket: Path, tmp_path: Path, monkeypatch: Any, what: str
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [sharegpt("k", "<image>", image="a.png")])
+    given = {"SRC": source, "--out": tmp_path / "out", "--media-root": tmp_path}
+
+    def told(address: str) -> str:
+        asked = {**given, what: Path(address)}
+        with pytest.raises(UserError) as caught:
+            converted(asked["SRC"], out=asked["--out"], media_root=asked["--media-root"])
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert re.search(r"msc://nowhere/a(.jsonl/a)?(.png|.jsonl) cannot be used: Profile", told("msc://nowhere/a.jsonl"))
+    monkeypatch.setattr(remote_files.importlib.util, "find_spec", lambda name: None)
+    said = told("msc://bucket/a.jsonl")
+    assert said.startswith(f"{what} msc://bucket/a.jsonl is a remote address, which needs the package")
+    assert "pip install 'energon-packing[remote]'" in said
+    assert os.listdir(tmp_path) == ["a.jsonl"]

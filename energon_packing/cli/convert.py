@@ -233,8 +233,8 @@ def convert(
     from energon_packing.convert.pipeline import convert as run_conversion  # --help does without all of it
 
     try:
-        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
-            report = run_conversion(config, shown)
+        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as told:
+            report = run_conversion(config, told)
     except KeyboardInterrupt:
         if not dry_run:
             what = f"Nothing was written to {out}"

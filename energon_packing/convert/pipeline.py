@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -247,9 +247,7 @@ def _build(
     return report
 
 
-def _workers(
-    config: ConvertConfig, scratch: Path, journal: Path, media: MediaTable
-) -> CallingProcess | WorkerProcesses | RayProcesses:
+def _workers(config: ConvertConfig, scratch: Path, journal: Path, media: MediaTable) -> AbstractContextManager[Workers]:
     """Who works."""
     if config.media_root is not None and remote_address(config.media_root) is None:
         config = replace(config, media_root=config.media_root.absolute())

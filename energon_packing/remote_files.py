@@ -13,6 +13,8 @@ import os
 import posixpath
 import re
 import socket
+import stat
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +84,40 @@ def check_remote(what: str, path: Path, instead: str) -> None:
             f"{what} {address} is a remote address, which needs the package multi-storage-client; run pip install "
             f"'energon-packing[remote]', or {instead}"
         )
+
+
+def check_local(what: str, path: str | Path) -> None:
+    """Refuses an address where only a path of this machine will do.
+
+    Args:
+        what: the option or argument that named it, and what it is.
+        path: as given.
+
+    Raises:
+        ConfigError: it is an address.
+    """
+    if (address := remote_address(path)) is not None:
+        raise ConfigError(
+            f"{what} {address} is a remote address; it must be on this machine: mount the storage, or copy the files "
+            "with its own tool"
+        )
+
+
+def private_directory() -> Path:
+    """A directory of this machine for copies, of this user alone; made below the one for temporary files.
+
+    Raises:
+        UserError: it is somebody else's, or cannot be made.
+    """
+    private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
+    try:
+        private.mkdir(mode=0o700, exist_ok=True)
+        found = private.lstat()
+    except OSError as error:
+        raise UserError(f"{private} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{private} is not a directory of yours alone; remove it, or point TMPDIR elsewhere")
+    return private
 
 
 def status(address: str) -> RemoteFile | None:

@@ -20,6 +20,7 @@ EXTRA_OF = {
     "pyarrow": "offline",
     "zstandard": "convert",
     "ray": "ray",
+    "multistorageclient": "remote",
     "matplotlib": "figures",
     "diffusers": "wan",
     "safetensors": "wan",

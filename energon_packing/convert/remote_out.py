@@ -7,9 +7,6 @@ first and deleted last, and what makes a data set of the shards is stored after 
 from __future__ import annotations
 
 import hashlib
-import os
-import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
 from energon_packing.convert.report import CONVERSION_FILE, read_report
 from energon_packing.convert.source_list import file_digest
 from energon_packing.errors import UserError
-from energon_packing.remote_files import digest, listed, remote_address, remove, status, store
+from energon_packing.remote_files import digest, listed, private_directory, remote_address, remove, status, store
 
 MARK = "being-stored.json"
 """Beside the files of a data set that is not complete."""
@@ -58,16 +55,11 @@ def local_place(address: str) -> Path:
     Raises:
         UserError: it is somebody else's, or cannot be made.
     """
-    private = Path(tempfile.gettempdir()) / f"energon-packing-{os.getuid()}"
+    place = private_directory() / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
     try:
-        private.mkdir(mode=0o700, exist_ok=True)
-        found = private.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise UserError(f"{private} is not a directory of yours alone; remove it, or point TMPDIR elsewhere")
-        place = private / hashlib.sha256(address.encode()).hexdigest()[:16] / "data"
         place.parent.mkdir(exist_ok=True)
     except OSError as error:
-        raise UserError(f"{private} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
+        raise UserError(f"{place} cannot be written: {error.strerror}; point TMPDIR elsewhere") from error
     return place
 
 

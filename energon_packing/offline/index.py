@@ -10,7 +10,9 @@ Nothing in it depends on ``seq_length``, alignment, policy or blend, so plans th
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
+from energon_packing.remote_files import check_local, remote_address, status
 
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
@@ -162,6 +165,7 @@ class Index:
         Raises:
             UserError: there is no index, or not one that this version reads.
         """
+        check_local("the index", directory)
         file = Path(directory) / INDEX_FILE
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -221,5 +225,22 @@ def shard_identity(path: Path, index_uuid: str) -> dict[str, Any]:
     Raises:
         OSError: it cannot be looked at.
     """
-    status = path.stat()
-    return {"bytes": status.st_size, "changed_ns": status.st_mtime_ns, "index_uuid": index_uuid}
+    size, changed = shard_status(path)
+    return {"bytes": size, "changed_ns": changed, "index_uuid": index_uuid}
+
+
+def shard_status(path: Path) -> tuple[int, int]:
+    """Bytes of a shard, and the time of its last change in nanoseconds.
+
+    Args:
+        path: here or in an object store (`energon_packing.remote_files`).
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    if (address := remote_address(path)) is None:
+        here = path.stat()
+        return here.st_size, here.st_mtime_ns
+    if (there := status(address)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), address)
+    return there.size, there.changed

@@ -18,6 +18,7 @@ from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, Ind
 from energon_packing.offline.measuring import ShardMeasurer, cannot_write
 from energon_packing.offline.parquet import remove_leftovers
 from energon_packing.offline.source_part import SourcePart, source_parts
+from energon_packing.remote_files import check_local
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``measure``, the samples that are done, and all samples."""
@@ -47,6 +48,7 @@ class MeasureConfig:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("measure needs at least one data set.")
+        check_local("--out", self.out)
         self.executor_config()  # refuses what cannot be
         check_rank(self.rank, self.world_size)
 

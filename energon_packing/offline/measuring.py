@@ -23,6 +23,7 @@ from energon_packing.offline.parquet import read_metadata, said, write_table
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
+from energon_packing.remote_files import shown
 
 NO_ROW = 2**30
 """Tokens of the row that samples are measured for: none is too long for it."""
@@ -143,7 +144,7 @@ class ShardMeasurer:
             return shard_identity(path, self.index_of(part.root).uuid)
         except OSError as error:
             raise UserError(
-                f"{path}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
+                f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
             ) from error
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:

@@ -38,6 +38,7 @@ from energon_packing.offline.shard_borders import shard_firsts
 from energon_packing.offline.shard_file import ShardFile
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.shard_packer import ShardPacker, packing_encoder
+from energon_packing.remote_files import check_local
 
 SHARD_PACKS = 1000
 """Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
@@ -69,6 +70,7 @@ class PackConfig:
     world_size: int = 1
 
     def __post_init__(self) -> None:
+        check_local("--out", self.out)
         if self.store == "pixels" and self.media == "copy":
             raise ConfigError("--store pixels holds the rendered media, so --media copy would copy what is never read.")
         if self.shard_packs < 1:

@@ -25,6 +25,7 @@ from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import count, counts, limit, mapping, text
 from energon_packing.offline.index import MEDIA, IndexedDataset
 from energon_packing.offline.parquet import read_metadata, write_table
+from energon_packing.remote_files import check_local
 
 FORMAT = 1
 ROW_GROUP = 1 << 16
@@ -202,6 +203,7 @@ class Plan:
         Raises:
             UserError: the file is missing, damaged, no plan, or of another version.
         """
+        check_local("the plan", path)
         file = Path(path)
         if not file.is_file():
             raise UserError(f"There is no plan {file}; make one with 'energon-packing plan'.")

@@ -13,13 +13,14 @@ from energon_packing.energon.split_pieces import piece_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
-from energon_packing.offline.index import IndexedDataset
+from energon_packing.offline.index import IndexedDataset, shard_status
 from energon_packing.offline.plan import Plan, PlannedSample
 from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles, inside
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.remote_files import shown
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
 
@@ -70,13 +71,13 @@ class PlannedSource:
     def _compare(self, path: Path, identity: Mapping[str, Any]) -> None:
         """The time of the last change is left out: a copy of a data set is as good."""
         try:
-            size = path.stat().st_size
+            size, _ = shard_status(path)
         except OSError as error:
-            raise UserError(f"{path}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
+            raise UserError(f"{shown(path)}, a shard of the plan, is missing ({error.strerror}); {REMEDY}") from error
         uuid = ShardIndex.uuid_of(self._root) if not self._compared else identity["index_uuid"]
         if size != identity["bytes"] or uuid != identity["index_uuid"]:
             what = f"{size} bytes instead of {identity['bytes']}" if size != identity["bytes"] else "another index"
-            raise UserError(f"{path} changed since it was measured ({what}); {REMEDY}")
+            raise UserError(f"{shown(path)} changed since it was measured ({what}); {REMEDY}")
 
     def _metadata(self, key: str, name: str) -> Any:
         if self._media_index is None:

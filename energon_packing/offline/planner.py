@@ -29,6 +29,7 @@ from energon_packing.offline.remeasured import Remeasure
 from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
 from energon_packing.offline.sources import Sources
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.remote_files import check_local
 
 LARGEST_NARROW = 1 << 30
 """Bytes of keys, positions and media that are held with offsets of 32 bits, which end at 2 GiB of names."""
@@ -79,6 +80,7 @@ def make_plan(
             are dropped than ``packing.drop_budget`` allows, or a sample does not fit under ``oversize: raise``.
         ConfigError: the configuration does not suit the indexes.
     """
+    check_local("the plan", out)
     if out.exists() and not force:
         raise UserError(f"{out} exists already; name another file, or replace it with --force.")
     if not out.parent.is_dir():

@@ -13,6 +13,8 @@ from urllib.parse import quote
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY
 from energon_packing.errors import UserError
+from energon_packing.offline.remote_metadata import index_file, metadata_text
+from energon_packing.remote_files import shown
 
 RECORD_PART = "json"
 """Part of a sample that holds its record."""
@@ -50,7 +52,7 @@ class ShardIndex:
     """``.nv-meta`` of a WebDataset, opened to read.
 
     Args:
-        root: directory of the data set.
+        root: directory of the data set, here or in an object store (`energon_packing.remote_files`).
 
     Raises:
         UserError: it has no index that can be read.
@@ -61,12 +63,12 @@ class ShardIndex:
         self.root = root
         self.uuid = self.uuid_of(root)
         try:
-            counts = json.loads((meta / INFO_FILE).read_text(encoding="utf-8"))["shard_counts"]
-            place = quote(str(meta / "index.sqlite"))  # "#", "?" and "%" would end or change the path
+            counts = json.loads(metadata_text(root, INFO_FILE))["shard_counts"]
+            place = quote(str(index_file(root)))  # "#", "?" and "%" would end or change the path
             self._database = sqlite3.connect(f"file:{place}?mode=ro&immutable=1", uri=True)
             self._database.execute("SELECT 1 FROM sample_parts LIMIT 1")
         except (OSError, KeyError, ValueError, TypeError, sqlite3.Error) as error:
-            raise UserError(f"{meta} cannot be read ({error}); run 'energon prepare {root}'") from error
+            raise UserError(f"{shown(meta)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
         self.shards: tuple[str, ...] = tuple(counts)
         """Names of the tars, in the order of their numbers."""
         self.samples: dict[str, int] = {name: int(count) for name, count in counts.items()}
@@ -81,9 +83,9 @@ class ShardIndex:
         """
         file = root / META_DIRECTORY / "index.uuid"
         try:
-            return file.read_text(encoding="utf-8").strip()
+            return metadata_text(root, file.name).strip()
         except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({error}); run 'energon prepare {root}'") from error
+            raise UserError(f"{shown(file)} cannot be read ({error}); run 'energon prepare {shown(root)}'") from error
 
     def records(self, shard: str) -> Iterator[tuple[str, int | None, int | None]]:
         """Key of each sample of a tar, in order, with offset and bytes of its record; None if it has no record."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os.path
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from energon_packing.convert.layout import MEDIA_AUX, SUBFLAVORS
 from energon_packing.energon.cookers import cook_record
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.errors import UserError
+from energon_packing.offline.remote_metadata import describe
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.tar_files import TarFiles
+from energon_packing.remote_files import check_remote, remote_address
 from energon_packing.validate.looks.data import look_at_data
 from energon_packing.validate.looks.leaves import REMOTE
 
@@ -26,7 +29,7 @@ class SourcePart:
     """A directory of shards whose records are conversations, and the directory of their media.
 
     Attributes:
-        path: that the user named; absolute.
+        path: that the user named; absolute, or an address. `root` and `media_root` may be addresses, too.
         split: part of it.
         root: directory of the shards.
         media_root: directory of the shards with the media; `root` itself for a monolithic data set.
@@ -58,10 +61,43 @@ class SourcePart:
 def source_parts(path: str | Path, split: str) -> list[SourcePart]:
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets.
 
+    Args:
+        path: of this machine, or in an object store (`energon_packing.remote_files`).
+        split: part of it.
+
     Raises:
         UserError: something is missing or damaged, or the samples are not conversations of ours.
     """
-    found = look_at_data(str(path), split, {"data.path": "DATASET", "data.split": "--split"}, {})
+    if (address := remote_address(path)) is None:
+        return _parts(str(path), os.path.abspath(path), split)
+    check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch).resolve() / "data"
+        try:
+            parts = _parts(str(describe(address, here)), address, split)
+        except UserError as error:
+            raise UserError(str(error).replace(str(here), address)) from error
+    return [
+        replace(part, root=_there(part.root, here, address), media_root=_there(part.media_root, here, address))
+        for part in parts
+    ]
+
+
+def _there(path: str, here: Path, address: str) -> str:
+    """The address of a directory whose description was copied; a metadataset may also name one of this machine."""
+    root = address.rpartition("/")[0] if address.endswith((".yaml", ".yml")) else address
+    relative = os.path.relpath(path, here)
+    return path if relative.startswith("..") else root if relative == "." else f"{root}/{relative}"
+
+
+def _parts(path: str, named: str, split: str) -> list[SourcePart]:
+    """The parts of a data set whose description is on this machine.
+
+    Args:
+        path: of the description.
+        named: what the user named.
+    """
+    found = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
     wrong = [look for look in found.looks if look.outcome == "error"]
     if wrong:
         raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
@@ -79,7 +115,7 @@ def source_parts(path: str | Path, split: str) -> list[SourcePart]:
             raise UserError(f"{leaf.path} keeps its media as files in {media}; convert it again, into shards")
         parts.append(
             SourcePart(
-                path=os.path.abspath(path),
+                path=named,
                 split=leaf.split,
                 root=os.path.abspath(leaf.path),
                 media_root=os.path.abspath(media),

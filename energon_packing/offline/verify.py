@@ -25,6 +25,7 @@ from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.shard_file import ShardFile, file_digest
 from energon_packing.offline.shard_packer import AT_ONCE, packing_encoder
 from energon_packing.offline.stored_pack import StoredPack
+from energon_packing.remote_files import check_local
 from energon_packing.thd.checks import check_thd
 
 
@@ -47,6 +48,7 @@ class VerifyConfig:
     address: str | None = None
 
     def __post_init__(self) -> None:
+        check_local("the packed directory", self.directory)
         if not 0 <= self.share <= 1:
             raise ConfigError(f"--share is {self.share:g}; it must be between 0 and 1.")
         self.executor_config()  # refuses what cannot be

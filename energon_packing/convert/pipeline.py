@@ -220,8 +220,8 @@ def _build(
         else:
             stored, splits = _write(config, reading, workers, build, fingerprint, tell)
     report = ConversionReport(
-        out=str(config.out) if config.out.name else "",
-        entry=str(config.out / DATASET_FILE if config.layout == "polylithic" else config.out)
+        out=shown(config.out) if config.out.name else "",
+        entry=shown(config.out / DATASET_FILE if config.layout == "polylithic" else config.out)
         if config.out.name
         else "",
         layout=config.layout,

@@ -43,7 +43,7 @@ from energon_packing.convert.report import (
     ignored_entries,
     read_report,
 )
-from energon_packing.convert.source_list import content_digest, find_sources
+from energon_packing.convert.source_list import find_sources, source_digest
 from energon_packing.convert.sources import find_chunks
 from energon_packing.convert.splits import Positions, SplitAssigner, positions_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
@@ -106,7 +106,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         "options": config.fingerprint_options(),
     }
     if config.resume and not config.dry_run and read_report(config.out) is not None:
-        known = {**fingerprint, "sources": {source.place: content_digest(source) for source in sources}}
+        known = {**fingerprint, "sources": {source.place: source_digest(source) for source in sources}}
         if (finished := finished_report(config, known)) is not None:
             return ConversionReport(**{**finished, "out": shown(config.out), "skipped": True})
     if address is not None and not config.dry_run:

@@ -13,7 +13,7 @@ from pathlib import Path
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.layout import DATASET_FILE, META_DIRECTORY
 from energon_packing.convert.report import CONVERSION_FILE, read_report
-from energon_packing.convert.source_list import file_digest
+from energon_packing.convert.source_list import content_digest
 from energon_packing.errors import UserError
 from energon_packing.remote_files import digest, listed, private_directory, remote_address, remove, status, store
 
@@ -106,7 +106,7 @@ def _order(name: str) -> int:
 def _is_there(path: Path, address: str) -> bool:
     """Whether a store has a file already; of the same bytes."""
     found = status(address)
-    return found is not None and found.size == path.stat().st_size and digest(address) == file_digest(path)
+    return found is not None and found.size == path.stat().st_size and digest(address) == content_digest(path)
 
 
 def _unanswered(address: str, error: OSError) -> UserError:

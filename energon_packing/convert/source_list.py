@@ -148,17 +148,17 @@ def _is_saved_dataset(directory: Path) -> bool:
     return (directory / "state.json").is_file() and any(directory.glob("*.arrow"))
 
 
-def content_digest(source: SourceFile) -> str:
+def source_digest(source: SourceFile) -> str:
     """SHA-256 of a file, hexadecimal."""
     if source.address is not None:
         try:
             return digest(source.address)
         except OSError as error:
             raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
-    return file_digest(source.path)
+    return content_digest(source.path)
 
 
-def file_digest(path: Path) -> str:
+def content_digest(path: Path) -> str:
     """SHA-256 of a file of this machine, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

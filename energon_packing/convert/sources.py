@@ -22,7 +22,7 @@ from typing import BinaryIO
 from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
 from energon_packing.convert.json_array import iterate_array
 from energon_packing.convert.json_values import parse_json, parse_quickly
-from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, file_digest, suffix_of
+from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
 from energon_packing.convert.source_readers import DigestingReader, UnpackingReader
 from energon_packing.convert.table_files import find_rows, read_rows
 from energon_packing.convert.tar_samples import UnpackedCopy, find_samples, read_samples, unpacked_tar
@@ -64,11 +64,11 @@ def find_chunks(
     try:
         if suffix in TABLE_SUFFIXES and compression is None:
             yield from find_rows(source, chunk_bytes)
-            digest(file_digest(source.path))
+            digest(content_digest(source.path))
             return
         if suffix == TAR_SUFFIX and compression is None:
             yield from find_samples(source, chunk_bytes)
-            digest(file_digest(source.path))
+            digest(content_digest(source.path))
             return
         with source.path.open("rb") as stream:
             if suffix == TAR_SUFFIX and compression is not None:

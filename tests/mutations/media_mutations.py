@@ -199,6 +199,13 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=38,
+        name="links of a store that is a file system lead out of the root",
+        test="tests/convert/test_convert_remote.py::test_local_records_with_media_in_a_store_and_the_other_way_round",
+        oracle="the file system",
+        edits=(("remote_files.py", "if os.path.commonpath((inside, real)) != inside:", "if not inside:"),),
+    ),
+    Mutation(
+        trap=38,
         name="a name with a lone surrogate passes for one that a file can have",
         test="tests/test_stored_record.py::"
         "test_a_name_that_no_store_can_hold_is_refused_in_every_kind_of_record[latents]",

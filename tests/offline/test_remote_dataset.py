@@ -64,12 +64,17 @@ def test_a_plan_of_a_data_set_in_a_store_has_the_packs_of_the_local_one(shelf, d
     assert digests(open_loader(remote)) == expected
     assert {address.rpartition(".")[2] for address, *_ in asked} == {"tar"}
 
+    def loaded(path):
+        data = type(run.data)(path=str(path), workers=0, repeat=False)
+        return digests(open_loader(type(run)(data=data, encoder=run.encoder, packing=run.packing)))
+
     packed = tmp_path / "packed"
+    pack(PackConfig(plan=Path(remote.data.path), out=tmp_path / "named", workers=0))
+    assert loaded(tmp_path / "named") == expected
     pack(PackConfig(plan=Path(remote.data.path), out=packed, workers=0, media="copy"))
     assert not verify(VerifyConfig(directory=packed, share=0.3, workers=0)).findings
     monkeypatch.delenv("MSC_CONFIG")  # the copy is complete
-    data = type(run.data)(path=str(packed), workers=0, repeat=False)
-    assert digests(open_loader(type(run)(data=data, encoder=run.encoder, packing=run.packing))) == expected
+    assert loaded(packed) == expected
 
 
 def test_records_that_follow_each_other_are_read_at_once_and_others_alone(shelf, dataset, monkeypatch):

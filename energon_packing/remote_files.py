@@ -36,10 +36,12 @@ class RemoteFile:
     Attributes:
         size: bytes.
         changed: time of the last change, nanoseconds.
+        version: that the store gives the content (``etag``), for a change within a tick of its clock; may be empty.
     """
 
     size: int
     changed: int
+    version: str = ""
 
 
 def remote_address(path: str | Path) -> str | None:
@@ -312,4 +314,5 @@ def _as_os_error(error: RuntimeError) -> OSError:
 
 
 def _described(found: Any) -> RemoteFile:
-    return RemoteFile(size=found.content_length, changed=round(found.last_modified.timestamp() * 1e6) * 1000)
+    changed = round(found.last_modified.timestamp() * 1e6) * 1000
+    return RemoteFile(size=found.content_length, changed=changed, version=found.etag or "")

@@ -1,7 +1,7 @@
 """Files in object stores, through the package that Energon reads them with (``multistorageclient``).
 
 Its configuration says what a profile of ``msc://PROFILE/PATH`` is; it also takes ``s3://``, ``gs://`` and ``ais://``.
-Paths of the command line are `pathlib.Path`, which makes one slash of two: `remote_address` gives the address back.
+Paths of the command line are ``pathlib.Path``, which makes one slash of two: `remote_address` gives the address back.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ class Given:
             "path/or/name": self._processor,
             "run.yaml": self._run,
             "data/packed": self._data,
-            "run/metrics": self._metrics,
             "clips": self._clip_files,
             "clips.jsonl": self._clips,
             **{name: lambda name=name: ROOT / name for name in ("scripts", "bridge_configs", "tests")},  # type: ignore[misc]
@@ -91,19 +90,6 @@ class Given:
         out = self.folder / "packed"
         sources, split = (self._get("chats.jsonl"),), {"train": 0.9, "val": 0.1}
         convert(ConvertConfig(sources=sources, media_root=self._get("images"), out=out, split=split, workers=0))
-        return out
-
-    def _metrics(self) -> Path:
-        """What a run of one epoch that has ended wrote about its packs."""
-        from energon_packing import build_loader, load_config
-        from energon_packing.energon.pack_metrics import watched
-        from energon_packing.metrics_config import MetricsConfig
-
-        out = self.folder / "metrics"
-        settings = ("data.repeat=false", "data.workers=0", f"data.path={self._get('data/packed')}")
-        config = load_config(self._get("run.yaml"), (*settings, f"encoder.processor={self._get('path/or/name')}"))
-        for _ in watched(build_loader(config), MetricsConfig(directory=str(out), interval=2), capacity=2048):
-            pass
         return out
 
     def _clip_files(self) -> Path:

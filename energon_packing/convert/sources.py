@@ -85,8 +85,9 @@ def find_chunks(
             else:
                 form, start, error = _look_inside(source, stream, suffix, compression, max_record_bytes)
                 stream.seek(0)
-                # An element is bounded in characters, of up to four bytes.
-                keep = max_record_bytes * (1 if form in _LINES else 4) + _LARGEST_UNPACKED
+                # An element is bounded in characters, of up to four bytes; while it is read, up to a byte for each
+                # character that is held is read ahead.
+                keep = max_record_bytes * (1 if form in _LINES else 5) + _LARGEST_UNPACKED
                 reader = UnpackingReader(DigestingReader(stream), compression, source.name, keep=keep)
             if error is not None:
                 yield Chunk(source=source, form=form, start=0, end=0, first=0, error=error)

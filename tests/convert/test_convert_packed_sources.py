@@ -247,6 +247,25 @@ def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
 
 
+@pytest.mark.parametrize("length", [380_000, 399_000])
+def test_an_element_near_the_limit_takes_nothing_from_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    monkeypatch.setattr("energon_packing.convert.sources._LARGEST_UNPACKED", 100_000)  # of 8 MiB, so the rest is small
+    records = [
+        {"t": "\U0001f600" * length},
+        {"t": "\U0001f642" * length},
+        *({"n": n, "x": "y" * 300} for n in range(600)),
+    ]
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(records, ensure_ascii=False).encode(), 1))
+    (source,) = find_sources((path,))
+    chunks = list(find_chunks(source, max_record_bytes=400_000, chunk_bytes=lambda: 10))
+    found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=400_000)]
+    assert [record.error for record in found] == [None] * 602
+    assert [record.value for record in found] == records
+
+
 def test_a_long_line_of_a_gzip_file_is_never_held(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     lines = [json.dumps(sharegpt("a")), json.dumps({"x": "y" * (1 << 25)}), json.dumps(sharegpt("b"))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -30,11 +31,24 @@ HOST = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Removes files that processes of this host were writing to `directory` when they were killed."""
+    """Removes files that processes of this host were writing to `directory` when they were killed.
+
+    Containers may share the name of their host and not its processes, so a file that is locked stays too.
+    """
     for file in directory.glob(f".*.{HOST}.*"):
         process = file.name.rpartition(".")[2]
-        if process.isdigit() and not _lives(int(process)):
+        if process.isdigit() and not _lives(int(process)) and not _locked(file):
             file.unlink(missing_ok=True)
+
+
+def _locked(file: Path) -> bool:
+    """Whether a process, here or in another container or machine, is writing a file; True where nobody can say."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    return False
 
 
 def _lives(process: int) -> bool:
@@ -62,10 +76,14 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives a path beside `path` to write to, and renames it to `path` if nothing was raised."""
     aside = path.with_name(f".{path.name}.{HOST}.{os.getpid()}")
     try:
-        yield aside
-        with aside.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(aside, path)
+        # The lock ends with the process, and is on the file whatever opens it to write.
+        with aside.open("wb") as held:
+            with contextlib.suppress(OSError):  # some file systems lock nothing
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield aside
+            with aside.open("rb") as written:
+                os.fsync(written.fileno())
+            os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
 

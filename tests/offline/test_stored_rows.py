@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.offline import parquet
 from energon_packing.offline.parquet import HOST, remove_leftovers
 from energon_packing.offline.stored_arrays import DamagedBytes, from_bytes, to_bytes
 from energon_packing.offline.stored_pack import StoredPack, StoredSample
@@ -135,6 +136,18 @@ def test_arrays_that_would_lie_outside_their_record_are_refused_before_any_memor
 def test_a_header_longer_than_its_record_is_refused():
     with pytest.raises(DamagedBytes, match="its header would have"):
         from_bytes(memoryview(bytearray((2**50).to_bytes(8, "little") + bytes(100))))
+
+
+def test_a_file_that_a_process_of_another_container_is_writing_is_no_leftover(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "_lives", lambda process: False)  # it has a number that no process here has
+    with parquet.replacing(tmp_path / "x") as aside:
+        aside.write_bytes(b"half")
+        remove_leftovers(tmp_path)
+        assert aside.exists()
+    left = tmp_path / f".y.{HOST}.{os.getpid()}"
+    left.touch()
+    remove_leftovers(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_file_of_a_process_that_ended_unnoticed_is_a_leftover_and_that_of_a_living_one_is_not(tmp_path):

@@ -38,7 +38,7 @@ _PASSING = frozenset(
 _HOLDING = frozenset(("ShuffleBufferDataset", "WindowPackingDataset", "SplitPieces"))
 _SOURCE = "WebdatasetSampleLoaderDataset"
 _BUFFERS = ("_active_buffer", "_window", "_planned")
-_RANK = re.compile(r"dprank(\d+)\.pt$")
+_RANK = re.compile(r"train_dataloader_dprank(\d+)\.pt")
 
 
 def read_states(paths: Sequence[Path]) -> list[Any]:
@@ -52,7 +52,7 @@ def read_states(paths: Sequence[Path]) -> list[Any]:
     """
     files = list(paths)
     if len(files) == 1 and files[0].is_dir():
-        named = {int(rank[1]): file for file in files[0].iterdir() if (rank := _RANK.search(file.name))}
+        named = {int(rank[1]): file for file in files[0].iterdir() if (rank := _RANK.fullmatch(file.name))}
         missing = sorted(set(range(len(named))) - named.keys())
         if not named or missing:
             lacks = f"train_dataloader_dprank{missing[0] if named else 0:03d}.pt"

@@ -92,6 +92,7 @@ def test_before_and_after_are_the_epoch_exactly_once(
 ):
     run = run_of(dataset, data={"repeat": True, "workers": workers, **data}, window=8)
     seen = saved_after(run, packs, ranks, tmp_path / "states")
+    (tmp_path / "states" / "valid_dataloader_dprank007.pt").write_text("a state of something else")
     done, plan = converted(run, [tmp_path / "states"], index, tmp_path)
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)["from"]

@@ -20,16 +20,16 @@ from energon_packing.bridge.dataset_sections import (
 )
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
-from energon_packing.energon.loader import PackLoader
+from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.errors import ConfigError
 from energon_packing.metrics_config import MetricsConfig
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.validate.views.container import finalised
 from energon_packing.wan.config import (
     TextToVideoConfig,
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
-from energon_packing.wan.loader import build_text_to_video_loader
 
 
 @dataclass(kw_only=True)
@@ -73,9 +73,9 @@ class PackedWanDatasetConfig(PackProvider):
             metrics=frozen(MetricsConfig, self.metrics, where="dataset.metrics"),
         )
 
-    def make_loader(self, config: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
+    def make_loader(self, config: TextToVideoRunConfig, **arguments: Any) -> LoaderBase:
         """See `PackProvider.make_loader`."""
-        return build_text_to_video_loader(config, **arguments)
+        return open_loader(config, **arguments)
 
     def check_fields(self) -> None:
         """See `PackProvider.check_fields`."""

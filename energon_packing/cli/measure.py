@@ -12,7 +12,6 @@ from rich.table import Table
 
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.config import load_config
 from energon_packing.executors.choice import ExecutorKind
 
 _EXAMPLES = """\b
@@ -51,8 +50,10 @@ def measure(
     patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section only. A
     second run measures what is new; an interrupted one goes on.
     """
+    from energon_packing.offline.kinds import KINDS
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure
+    from energon_packing.offline.source_part import kind_of_data
 
     asked = MeasureConfig(
         paths=datasets,
@@ -64,7 +65,7 @@ def measure(
         rank=rank,
         world_size=world_size,
     )
-    run = load_config(config)
+    run = KINDS[kind_of_data(datasets[0], split)].load_run(config)
     with ShownProgress(Console(stderr=True), {"measure": "measuring"}, quiet=as_json) as shown:
         report = run_measure(asked, run, shown)
     datasets_of = () if report.index is None else report.index.datasets

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from energon_packing.config import RunConfig, load_config
 from energon_packing.errors import UserError
 
 if TYPE_CHECKING:
+    from energon_packing.offline.array_limits import AnyLimits
     from energon_packing.offline.remeasured import Remeasure
-    from energon_packing.packing.pack_limits import PackLimits
+    from energon_packing.offline.sample_kind import AnyRun
 
 _EXAMPLES = """
 Examples:
@@ -69,7 +70,7 @@ def plan(
         raise UserError(f"--out {out} must end with .parquet, by which data.path knows a plan.")
     from energon_packing.offline.planner import make_plan
 
-    config = load_config(config_path, overrides)
+    config = run_of_indexes(given, config_path, overrides)
     limits, remeasure = encoder_parts(config, given)
     facts = make_plan(given, config, out, limits=limits, remeasure=remeasure, force=force)
     result = {
@@ -86,15 +87,23 @@ def plan(
         print_summary(result)
 
 
-def encoder_parts(config: RunConfig, directories: tuple[Path, ...]) -> tuple[PackLimits | None, Remeasure]:
+def run_of_indexes(directories: Sequence[Path], path: str | None, overrides: Iterable[str]) -> Any:
+    """The configuration of a plan of these indexes, whose samples say how it is to be read."""
+    from energon_packing.offline.index import Index, kind_of
+    from energon_packing.offline.kinds import KINDS
+
+    return KINDS[kind_of(Index.open(directories[0]).datasets)].load_run(path, overrides)
+
+
+def encoder_parts(config: AnyRun, directories: tuple[Path, ...]) -> tuple[AnyLimits | None, Remeasure]:
     """The limits of packs with a dummy image, whose length the encoder knows (None if there is none), and how samples
     are measured again. The encoder is built only if one of the two is needed."""
 
     @functools.cache
     def encoder() -> Any:
-        from energon_packing.energon.loader import build_task_encoder
+        from energon_packing.offline.kinds import kind_of_config
 
-        return build_task_encoder(config)
+        return kind_of_config(config).task_encoder(config)
 
     @functools.cache
     def remeasurer() -> Remeasure:
@@ -102,7 +111,7 @@ def encoder_parts(config: RunConfig, directories: tuple[Path, ...]) -> tuple[Pac
 
         return SampleRemeasurer(encoder(), directories)
 
-    limits = encoder().limits if config.packing.dummy_image else None
+    limits = encoder().limits if getattr(config.packing, "dummy_image", False) else None
     return limits, lambda dataset, shard, rows: remeasurer()(dataset, shard, rows)
 
 
@@ -131,9 +140,13 @@ def print_summary(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console()
+    unit = "patches" if "text_tokens" in result else "tokens"
+    size = f"{result['tokens']:,} {unit}, " + (
+        f"{result['text_tokens']:,} text tokens" if "text_tokens" in result else f"{result['images']:,} images"
+    )
     console.print(
         f"{escape(result['plan'])}: {result['rows']:,} samples in {result['packs']:,} packs "
-        f"({result['samples_per_pack']:.1f} a pack), {result['tokens']:,} tokens, {result['images']:,} images"
+        f"({result['samples_per_pack']:.1f} a pack), {size}"
     )
     console.print(
         f"fill {result['fill']:.2%}, with alignment {result['aligned_fill']:.2%}; any packing needs "
@@ -141,7 +154,7 @@ def print_summary(result: dict[str, Any]) -> None:
     )
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in result["drops"].items())
     console.print(f"dropped: {dropped or 'none'}")
-    table = Table("tokens of a sample", "samples")
+    table = Table(f"{unit} of a sample", "samples")
     for line in result["histogram"]:
         table.add_row(f"{line['from']:,} to {line['below'] - 1:,}", f"{line['samples']:,}")
     console.print(table)

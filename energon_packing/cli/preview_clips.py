@@ -18,19 +18,19 @@ from energon_packing.report.excerpt import visible
 
 
 def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
-    """Builds real packs of a text-to-video data set and shows each clip.
+    """Builds real packs of a text-to-video data set, plan or packed directory, and shows each clip.
 
     Raises:
         UserError: the configuration or the data set cannot be used.
     """
+    from energon_packing.offline.open_loader import open_loader
     from energon_packing.report.preview_clips import describe_clips
     from energon_packing.wan.config import load_text_to_video_config
-    from energon_packing.wan.loader import build_text_to_video_loader
 
     config = load_text_to_video_config(config_path, overrides)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     width = config.packing.seq_length
-    loader = build_text_to_video_loader(config)
+    loader = open_loader(config)
     views = [describe_clips(pack, seq_length=width).to_json() for pack in itertools.islice(loader, packs)]
     if as_json:
         click.echo(json.dumps({"dataset": dataset, "seq_length": width, "packs": views}, indent=2))

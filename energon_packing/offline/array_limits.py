@@ -1,4 +1,4 @@
-"""`PackLimits` for millions of samples at once: the same numbers, as arrays."""
+"""`PackLimits` and `ClipLimits` for millions of samples at once: the same numbers, as arrays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import numpy as np
 
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.wan.limits import ClipLimits
+
+AnyLimits = PackLimits | ClipLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,12 +22,14 @@ class Sizes:
         second: ``[N]`` int32, tokens of the rejected answer, 0 if the sample is no pair.
         images: ``[N]`` int32, tiles counted one by one.
         patches: ``[N]`` int64, rows of vision input.
+        text_tokens: ``[N]`` int32, of clips, whose ``length`` is their patches; None for conversations.
     """
 
     length: np.ndarray
     second: np.ndarray
     images: np.ndarray
     patches: np.ndarray
+    text_tokens: np.ndarray | None = None
 
     def __len__(self) -> int:
         return int(self.length.size)
@@ -52,16 +57,18 @@ class Sizes:
             second=self.second[indices],
             images=self.images[indices],
             patches=self.patches[indices],
+            text_tokens=None if self.text_tokens is None else self.text_tokens[indices],
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizedRow:
-    """One sample, in the form that `PackLimits` takes."""
+    """One sample, in the form that `PackLimits` and `ClipLimits` take."""
 
     segment_lengths: tuple[int, ...]
     images: int
     patches: int
+    text_tokens: int = 0
 
     @property
     def length(self) -> int:
@@ -76,44 +83,57 @@ class SizedRow:
             segment_lengths=(length, second) if second else (length,),
             images=int(sizes.images[index]),
             patches=int(sizes.patches[index]),
+            text_tokens=0 if sizes.text_tokens is None else int(sizes.text_tokens[index]),
         )
 
 
-def length_units(limits: PackLimits, sizes: Sizes) -> np.ndarray:
+def length_units(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` int64: alignment units that each sample occupies."""
     multiple = limits.multiple
     return -(-sizes.length.astype(np.int64) // multiple) + -(-sizes.second.astype(np.int64) // multiple)
 
 
-def masked_units(limits: PackLimits, sizes: Sizes) -> np.ndarray:
+def masked_units(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` int64, 0 or 1: alignment units of the masked segment after each sample if it is alone in its row."""
     if not limits.lone_room:
         return np.zeros(len(sizes), dtype=np.int64)
     pair = sizes.second > 0
     last = np.where(pair, sizes.second, sizes.length)
     before_is_padded = pair & (sizes.length % limits.multiple != 0)
-    return ((last % limits.multiple != 0) & ~before_is_padded).astype(np.int64)
+    padded = last % limits.multiple != 0
+    if sizes.text_tokens is not None:
+        padded |= sizes.text_tokens % limits.multiple != 0
+    return (padded & ~before_is_padded).astype(np.int64)
 
 
-def costs(limits: PackLimits, sizes: Sizes) -> dict[str, np.ndarray]:
+def costs(limits: AnyLimits, sizes: Sizes) -> dict[str, np.ndarray]:
     """For each limited name, what each sample costs, ``[N]`` int64."""
     measures = {
         "images": lambda: sizes.images.astype(np.int64),
         "patches": lambda: sizes.patches.astype(np.int64),
         "segments": lambda: sizes.segments,
         "cost": lambda: sizes.cost,
+        "text_tokens": lambda: _text_places(limits, sizes),
     }
     return {name: measures[name]() for name in limits.limited}
 
 
-def too_long(limits: PackLimits, sizes: Sizes) -> np.ndarray:
+def too_long(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` bool: which samples are longer than a row, with the masked segment that they may need."""
     return length_units(limits, sizes) + masked_units(limits, sizes) > limits.units
 
 
-def holds(limits: PackLimits, sizes: Sizes) -> np.ndarray:
+def holds(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
     """``[N]`` bool: which samples fit a pack by themselves."""
     fits = ~too_long(limits, sizes)
     for name, cost in costs(limits, sizes).items():
-        fits &= cost <= limits.limited[name]
+        # The masked clip after a clip that is alone has text tokens too.
+        alone = masked_units(limits, sizes) * limits.multiple if name == "text_tokens" else 0
+        fits &= cost + alone <= limits.limited[name]
     return fits
+
+
+def _text_places(limits: AnyLimits, sizes: Sizes) -> np.ndarray:
+    """``[N]`` int64: text tokens of each clip, alignment padding included."""
+    assert sizes.text_tokens is not None, "only clips are limited in text tokens"
+    return -(-sizes.text_tokens.astype(np.int64) // limits.multiple) * limits.multiple

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from energon_packing.config import RunConfig
 from energon_packing.errors import PackingError, UserError
 from energon_packing.offline import array_limits
-from energon_packing.offline.array_limits import SizedRow, Sizes
+from energon_packing.offline.array_limits import AnyLimits, SizedRow, Sizes
+from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.remeasured import Piece, Remeasure, Remeasured, changes_samples
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.offline.sources import Sources
-from energon_packing.packing.pack_limits import PackLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Samples:
 
 
 def fitting_samples(
-    sources: Sources, limits: PackLimits, config: RunConfig, remeasure: Remeasure | None = None
+    sources: Sources, limits: AnyLimits, config: AnyRun, remeasure: Remeasure | None = None
 ) -> tuple[Samples, list[Drop]]:
     """Reads the sizes of all samples and keeps those that fit a pack.
 
@@ -97,6 +97,8 @@ def _read(sources: Sources) -> tuple[Sizes, list[Drop]]:
         "images": np.zeros(count, np.int32),
         "patches": np.zeros(count, np.int64),
     }
+    if sources.kind == "clips":
+        columns["text_tokens"] = np.zeros(count, np.int32)
     bad: list[int] = []
     for start, table in sources.tables([*columns, "reason"]):
         for name, column in columns.items():
@@ -127,7 +129,7 @@ def _keys(sources: Sources, wanted: np.ndarray) -> dict[int, str]:
     return {source: row["key"] for source, row in _rows(sources, wanted, ["key"]).items()}
 
 
-def _refusal(source: int, key: str, size: SizedRow, limits: PackLimits, config: RunConfig) -> Drop:
+def _refusal(source: int, key: str, size: SizedRow, limits: AnyLimits, config: AnyRun) -> Drop:
     """Why a sample fits no pack, in the words of the online loader.
 
     Raises:
@@ -141,18 +143,13 @@ def _refusal(source: int, key: str, size: SizedRow, limits: PackLimits, config: 
     return drop
 
 
-def _why(size: SizedRow, limits: PackLimits, config: RunConfig) -> dict[str, str]:
+def _why(size: SizedRow, limits: AnyLimits, config: AnyRun) -> dict[str, str]:
     if not limits.too_long(size):
         exceeded = limits.exceeded(size)
         if exceeded is None:
             raise PackingError(f"a sample that fits a pack was refused: {size}")
         return {"reason": "over_limit", "detail": exceeded, "setting": exceeded.rpartition(" ")[2].partition("=")[0]}
-    aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
-    masked = limits.masked_units(size) * limits.multiple
-    aligned += f" and {masked} for a masked segment after it" if masked else ""
-    reserved = config.packing.seq_length - limits.tokens
-    less = f" less {reserved} for dummy_image" if reserved else ""
-    detail = f"{size.length} tokens{aligned}; a row holds packing.seq_length={config.packing.seq_length}{less}"
+    detail = kind_of_config(config).too_long(size, limits, config)
     return {"reason": "oversize", "detail": detail, "setting": "packing.seq_length"}
 
 
@@ -164,7 +161,7 @@ class _KeptPiece:
 
 
 def _measured_again(
-    sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: PackLimits, config: RunConfig
+    sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
 ) -> tuple[list[_KeptPiece], list[Drop]]:
     by_shard: defaultdict[int, list[int]] = defaultdict(list)
     keys = _keys(sources, over)
@@ -195,7 +192,7 @@ def _number(result: Remeasured, number: int) -> int:
     return number if result.split else -1
 
 
-def _drop_of(source: int, key: str, piece: Piece, limits: PackLimits, config: RunConfig) -> Drop | None:
+def _drop_of(source: int, key: str, piece: Piece, limits: AnyLimits, config: AnyRun) -> Drop | None:
     """Why a piece is dropped; None if it is packed."""
     setting = f"packing.oversize={config.packing.oversize}"
     if piece.reason is not None:

@@ -13,19 +13,24 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 from energon_packing.remote_files import check_local, remote_address, status
 
+Kind = Literal["conversations", "clips"]
+"""What the samples of a data set are."""
+MARKS: Mapping[Kind, Mapping[str, str]] = {"conversations": SUBFLAVORS, "clips": TEXT_TO_VIDEO_SUBFLAVORS}
+"""The subflavors by which `convert` marks each kind."""
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 LENGTH_FREE = (
@@ -64,7 +69,13 @@ SCHEMA = pa.schema(
         pa.field("detail", pa.string()),
     ]
 )
-"""Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped."""
+"""Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped.
+
+Of a clip, ``length`` and ``targets`` are its latent patches.
+"""
+TEXT_TOKENS = pa.field("text_tokens", pa.int32())  # rows that a clip has among the keys, without alignment
+CLIP_SCHEMA = SCHEMA.append(TEXT_TOKENS)
+"""Columns of a shard's file of clips."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +140,29 @@ class IndexedDataset:
             shards=tuple(_shard(each) for each in values["shards"]),
             subflavors=mapping(values, "subflavors"),
         )
+
+
+def kind_of(datasets: Iterable[IndexedDataset]) -> Kind:
+    """What the samples of these data sets are.
+
+    Raises:
+        UserError: some are conversations and some are clips.
+    """
+    found: dict[Kind, IndexedDataset] = {}
+    for each in datasets:
+        found.setdefault(kind_of_subflavors(each.subflavors) or "conversations", each)
+    if len(found) > 1:
+        clips, conversations = found["clips"].path, found["conversations"].path
+        raise UserError(f"{clips} holds clips and {conversations} conversations; make an index and a plan of each.")
+    return next(iter(found), "conversations")
+
+
+def kind_of_subflavors(subflavors: Mapping[str, Any]) -> Kind | None:
+    """What `convert` marked as such; None if it marked neither."""
+    for kind, marks in MARKS.items():
+        if all(subflavors.get(name) == value for name, value in marks.items()):
+            return kind
+    return None
 
 
 def _shard(values: Mapping[str, Any]) -> IndexedShard:

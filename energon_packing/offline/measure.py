@@ -11,12 +11,14 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from energon_packing.config import EncoderConfig, RunConfig, to_mapping
+from energon_packing.config import to_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.measuring import ShardMeasurer, cannot_write
 from energon_packing.offline.parquet import remove_leftovers
+from energon_packing.offline.sample_kind import AnyEncoderConfig, AnyRun
 from energon_packing.offline.source_part import SourcePart, source_parts
 from energon_packing.remote_files import check_local
 
@@ -108,19 +110,20 @@ class _Measuring:
         return f"measuring {task.shard} of {task.part.root}"
 
 
-def measure(config: MeasureConfig, run: RunConfig, progress: Progress = lambda *_: None) -> MeasureReport:
+def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: None) -> MeasureReport:
     """Measures the shards that the index lacks, and writes ``index.json``.
 
     Args:
-        run: its ``encoder`` section is used.
+        run: its ``encoder`` section is used; a `TextToVideoRunConfig` for clips.
 
     Raises:
         UserError: a data set or the processor cannot be used, the index was made with another encoder, or a shard
             cannot be measured.
     """
+    kind = kind_of_config(run).name
     measurer = ShardMeasurer(run.encoder)
     _index(config.out, measurer)  # refused before anything is measured
-    parts = [part for path in config.paths for part in source_parts(path, config.split)]
+    parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part) for part in parts]
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
@@ -209,7 +212,7 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
     return found
 
 
-def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: EncoderConfig) -> Index:
+def _saved(out: Path, measurer: ShardMeasurer, datasets: Sequence[IndexedDataset], encoder: AnyEncoderConfig) -> Index:
     """Writes the index with the data sets of this command in it, beside those that are there.
 
     Raises:

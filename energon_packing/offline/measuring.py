@@ -11,39 +11,35 @@ from typing import Any
 
 import pyarrow as pa
 
-from energon_packing.config import EncoderConfig, PackingConfig, to_mapping
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
-from energon_packing.encoders.sample_encoder import AnyMeasured
-from energon_packing.energon.samples import ConversationSample, MeasuredSample
-from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.config import to_mapping
+from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import PackingError, UserError
-from energon_packing.offline.index import FORMAT, LENGTH_FREE, SCHEMA, IndexedShard, shard_identity
+from energon_packing.offline.index import FORMAT, IndexedShard, shard_identity
+from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.parquet import read_metadata, said, write_table
+from energon_packing.offline.sample_kind import AnyEncoderConfig
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
 from energon_packing.remote_files import shown
 
-NO_ROW = 2**30
-"""Tokens of the row that samples are measured for: none is too long for it."""
-BY_CONTENT = ("processor", "chat_template", "trust_remote_code")
-"""Fields of `EncoderConfig` that name what the encoder's own fingerprint digests."""
 _ROWS = 8192
 
 
-def measuring_fingerprint(encoder: PackingTaskEncoder, config: EncoderConfig) -> dict[str, str]:
+def measuring_fingerprint(encoder: Any, config: AnyEncoderConfig) -> dict[str, str]:
     """What lengths, targets and refusals depend on, by name.
 
-    Every field of the ``encoder`` section is in it but `LENGTH_FREE` and `BY_CONTENT`, so none can be forgotten.
+    Every field of the ``encoder`` section is in it but those that its kind names (`SampleKind.length_free`,
+    `SampleKind.by_content`), so none can be forgotten.
     """
+    kind = kind_of_config(config)
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
         for name, value in to_mapping(config).items()
-        if name not in (*LENGTH_FREE, *BY_CONTENT)
+        if name not in (*kind.length_free, *kind.by_content)
     }
     # Limits count as configured, because a run lowers them to those of its rows.
-    left_out = {"limits", *LENGTH_FREE}
+    left_out = {"limits", *kind.length_free, *(f"encoder.{name}" for name in kind.length_free)}
     own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}
     return {**own, **fields}
 
@@ -63,9 +59,10 @@ class ShardMeasurer:
         ConfigError: the processor cannot be used.
     """
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: AnyEncoderConfig) -> None:
         self._config = config
-        self._encoder = PackingTaskEncoder(config, PackingConfig(seq_length=NO_ROW))
+        self._kind = kind_of_config(config)
+        self._encoder = self._kind.measuring_encoder(config)
         self.fingerprint = measuring_fingerprint(self._encoder, config)
         self._digest = digest_of(self.fingerprint)
         self._files = TarFiles()
@@ -104,7 +101,7 @@ class ShardMeasurer:
                 that the configuration cannot work.
         """
         identity = self._identity(part, shard)
-        columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        columns: dict[str, list[Any]] = {name: [] for name in self._kind.schema.names}
         tables: list[pa.Table] = []
         samples = dropped = tokens = 0
         for row in self.rows(part, shard):
@@ -114,9 +111,9 @@ class ShardMeasurer:
             for name, value in row.items():
                 columns[name].append(value)
             if samples % _ROWS == 0:
-                tables.append(_table(columns))
+                tables.append(_table(columns, self._kind.schema))
         if columns["key"] or not tables:
-            tables.append(_table(columns))
+            tables.append(_table(columns, self._kind.schema))
         if samples != self.index_of(part.root).samples[shard]:
             raise PackingError(f"{shard} of {part.root} has {samples} samples in its index and another count beside it")
         if self._identity(part, shard) != identity:
@@ -133,7 +130,7 @@ class ShardMeasurer:
         }
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            write_table(directory / known.file, SCHEMA, tables, metadata)
+            write_table(directory / known.file, self._kind.schema, tables, metadata)
         except OSError as error:
             raise cannot_write(directory / known.file, error) from error
         return known
@@ -148,7 +145,7 @@ class ShardMeasurer:
             ) from error
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
-        """Measures samples of a shard, in order; each row is of `SCHEMA`.
+        """Measures samples of a shard, in order; each row has the columns of its kind.
 
         Args:
             wanted: their numbers in the shard; None measures all.
@@ -167,21 +164,24 @@ class ShardMeasurer:
             sample = part.sample(key, record, store)
             yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
 
-    def _measured(self, sample: ConversationSample, store: IndexedMedia) -> dict[str, Any]:
+    def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
         found: MeasuredSample = self._encoder.preencode_sample(sample)
         problem, measured = found.problem, found.measured
         if problem is not None and problem.fatal is not None:
             raise problem.fatal
         if problem is not None or measured is None:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
-            return {**_sizes(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
+            return {**self._row(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
         files = []
-        for name in dict.fromkeys(media_names(measured)):
+        for name in dict.fromkeys(self._kind.media_names(measured)):
             position = store.position(name)
             if position is None:
-                return {**_sizes(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
+                return {**self._row(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
             files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
-        return {**_sizes(measured), "media": files}
+        return {**self._row(measured), "media": files}
+
+    def _row(self, measured: Any) -> dict[str, Any]:
+        return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:
@@ -192,7 +192,7 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     )
 
 
-def _made_again(config: EncoderConfig, fingerprint: Mapping[str, str]) -> ShardMeasurer:
+def _made_again(config: AnyEncoderConfig, fingerprint: Mapping[str, str]) -> ShardMeasurer:
     """A measurer on another machine.
 
     Raises:
@@ -208,47 +208,9 @@ def _made_again(config: EncoderConfig, fingerprint: Mapping[str, str]) -> ShardM
     return found
 
 
-def _sizes(measured: AnyMeasured | None) -> dict[str, Any]:
-    if measured is None:
-        names = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
-        return {**dict.fromkeys(names, 0), "media": [], "reason": None, "detail": None}
-    first, second = (*measured.segment_lengths, 0)[:2]
-    # Both answers of a pair show the media of their common beginning.
-    shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
-    media = list(zip(shown.media, shown.plans, strict=True)) if isinstance(shown, Measured) else []
-    frames = [max(1, len(plan.frame_indices)) for _, plan in media]
-    return {
-        "length": first,
-        "second": second,
-        "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
-        "images": measured.images,
-        "patches": measured.patches,
-        "turns": shown.turns if isinstance(shown, Measured) else 0,
-        "stills": sum(each.kind == "image" for each, _ in media),
-        "videos": sum(each.kind == "video" for each, _ in media),
-        "frames": sum(count for (each, _), count in zip(media, frames, strict=True) if each.kind == "video"),
-        "pixels": sum(
-            (each.width or 0) * (each.height or 0) * count for (each, _), count in zip(media, frames, strict=True)
-        ),
-        "media": [],
-        "reason": None,
-        "detail": None,
-    }
-
-
-def media_names(measured: AnyMeasured) -> Iterator[str]:
-    """Names of the files that rendering reads."""
-    segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
-    for media in getattr(segment, "media", ()):
-        yield from media.frame_names or (media.name,)
-    if isinstance(measured, MeasuredPair):
-        for media in measured.rejected.media:
-            yield from media.frame_names or (media.name,)
-
-
-def _table(columns: dict[str, list[Any]]) -> pa.Table:
+def _table(columns: dict[str, list[Any]], schema: pa.Schema) -> pa.Table:
     """A table of the rows so far, which are forgotten."""
-    table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in SCHEMA}, schema=SCHEMA)
+    table = pa.table({field.name: pa.array(columns[field.name], field.type) for field in schema}, schema=schema)
     for values in columns.values():
         values.clear()
     return table

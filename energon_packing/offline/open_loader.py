@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from energon_packing.config import RunConfig
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.sample_kind import AnyRun
+from energon_packing.wan.config import TextToVideoRunConfig
+from energon_packing.wan.loader import build_text_to_video_loader
 
 
-def open_loader(config: RunConfig, **arguments: Any) -> LoaderBase:
+def open_loader(config: AnyRun, **arguments: Any) -> LoaderBase:
     """The loader of a data set, a plan or a packed directory, by ``data.path``.
 
     Args:
-        arguments: of `energon_packing.energon.loader.build_loader`.
+        config: of the run; a `TextToVideoRunConfig` for clips.
+        arguments: of `energon_packing.energon.loader.build_loader`, or of
+            `energon_packing.wan.loader.build_text_to_video_loader`; of a plan, those of
+            `energon_packing.offline.planned_loader.loader_of`.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -28,4 +33,6 @@ def open_loader(config: RunConfig, **arguments: Any) -> LoaderBase:
         from energon_packing.offline.packed_loader import packed_loader
 
         return packed_loader(config, **arguments)
+    if isinstance(config, TextToVideoRunConfig):
+        return build_text_to_video_loader(config, **arguments)
     return build_loader(config, **arguments)

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from energon_packing.config import RunConfig
 from energon_packing.errors import UserError
+from energon_packing.offline.array_limits import AnyLimits
 from energon_packing.offline.blend import Blend
 from energon_packing.offline.epoch_packs import bound_of, packs_of, policy_of, show_padding
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.order import balanced_order, incomplete_group
 from energon_packing.offline.rest_of_epoch import RestThenBlend
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.offline.sources import Sources
-from energon_packing.packing.pack_limits import PackLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ class OrderedPacks:
 
 
 def ordered_packs(
-    sources: Sources, samples: Samples, limits: PackLimits, config: RunConfig, rest: np.ndarray | None = None
+    sources: Sources, samples: Samples, limits: AnyLimits, config: AnyRun, rest: np.ndarray | None = None
 ) -> OrderedPacks:
     """Packs every epoch of the blend and puts all packs into their order.
 
@@ -88,7 +88,7 @@ def ordered_packs(
 
 
 def _packed_epoch(
-    blend: Blend | RestThenBlend, epoch: int, samples: Samples, limits: PackLimits, config: RunConfig
+    blend: Blend | RestThenBlend, epoch: int, samples: Samples, limits: AnyLimits, config: AnyRun
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Rows of `Samples`, pack after pack, the number of rows of each pack, and the bound."""
     rows, counts, bound = [], [], 0

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from energon_packing.config import RunConfig, from_mapping
+from energon_packing.config import from_mapping
 from energon_packing.drop_budget import over_budget
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.data_paths import PACKED_FILE
+from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.packed import (
     DROPS_FILE,
     PLAN_FILE,
@@ -34,10 +35,12 @@ from energon_packing.offline.parquet import remove_leftovers, replacing
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.planned_loader import check_plan
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.offline.shard_borders import shard_firsts
 from energon_packing.offline.shard_file import ShardFile
 from energon_packing.offline.shard_index import ShardIndex
-from energon_packing.offline.shard_packer import ShardPacker, packing_encoder
+from energon_packing.offline.shard_packer import ShardPacker
+from energon_packing.offline.stored_kinds import STORED_KINDS
 from energon_packing.remote_files import check_local
 
 SHARD_PACKS = 1000
@@ -119,14 +122,14 @@ class ShardTask:
     wait: bool = False
 
 
-def run_of_plan(plan: Plan) -> RunConfig:
+def run_of_plan(plan: Plan) -> Any:
     """The configuration that a plan was made with.
 
     Raises:
         UserError: this version does not know one of its settings.
     """
     try:
-        return from_mapping(RunConfig, plan.facts.config, where=str(plan.path))
+        return from_mapping(KINDS[plan.facts.kind].run_class, plan.facts.config, where=str(plan.path))
     except ConfigError as error:
         raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
 
@@ -140,7 +143,8 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
     """
     plan = Plan.open(config.plan)
     run = run_of_plan(plan)
-    encoder = packing_encoder(run)
+    kind = kind_of_config(run)
+    encoder = kind.packing_encoder(run)
     check_plan(plan, run, encoder, None)
     facts = PackedFacts(
         plan=plan.facts.id,
@@ -149,8 +153,8 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         shard_packs=config.shard_packs,
         firsts=shard_firsts(plan, store=config.store, media=config.media, most_packs=config.shard_packs),
         packs=len(plan),
-        padded_rows=run.packing.pad_to_max_length,
-        encoder=stored_fingerprint(encoder, config.store),
+        padded_rows=getattr(run.packing, "pad_to_max_length", False),
+        encoder=stored_fingerprint(kind, encoder, config.store),
         media_uuids=_media_uuids(plan, config),
     )
     try:
@@ -212,13 +216,14 @@ def pack_shard(task: ShardTask) -> ShardEntry | None:
 _packers: dict[Path, ShardPacker] = {}  # of this process, which packs many shards of a directory
 
 
-def _packer(directory: Path, encoder: PackingTaskEncoder | None = None) -> ShardPacker:
+def _packer(directory: Path, encoder: Any = None) -> ShardPacker:
     """The packer of a directory, made anew if the directory now holds other packs."""
     facts = PackedFacts.read(directory)
     known = _packers.get(directory)
     if known is None or known.facts.settings != facts.settings:
         plan = Plan.open(directory / PLAN_FILE)
-        known = ShardPacker(directory, facts, plan, encoder or packing_encoder(run_of_plan(plan)))
+        encoder = encoder or KINDS[plan.facts.kind].packing_encoder(run_of_plan(plan))
+        known = STORED_KINDS[plan.facts.kind].packer(directory, facts, plan, encoder)
         _packers.clear()
         _packers[directory] = known
     return known
@@ -287,7 +292,7 @@ def _differing(out: Path, name: str, found: object, asked: object) -> str:
     return f"{out} holds other packs: {name} is {told}; choose another --out, or delete the directory"
 
 
-def _complete(out: Path, facts: PackedFacts, run: RunConfig) -> None:
+def _complete(out: Path, facts: PackedFacts, run: AnyRun) -> None:
     """Writes the drops and the manifest with all shards."""
     drops: Counter[str] = Counter()
     for shard in facts.shards:

@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import torch
 
-from energon_packing.energon.pack_bytes import tensors_of
+from energon_packing.energon.pack_bytes import AnyPack, tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.wan.pack import WanPack
 
 _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 
@@ -39,8 +40,8 @@ def first_difference(expected: Pack, found: Pack) -> Difference | None:
         ours, theirs = getattr(expected, name), getattr(found, name)
         if ours != theirs:
             return _of_values(name, ours, theirs)
-    left, right = expected.batch.finished(), found.batch.finished()
-    for spec in dataclasses.fields(PackedBatch):
+    left, right = _finished(expected.batch), _finished(found.batch)
+    for spec in dataclasses.fields(left):
         ours, theirs = getattr(left, spec.name), getattr(right, spec.name)
         plain = not isinstance(ours, torch.Tensor) and spec.name not in ("visual_inputs", "extra")
         if plain and ours != theirs:
@@ -59,6 +60,10 @@ def first_difference(expected: Pack, found: Pack) -> Difference | None:
     return None
 
 
+def _finished(batch: AnyPack) -> AnyPack:
+    return batch.finished() if isinstance(batch, PackedBatch) else batch
+
+
 def _of_values(name: str, ours: object, theirs: object) -> Difference:
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         for at, (left, right) in enumerate(zip(ours, theirs, strict=False)):
@@ -68,11 +73,15 @@ def _of_values(name: str, ours: object, theirs: object) -> Difference:
     return Difference(field=name, sample=None, what=f"{theirs!r} instead of {ours!r}")
 
 
-def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: PackedBatch) -> Difference:
+def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyPack) -> Difference:
     at = np.argwhere((ours != theirs).numpy())[0].tolist()
     what = f"{theirs[tuple(at)].item()} instead of {ours[tuple(at)].item()} at {at}"
     _, _, visual = name.partition("visual_inputs/")
-    if visual:
+    if isinstance(batch, WanPack):
+        lengths = batch.seq_len_kv_padded if name == "context_embeddings" else batch.seq_len_q_padded
+        whole = len(lengths) == len(ours)  # one number of each clip, not one of each patch or text token
+        place = at[0] if whole else int(np.searchsorted(lengths.cumsum(0).numpy(), at[0], side="right"))
+    elif visual:
         ends = np.cumsum(batch.visual_counts.get(visual, ()))
         place = int(np.searchsorted(ends, at[0], side="right"))
     elif name.startswith("cu_seqlens"):

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.parquet import replacing
 from energon_packing.offline.plan import Plan
+from energon_packing.offline.sample_kind import SampleKind
 
 FORMAT = 1
 PLAN_FILE = "plan.parquet"
@@ -193,8 +193,6 @@ def media_path(directory: Path, number: int) -> Path:
     return directory / f"media-{number:05}.bin"
 
 
-def stored_fingerprint(encoder: PackingTaskEncoder, store: Store) -> dict[str, str]:
+def stored_fingerprint(kind: SampleKind, encoder: Any, store: Store) -> dict[str, str]:
     """What the stored packs depend on, by name: all that a state depends on, but for what the loader still decides."""
-    # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
-    free = {"limits", "pixels"} if store == "pixels" else {"limits", "pixels", "jpeg_scaled_decoding"}
-    return {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in free}
+    return kind.stored_settings(encoder.encoder.fingerprint(), store)

@@ -15,8 +15,7 @@ from energon_packing.encoders.decoding import as_configured
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import Pack, RenderedSample, read_media
-from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.offline.packed import Packed, media_path, shard_path
 from energon_packing.offline.positioned_packs import PositionedPacks
@@ -24,6 +23,7 @@ from energon_packing.offline.shard_file import ShardFile
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia
 from energon_packing.offline.stored_arrays import DamagedBytes
+from energon_packing.offline.stored_clips import StoredClip, StoredClips
 from energon_packing.offline.stored_pack import StoredPack, StoredSample
 from energon_packing.offline.tar_files import TarFiles, inside
 from energon_packing.thd.batch import PackedBatch
@@ -35,27 +35,23 @@ MOST_OPEN = 64
 """Open shards of one process."""
 
 
-class PackedPacks(PositionedPacks):
-    """The packs of a packed directory: as they are stored, if they suit the run and have no media to be rendered;
-    otherwise assembled again, of samples whose tokens are stored.
+class StoredPacks[Record: (StoredPack, StoredClips)](PositionedPacks):
+    """The packs of a packed directory; a subclass makes them from what is stored.
 
     Args:
         packed: the directory.
         encoder: renders and assembles, as online.
         rank: names the ledger's files.
 
-    Raises:
-        ConfigError: the encoder is not that of conversations.
+    Attributes:
+        record: what a pack is stored as.
     """
 
-    def __init__(self, packed: Packed, encoder: PackingTaskEncoder, *, rank: int = 0) -> None:
+    record: type[Record]
+
+    def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank)
-        if not isinstance(encoder.encoder, ConversationEncoder):
-            raise ConfigError(f"{packed.directory} holds conversations; {type(encoder.encoder).__name__} renders none")
         self._packed = packed
-        self._conversations = encoder.encoder
-        stored = int(packed.plan.facts.decided["multiple"]), packed.facts.padded_rows
-        self._as_stored = stored == (encoder.multiple, encoder.packing.pad_to_max_length)
         self._firsts = np.asarray(packed.facts.firsts)
         self._shards: OrderedDict[int, ShardFile] = OrderedDict()
         self._files = TarFiles()
@@ -64,19 +60,33 @@ class PackedPacks(PositionedPacks):
     def __len__(self) -> int:
         return self._packed.facts.packs
 
+    def __getitem__(self, position: int) -> Pack:
+        try:
+            return super().__getitem__(position)
+        except PackingError as error:
+            number = position % len(self)
+            path = shard_path(self._packed.directory, self._shard_of(number))
+            raise PackingError(
+                f"pack {number} in {path} cannot be assembled: {error}. If 'energon-packing verify' calls the shard "
+                "damaged, delete it and pack again."
+            ) from error
+
+    def _shard_of(self, number: int) -> int:
+        return int(np.searchsorted(self._firsts, number, side="right")) - 1
+
     def _open(self) -> None:
         self._shards, self._files, self._compared = OrderedDict(), TarFiles(), set()
 
-    def stored(self, number: int) -> StoredPack:
+    def stored(self, number: int) -> Record:
         """The pack with this number, as it is stored.
 
         Raises:
             UserError: its shard is missing, damaged, or of another packing.
         """
-        at = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        at = self._shard_of(number)
         shard = self._shard(at)
         try:
-            return StoredPack.from_bytes(shard.record(number - int(self._firsts[at])))
+            return self.record.from_bytes(shard.record(number - int(self._firsts[at])))
         except DamagedBytes as error:
             raise UserError(
                 f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
@@ -97,6 +107,56 @@ class PackedPacks(PositionedPacks):
         else:
             self._shards.move_to_end(number)
         return shard
+
+    def _assembled(self, samples: Sequence[Any]) -> Pack:
+        """The pack of samples in the order of the plan, arranged and assembled as online."""
+        pack: Pack = self._encoder.pack_selected_samples([samples[at] for at in self._encoder.arrange(samples)])
+        return pack
+
+    def _media(self, sample: StoredSample | StoredClip, number: int) -> PositionedMedia:
+        dataset = self._packed.plan.facts.datasets[sample.dataset]
+        root = Path(dataset.media_root)
+        copied = media_path(self._packed.directory, self._shard_of(number))
+        if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
+            if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
+                raise UserError(
+                    f"{root} changed since {self._packed.directory} was packed with --media reference (it has another "
+                    "index); bring it back as it was, or measure, plan and pack again"
+                )
+            self._compared.add(sample.dataset)
+        return PositionedMedia(
+            self._files,
+            {
+                file.name: (
+                    copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]),
+                    file.offset,
+                    file.size,
+                )
+                for file in sample.files
+            },
+        )
+
+    def _subflavors(self, dataset: int) -> dict[str, Any]:
+        return dict(self._packed.plan.facts.datasets[dataset].subflavors)
+
+
+class PackedPacks(StoredPacks[StoredPack]):
+    """The packs of a packed directory of conversations: as they are stored, if they suit the run and have no media to
+    be rendered; otherwise assembled again, of samples whose tokens are stored.
+
+    Raises:
+        ConfigError: the encoder is not that of conversations.
+    """
+
+    record = StoredPack
+
+    def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
+        super().__init__(packed, encoder, rank=rank)
+        if not isinstance(encoder.encoder, ConversationEncoder):
+            raise ConfigError(f"{packed.directory} holds conversations; {type(encoder.encoder).__name__} renders none")
+        self._conversations = encoder.encoder
+        stored = int(packed.plan.facts.decided["multiple"]), packed.facts.padded_rows
+        self._as_stored = stored == (encoder.multiple, encoder.packing.pad_to_max_length)
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
@@ -134,7 +194,7 @@ class PackedPacks(PositionedPacks):
         return Pack(
             __key__=samples[0].key,
             __restore_key__=(),
-            __subflavors__=self._subflavors(samples[0]),
+            __subflavors__=self._subflavors(samples[0].dataset),
             __sources__=(),
             batch=batch,
             keys=tuple(sample.key for sample in samples),
@@ -147,10 +207,6 @@ class PackedPacks(PositionedPacks):
             occupied=int((-(-lengths // multiple) * multiple).sum()),
         )
 
-    def _assembled(self, samples: Sequence[RenderedSample]) -> Pack:
-        """The pack of samples in the order of the plan, arranged and assembled as online."""
-        return self._encoder.pack_selected_samples([samples[at] for at in self._encoder.arrange(samples)])
-
     def _rows(self, stored: StoredPack, batch: PackedBatch) -> list[tuple[StoredSample, RenderedSample]]:
         """The samples in the order of the plan, with their rows."""
         waiting = iter(unpack(batch))
@@ -162,7 +218,7 @@ class PackedPacks(PositionedPacks):
             found[at] = RenderedSample(
                 __key__=sample.key,
                 __restore_key__=(),
-                __subflavors__=self._subflavors(sample),
+                __subflavors__=self._subflavors(sample.dataset),
                 __sources__=(),
                 rows=tuple({**row, **joining} if row.get("visual_inputs") else row for row in rows),
                 changes=sample.changes,
@@ -184,29 +240,6 @@ class PackedPacks(PositionedPacks):
         )
         return dataclasses.replace(text, rows=rows)
 
-    def _media(self, sample: StoredSample, number: int) -> PositionedMedia:
-        dataset = self._packed.plan.facts.datasets[sample.dataset]
-        root = Path(dataset.media_root)
-        copied = media_path(self._packed.directory, int(np.searchsorted(self._firsts, number, side="right")) - 1)
-        if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
-            if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
-                raise UserError(
-                    f"{root} changed since {self._packed.directory} was packed with --media reference (it has another "
-                    "index); bring it back as it was, or measure, plan and pack again"
-                )
-            self._compared.add(sample.dataset)
-        return PositionedMedia(
-            self._files,
-            {
-                file.name: (
-                    copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]),
-                    file.offset,
-                    file.size,
-                )
-                for file in sample.files
-            },
-        )
-
     def _with_pixels(self, batch: PackedBatch) -> PackedBatch:
         """The row with pixels as ``encoder.pixels`` says, in memory of their own."""
         if not batch.visual_inputs:
@@ -216,6 +249,3 @@ class PackedPacks(PositionedPacks):
         return dataclasses.replace(
             batch, visual_inputs=fields["visual_inputs"], pixel_forms=fields.get(PIXEL_FORMS, {})
         )
-
-    def _subflavors(self, sample: StoredSample) -> dict[str, Any]:
-        return dict(self._packed.plan.facts.datasets[sample.dataset].subflavors)

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from energon_packing.config import PACK_LIMITS
 from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import count, counts, limit, mapping, text
-from energon_packing.offline.index import MEDIA, IndexedDataset
+from energon_packing.offline.index import MEDIA, TEXT_TOKENS, IndexedDataset, Kind, kind_of
 from energon_packing.offline.parquet import read_metadata, write_table
 from energon_packing.remote_files import check_local
 
@@ -47,6 +47,8 @@ SCHEMA = pa.schema(
         pa.field("media", MEDIA),  # of the source sample
     ]
 )
+SCHEMAS: Mapping[Kind, pa.Schema] = {"conversations": SCHEMA, "clips": SCHEMA.append(TEXT_TOKENS)}
+"""Columns of a plan; the length of a clip is its latent patches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class PlannedMedia:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedSample:
-    """A row of a plan; see `SCHEMA`."""
+    """A row of a plan; see `SCHEMAS`."""
 
     dataset: int
     shard: int
@@ -73,6 +75,7 @@ class PlannedSample:
     second: int
     piece: int
     media: tuple[PlannedMedia, ...]
+    text_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -83,6 +86,11 @@ class PlannedSample:
     def segment_lengths(self) -> tuple[int, ...]:
         """Tokens of each segment."""
         return (self.length, self.second) if self.second else (self.length,)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What the sample must have when it is packed: tokens of each segment; of a clip, patches and text tokens."""
+        return (*self.segment_lengths, self.text_tokens) if self.text_tokens else self.segment_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +139,11 @@ class PlanFacts:
     drops: Mapping[str, int] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> Kind:
+        """What its samples are."""
+        return kind_of(self.datasets)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""
         return {"format": FORMAT, **asdict(self)}
@@ -161,6 +174,10 @@ class PlanFacts:
         for name in PACK_LIMITS:
             limit(facts.decided, name)
         mapping(facts.config, "packing")
+        if len({kind_of([each]) for each in facts.datasets}) > 1:
+            raise ValueError("its data sets are conversations and clips")
+        if facts.kind == "clips":
+            limit(facts.decided, "max_text_tokens_per_pack")
         ascending = (*facts.row_groups, facts.packs)
         if facts.row_groups[:1] != (0,) or any(stop <= first for first, stop in pairwise(ascending)):
             raise ValueError(f"row groups that begin at {facts.row_groups[:8]} do not hold {facts.packs} packs")
@@ -172,12 +189,12 @@ def write_plan(path: Path, facts: PlanFacts, tables: Iterable[pa.Table]) -> None
 
     Args:
         facts: its metadata.
-        tables: of `SCHEMA`, one per row group, whose first packs are ``facts.row_groups``.
+        tables: of `SCHEMAS`, one per row group, whose first packs are ``facts.row_groups``.
 
     Raises:
         OSError: the disk is full or read-only.
     """
-    write_table(path, SCHEMA, tables, facts.to_json())
+    write_table(path, SCHEMAS[facts.kind], tables, facts.to_json())
 
 
 class Plan:
@@ -225,7 +242,7 @@ class Plan:
         self.__init__(state["path"], state["facts"])  # type: ignore[misc]  # a copy opens the file for itself
 
     def rows(self, start: int, stop: int) -> pa.Table:
-        """The rows of the packs ``[start, stop)``, of `SCHEMA`; reads the row groups that hold them and no others.
+        """The rows of the packs ``[start, stop)``, of `SCHEMAS`; reads the row groups that hold them and no others.
 
         Raises:
             UserError: the range leaves the plan, or the file is damaged.
@@ -233,7 +250,7 @@ class Plan:
         if not 0 <= start <= stop <= len(self):
             raise UserError(f"packs {start} to {stop} are not in {self.path}, which has {len(self)}")
         if start == stop:
-            return SCHEMA.empty_table()
+            return SCHEMAS[self.facts.kind].empty_table()
         firsts = np.asarray(self.facts.row_groups)
         low, high = np.searchsorted(firsts, [start, stop - 1], side="right") - 1
         parts = []
@@ -293,7 +310,7 @@ class Plan:
         """
         first, stop = (*self.facts.row_groups, len(self))[number : number + 2]
         try:
-            wrong = wrong_rows(table.cast(SCHEMA), self.facts.datasets, first, stop)
+            wrong = wrong_rows(table.cast(SCHEMAS[self.facts.kind]), self.facts.datasets, first, stop)
         except (pa.ArrowException, ValueError) as error:
             wrong = str(error)
         if wrong:
@@ -313,7 +330,7 @@ class Plan:
 
 def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, stop: int) -> str | None:
     """Why rows cannot be those of the packs ``[first, stop)`` of these data sets; None if they can."""
-    numbers = [name for name in SCHEMA.names if name != "media"]
+    numbers = [name for name in table.schema.names if name != "media"]
     if missing := [name for name in numbers if table.column(name).null_count]:
         return f"a row lacks its {missing[0]}"
     columns = {name: table.column(name).to_numpy().astype(np.int64) for name in numbers if name != "key"}
@@ -328,7 +345,7 @@ def wrong_rows(table: pa.Table, datasets: Sequence[IndexedDataset], first: int, 
         return "a file of a sample lacks its place"
     most = np.array([len(dataset.shards) for dataset in datasets])
     most_media = np.array([len(dataset.media_shards) for dataset in datasets])
-    small = dict.fromkeys(("shard", "row", "offset", "size", "length", "second"), 0) | {"piece": -1}
+    small = dict.fromkeys(columns.keys() - {"pack", "dataset", "piece"}, 0) | {"piece": -1}
     inside = (columns["dataset"] >= 0) & (columns["dataset"] < most.size)
     if not inside.all() or not (columns["shard"] < most[columns["dataset"]]).all():
         return "a row names a shard that no data set has"

@@ -8,33 +8,38 @@ import numpy as np
 
 from energon_packing.config import RunConfig
 from energon_packing.offline import array_limits
+from energon_packing.offline.array_limits import AnyLimits
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.ordered_packs import OrderedPacks
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.packing.balance import step_efficiency
-from energon_packing.packing.pack_limits import PackLimits
 
 BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
-def summary_of(samples: Samples, packs: OrderedPacks, limits: PackLimits, config: RunConfig) -> dict[str, Any]:
+def summary_of(samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun) -> dict[str, Any]:
     """The figures, as plain values.
 
     ``fill`` is the share of real tokens in all rows of ``seq_length``; ``aligned_fill`` counts alignment padding too;
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
+    Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
     sizes = samples.sizes
     tokens = int(sizes.tokens[packs.order].sum())
     aligned = int(array_limits.length_units(limits, sizes)[packs.order].sum()) * limits.multiple
     room = packs.count * config.packing.seq_length
     lengths = np.bincount(np.frexp(np.maximum(sizes.tokens, 1))[1] - 1)  # of the power of two below each length
-    batches = sorted({config.training.global_batch_size, *BATCH_SIZES})
+    own = {config.training.global_batch_size} if isinstance(config, RunConfig) else set()
+    batches = sorted({*own, *BATCH_SIZES})
+    text = samples.sizes.text_tokens
     return {
         "source_samples": int(np.count_nonzero(np.diff(samples.source, prepend=-1))),
         "rows": int(packs.order.size),
         "tokens": tokens,
+        **({} if text is None else {"text_tokens": int(text[packs.order].sum(dtype=np.int64))}),
         "images": int(sizes.images[packs.order].sum(dtype=np.int64)),
         "patches": int(sizes.patches[packs.order].sum()),
         "packs": packs.count,

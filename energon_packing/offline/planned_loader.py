@@ -8,19 +8,18 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from energon_packing.config import RunConfig
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
-from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError
+from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.positioned_packs import PositionedPacks
+from energon_packing.offline.sample_kind import AnyRun
 
 STATE_FORMAT = "energon_packing plan 1"
 
@@ -133,7 +132,7 @@ def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, An
     return {"format": STATE_FORMAT, "position": position, "fingerprint": dict(fingerprint)}
 
 
-def plan_fingerprint(plan: Plan, encoder: PackingTaskEncoder) -> dict[str, Any]:
+def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
     """What a state of a run on a plan must match."""
     return {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
 
@@ -155,7 +154,7 @@ def _unchanged(pack: Any) -> Any:
     return pack
 
 
-def planned_loader(config: RunConfig, **arguments: Any) -> PlannedLoader:
+def planned_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
     """Builds the loader of the plan at ``data.path``.
 
     Args:
@@ -171,15 +170,15 @@ def planned_loader(config: RunConfig, **arguments: Any) -> PlannedLoader:
 
 def loader_of(
     plan: Plan,
-    packs_of: Callable[[PackingTaskEncoder, int], PositionedPacks],
-    config: RunConfig,
+    packs_of: Callable[[Any, int], PositionedPacks],
+    config: AnyRun,
     *,
     rank: int = 0,
     world_size: int = 1,
     split: str | None = None,
     workers: int | None = None,
     prefetch: int = 2,
-    task_encoder: PackingTaskEncoder | None = None,
+    task_encoder: Any = None,
     data_parallel_group: Any = None,
     agree: Agree | None = None,
 ) -> PlannedLoader:
@@ -196,7 +195,8 @@ def loader_of(
     Raises:
         ConfigError: as `check_plan`.
     """
-    encoder = build_task_encoder(config) if task_encoder is None else task_encoder
+    check_kind(plan, config)
+    encoder = kind_of_config(config).task_encoder(config) if task_encoder is None else task_encoder
     check_plan(plan, config, encoder, split)
     return PlannedLoader(
         packs_of(encoder, rank),
@@ -217,13 +217,28 @@ def loader_of(
     )
 
 
-def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split: str | None) -> None:
+def check_kind(plan: Plan, config: AnyRun) -> None:
+    """Compares what a run reads with what a plan holds.
+
+    Raises:
+        ConfigError: one is conversations, the other clips.
+    """
+    own = kind_of_config(config).name
+    if plan.facts.kind != own:
+        raise ConfigError(
+            f"{plan.path} is a plan of {plan.facts.kind}, but this run reads {own}; name a plan of those."
+        )
+
+
+def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> None:
     """Compares a run with the plan that it is to read.
 
     Raises:
         ConfigError: a setting on which the packs depend differs, and both values are named; or the run does not pack.
     """
-    if type(encoder) is not PackingTaskEncoder:
+    check_kind(plan, config)
+    kind = KINDS[plan.facts.kind]
+    if type(encoder) is not kind.encoder_class:
         raise ConfigError(f"{plan.path} is a plan, which holds packs; {type(encoder).__name__} does not read them.")
     splits = {dataset.split for dataset in plan.facts.datasets}
     if split is not None and splits != {split}:
@@ -250,7 +265,7 @@ def check_plan(plan: Plan, config: RunConfig, encoder: PackingTaskEncoder, split
             f"{plan.path} aligns samples to {multiple} tokens, but the parallel sizes of this run need "
             f"{encoder.multiple}; plan again with these sizes."
         )
-    for name in ("dummy_image", "oversize", "split_at", "split_positions"):
+    for name in kind.decisive:
         if planned.get(name) != getattr(config.packing, name):
             raise ConfigError(
                 f"{plan.path} was made with packing.{name}={planned.get(name)!r}, but this run has "

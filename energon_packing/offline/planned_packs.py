@@ -10,16 +10,15 @@ from typing import Any
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.split_pieces import piece_of
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import IndexedDataset, shard_status
+from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.plan import Plan, PlannedSample
 from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles, inside
-from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.remote_files import shown
 
 REMEDY = "bring the data set back as it was, or run 'energon-packing measure' and 'plan' again"
@@ -94,10 +93,11 @@ class PlannedPacks(PositionedPacks):
         rank: names the ledger's files.
     """
 
-    def __init__(self, plan: Plan, encoder: PackingTaskEncoder, *, rank: int = 0) -> None:
+    def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
         super().__init__(encoder, rank=rank)
         self._plan = plan
         self._sources: list[PlannedSource] = []
+        self._kind = KINDS[plan.facts.kind]
         self._measurer = _measuring_as(plan, encoder)
 
     def __len__(self) -> int:
@@ -128,17 +128,17 @@ class PlannedPacks(PositionedPacks):
             sample = piece_of(sample, planned.piece)
         if sample.problem is not None and sample.problem.fatal is not None:
             raise sample.problem.fatal
-        found = None if sample.measured is None else sample.measured.segment_lengths
-        if found != planned.segment_lengths:
-            reason = sample.problem.detail if sample.problem else f"it has {found} tokens"
+        found = None if sample.measured is None else self._kind.planned_sizes(sample.measured)
+        if found != planned.sizes:
+            reason = sample.problem.detail if sample.problem else f"it has {found} {self._kind.sizes}"
             raise UserError(
-                f"sample {planned.name} is planned with {planned.segment_lengths} tokens in {self._plan.path}, but "
+                f"sample {planned.name} is planned with {planned.sizes} {self._kind.sizes} in {self._plan.path}, but "
                 f"{reason}; {REMEDY}"
             )
         return sample
 
 
-def _measuring_as(plan: Plan, encoder: PackingTaskEncoder) -> PackingTaskEncoder:
+def _measuring_as(plan: Plan, encoder: Any) -> Any:
     """The encoder with the limits of the plan's packs, under which long samples were cut, split or resized.
 
     Those of the run may be wider: a smaller alignment multiple leaves more room in a row.
@@ -146,13 +146,5 @@ def _measuring_as(plan: Plan, encoder: PackingTaskEncoder) -> PackingTaskEncoder
     decided = plan.facts.decided
     measurer = copy.copy(encoder)
     measurer.multiple = int(decided["multiple"])
-    measurer.limits = PackLimits(
-        tokens=decided["seq_length"] - decided["reserved"],
-        multiple=measurer.multiple,
-        images=decided["max_images_per_pack"],
-        patches=decided["max_patches_per_pack"],
-        segments=decided["max_segments_per_pack"],
-        cost=decided["max_cost_per_pack"],
-        lone_room=decided["reserved"] == 0,
-    )
+    measurer.limits = KINDS[plan.facts.kind].planned_limits(decided, encoder)
     return measurer

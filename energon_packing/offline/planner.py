@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config import PACK_LIMITS, RunConfig, to_mapping
+from energon_packing.config import to_mapping
 from energon_packing.drop_budget import over_budget
-from energon_packing.errors import ConfigError, UserError
+from energon_packing.errors import UserError
 from energon_packing.offline import plan as plan_file
+from energon_packing.offline.array_limits import AnyLimits
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
 from energon_packing.offline.index import MEDIA, IndexedDataset
+from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
 from energon_packing.offline.parquet import said
 from energon_packing.offline.plan import PlanFacts, write_plan
@@ -27,8 +29,8 @@ from energon_packing.offline.plan_drops import written_drops
 from energon_packing.offline.plan_summary import summary_of
 from energon_packing.offline.remeasured import Remeasure
 from energon_packing.offline.rest_of_epoch import Left, digest_of, rows_left
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.offline.sources import Sources
-from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.remote_files import check_local
 
 LARGEST_NARROW = 1 << 30
@@ -56,10 +58,10 @@ _CONTENT = pa.schema(
 
 def make_plan(
     directories: Sequence[str | Path],
-    config: RunConfig,
+    config: AnyRun,
     out: Path,
     *,
-    limits: PackLimits | None = None,
+    limits: AnyLimits | None = None,
     remeasure: Remeasure | None = None,
     force: bool = False,
     left: Left | None = None,
@@ -70,7 +72,7 @@ def make_plan(
         directories: indexes, all measured with the encoder of `config`.
         config: of the run.
         out: the plan; its drops are written beside it.
-        limits: of a pack; None takes them from `config`, which has to be without a dummy image then.
+        limits: of a pack; None takes those of `SampleKind.limits`, for which a dummy image is too much.
         remeasure: measures samples again that fit no pack as they are; see `fitting_samples`.
         force: whether to replace an existing plan.
         left: what an online run has still to give in its epoch; the plan then begins with that.
@@ -85,7 +87,7 @@ def make_plan(
         raise UserError(f"{out} exists already; name another file, or replace it with --force.")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is not a directory; make it, or name another file.")
-    limits = limits or plain_limits(config)
+    limits = limits or kind_of_config(config).limits(config)
     sources = Sources.open(directories, config.encoder)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
     _check_drops(sources, samples, drops, config)
@@ -100,35 +102,7 @@ def make_plan(
     return facts
 
 
-def plain_limits(config: RunConfig) -> PackLimits:
-    """Limits of a pack that the configuration alone determines, as `PackingTaskEncoder` has them.
-
-    Raises:
-        ConfigError: ``seq_length`` is not a multiple of the alignment.
-        UserError: a dummy image is asked for, whose length only the encoder knows.
-    """
-    packing = config.packing
-    if packing.dummy_image:
-        raise UserError("packing.dummy_image reserves room that only the encoder knows; give the limits of its packs.")
-    multiple = config.parallel.multiple
-    if packing.seq_length % multiple:
-        down = packing.seq_length // multiple * multiple
-        raise ConfigError(
-            f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes need; "
-            f"use {down or multiple} or {down + multiple}."
-        )
-    return PackLimits(
-        tokens=packing.seq_length,
-        multiple=multiple,
-        images=packing.max_images_per_pack,
-        patches=packing.max_patches_per_pack,
-        segments=packing.max_segments_per_pack,
-        cost=packing.max_cost_per_pack,
-        lone_room=True,
-    )
-
-
-def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: RunConfig) -> None:
+def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
     if len(samples) == 0:
         said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
@@ -150,20 +124,17 @@ def _facts(
     samples: Samples,
     drops: list[Drop],
     packs: OrderedPacks,
-    limits: PackLimits,
-    config: RunConfig,
+    limits: AnyLimits,
+    config: AnyRun,
     left: Left | None,
 ) -> PlanFacts:
     packing = config.packing
     decided = {
         "seq_length": packing.seq_length,
         "multiple": limits.multiple,
-        "reserved": packing.seq_length - limits.tokens,
-        "dummy_image": packing.dummy_image,
-        **{name: getattr(packing, name) for name in PACK_LIMITS},
+        **kind_of_config(config).decided(config, limits),
         "policy": policy_of(packing),
         "oversize": packing.oversize,
-        "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
         "plan": to_mapping(config.plan),
         **({} if left is None else {"rest": digest_of(left)}),
     }
@@ -183,7 +154,9 @@ def _facts(
     known = {name: value for name, value in values.items() if name not in ("config", "row_groups")}
     digest = hashlib.sha256(json.dumps([known, *map(_content, sources.datasets)], sort_keys=True).encode())
     chosen = packs.order
-    columns = (samples.source, samples.piece, samples.sizes.length, samples.sizes.second)
+    columns = [samples.source, samples.piece, samples.sizes.length, samples.sizes.second]
+    if samples.sizes.text_tokens is not None:
+        columns.append(samples.sizes.text_tokens)
     for array in (packs.offsets.astype(np.int64), *(column[chosen] for column in columns)):
         digest.update(np.ascontiguousarray(array).data)
     return PlanFacts(
@@ -214,6 +187,7 @@ def _row_groups(offsets: np.ndarray) -> list[int]:
 def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: PlanFacts) -> Iterator[pa.Table]:
     """The rows of the plan, one row group at a time."""
     names = tuple(_CONTENT.names)
+    schema = plan_file.SCHEMAS[facts.kind]
     parts = [table for _, table in sources.tables(names)]
     if sum(table.nbytes for table in parts) > LARGEST_NARROW:
         parts = [table.cast(_CONTENT) for table in parts]
@@ -234,6 +208,8 @@ def _tables(sources: Sources, samples: Samples, packs: OrderedPacks, facts: Plan
             "length": samples.sizes.length[rows],
             "second": samples.sizes.second[rows],
             "piece": samples.piece[rows],
-            **{name: found.column(name).cast(plan_file.SCHEMA.field(name).type) for name in names},
+            **{name: found.column(name).cast(schema.field(name).type) for name in names},
         }
-        yield pa.table({name: columns[name] for name in plan_file.SCHEMA.names}, schema=plan_file.SCHEMA)
+        if samples.sizes.text_tokens is not None:
+            columns["text_tokens"] = samples.sizes.text_tokens[rows]
+        yield pa.table({name: columns[name] for name in schema.names}, schema=schema)

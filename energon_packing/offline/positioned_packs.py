@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch.utils.data
 
 from energon_packing.energon.samples import Pack
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.ledger import Ledger
 
 
@@ -23,7 +23,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
         rank: names the ledger's files.
     """
 
-    def __init__(self, encoder: PackingTaskEncoder, *, rank: int = 0) -> None:
+    def __init__(self, encoder: Any, *, rank: int = 0) -> None:
         self._encoder = encoder
         self._rank = rank
         self._ledger: Ledger | None = None

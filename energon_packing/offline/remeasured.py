@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from energon_packing.config import RunConfig
 from energon_packing.offline.index import IndexedDataset, IndexedShard
+from energon_packing.offline.sample_kind import AnyRun
+from energon_packing.wan.config import TextToVideoRunConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +50,10 @@ Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasu
 """Measures rows of a shard again, under the limits of the run; one result per row."""
 
 
-def changes_samples(config: RunConfig) -> bool:
+def changes_samples(config: AnyRun) -> bool:
     """Whether a sample that fits no pack may fit after it is cut, split or resized."""
+    if isinstance(config, TextToVideoRunConfig):
+        return False  # a clip is resized when it is measured, whatever the row
     limits = config.encoder.limits
     limited = (limits.max_images, limits.max_frames, limits.max_visual_tokens, limits.max_tokens)
     lowered = config.packing.oversize != "split" and any(limit is not None for limit in limited)

@@ -3,71 +3,50 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from energon_packing import thd
-from energon_packing.config import RunConfig
-from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.encoders.joinable_rows import joinable
-from energon_packing.encoders.measured import Measured
-from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
-from energon_packing.ledger import Ledger
-from energon_packing.offline.measuring import media_names
+from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.packed import PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.parquet import replacing
 from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample
 from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.shard_file import ShardFile, ShardWriter
-from energon_packing.offline.stored_pack import StoredFile, StoredMedia, StoredPack, StoredSample
+from energon_packing.offline.stored_clips import StoredClips
+from energon_packing.offline.stored_pack import StoredFile, StoredPack
 from energon_packing.offline.tar_files import TarFiles, inside
-from energon_packing.packing.balance import pack_cost
 
 AT_ONCE = 64
 """Packs whose rows of the plan are read together."""
 
 
-def packing_encoder(config: RunConfig) -> PackingTaskEncoder:
-    """The encoder of packs that are stored: pixels are bytes wherever that is exact, whatever the run will make of
-    them."""
-    return build_task_encoder(
-        dataclasses.replace(
-            config,
-            encoder=dataclasses.replace(config.encoder, pixels="bytes"),
-            packing=dataclasses.replace(config.packing, ledger=None),
-        )
-    )
-
-
-class ShardPacker:
-    """Packs shards of one directory.
+class ShardPacker(ABC):
+    """Packs shards of one directory; a subclass knows what a pack of its kind is stored as.
 
     Args:
         directory: with the plan in it.
         facts: its manifest, which may have no shards yet.
         plan: of the packs.
-        encoder: see `packing_encoder`.
+        encoder: see `SampleKind.packing_encoder`.
 
     Attributes:
         facts: as given.
     """
 
-    def __init__(self, directory: Path, facts: PackedFacts, plan: Plan, encoder: PackingTaskEncoder) -> None:
+    def __init__(self, directory: Path, facts: PackedFacts, plan: Plan, encoder: Any) -> None:
         self._directory = directory
         self.facts = facts
         self._plan = plan
         self._encoder = encoder
-        assert isinstance(encoder.encoder, ConversationEncoder)  # what a configuration always builds
-        self._conversations = encoder.encoder
         self.forget_open_files()
 
     def forget_open_files(self) -> None:
@@ -158,71 +137,30 @@ class ShardPacker:
         for start in range(first, stop, AT_ONCE):
             yield from self._plan.packs(start, min(start + AT_ONCE, stop))
 
-    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredPack:
-        measured = [self._planned.measured(each) for each in planned.samples]
-        if self.facts.store == "tokens" and any(_segments(each)[0].plans for each in measured):
-            return self._in_parts(planned, measured, media)
+    @abstractmethod
+    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredPack | StoredClips:
+        """Makes one pack.
+
+        Args:
+            media: where compressed media are copied to; None leaves them where they are.
+        """
+
+    def _rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
+        """Renders the samples of a pack; one that cannot be rendered is dropped."""
         # Nothing stops the packing of a shard but an error; how much may be dropped is a matter of all shards.
         ledger = Ledger(None, budget=1.0, name="", most_pending=len(measured) + 1)
         ledger.read = len(measured)
-        samples: list[StoredSample] = []
-        rendered: list[tuple[int, RenderedSample]] = []
-        for source, sample in zip(planned.samples, measured, strict=True):
+        found: list[RenderedSample | DroppedSample] = []
+        for sample in measured:
             made = render_or_drop(self._encoder, sample, ledger)
-            known = self._known(source, sample)
-            if made is None:
-                (drop,) = ledger.take_dropped()
-                known = dataclasses.replace(known, segments=0, dropped=(drop.reason, drop.detail))
-            else:
-                rendered.append((len(samples), made))
-            samples.append(known)
-        order = [rendered[at] for at in self._encoder.arrange([made for _, made in rendered])] if rendered else []
-        return StoredPack(
-            samples=tuple(samples),
-            order=tuple(at for at, _ in order),
-            finished=True,
-            batch=self._encoder.pack_selected_samples([made for _, made in order]).batch if order else None,
-        )
-
-    def _in_parts(
-        self, planned: PlannedPack, measured: Sequence[MeasuredSample], media: MediaCopy | None
-    ) -> StoredPack:
-        """A pack whose media are rendered when it is read."""
-        encoder = self._conversations
-        rows: list[dict[str, Any]] = []
-        samples: list[StoredSample] = []
-        for source, sample in zip(planned.samples, measured, strict=True):
-            known = self._known(source, sample)
-            segments = _segments(sample)
-            rows += [encoder.text_row(segment) for segment in segments]
-            if any(segment.plans for segment in segments):
-                files = self._files_of(source, sample, media)
-                shown = tuple(
-                    StoredMedia(media=segment.media, plans=segment.plans, settings=segment.settings)
-                    for segment in segments
-                )
-                known = dataclasses.replace(known, media=shown, files=files)
-            samples.append(known)
-        fields = self._encoder.token_fields
-        extra = dict.fromkeys(encoder.config.extra_fields, 0.0) | dict.fromkeys(fields, 0)
-        batch = thd.assemble(joinable(rows, fields), extra_fields=extra, pad_token_id=encoder.pad_token_id)
-        return StoredPack(samples=tuple(samples), order=tuple(range(len(samples))), finished=False, batch=batch)
-
-    def _known(self, source: PlannedSample, sample: MeasuredSample) -> StoredSample:
-        segments = _segments(sample)
-        return StoredSample(
-            key=sample.__key__,
-            dataset=source.dataset,
-            segments=len(segments),
-            cost=pack_cost([each.length for each in segments], patches=sum(each.patches for each in segments)),
-            changes=() if sample.measured is None else sample.measured.changes,
-        )
+            found.append(ledger.take_dropped()[0] if made is None else made)
+        return found
 
     def _files_of(
         self, source: PlannedSample, sample: MeasuredSample, media: MediaCopy | None
     ) -> tuple[StoredFile, ...]:
         assert sample.measured is not None
-        names = set(media_names(sample.measured))
+        names = set(KINDS[self._plan.facts.kind].media_names(sample.measured))
         dataset = self._plan.facts.datasets[source.dataset]
         files = []
         for each in source.media:
@@ -305,10 +243,3 @@ class MediaCopy:
             while data:
                 data = data[self._file.write(data) :]
         return place
-
-
-def _segments(sample: MeasuredSample) -> tuple[Measured, ...]:
-    assert sample.measured is not None, "measured samples of a plan have a length"
-    segments = sample.measured.segments
-    assert all(isinstance(each, Measured) for each in segments)  # what a ConversationEncoder makes
-    return segments  # type: ignore[return-value]

@@ -18,12 +18,12 @@ from energon_packing.config import RunConfig, to_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.local import LocalProcesses
 from energon_packing.offline.index import SCHEMA, Index, IndexedDataset, IndexedShard
+from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.measuring import ShardMeasurer
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.parquet import write_table
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.sample_remeasurer import SampleRemeasurer
-from energon_packing.offline.shard_packer import packing_encoder
 from energon_packing.offline.source_part import SourcePart, source_parts
 
 PLANNED = 200_000
@@ -172,7 +172,7 @@ class _Plan:
     out: Path
 
     def __call__(self) -> tuple[float, int, int]:
-        encoder = packing_encoder(self.run)
+        encoder = kind_of_config(self.run).packing_encoder(self.run)
         remeasure = SampleRemeasurer(encoder, [self.index])
         start = time.process_time()
         make_plan([self.index], self.run, self.out, limits=encoder.limits, remeasure=remeasure)
@@ -190,9 +190,9 @@ class _Pack:
     settings: Mapping[str, Any]
 
     def __call__(self) -> tuple[float, int, int]:
-        packing_encoder(self.run)  # imports
+        kind_of_config(self.run).packing_encoder(self.run)  # imports
         start = time.process_time()
-        packing_encoder(self.run)
+        kind_of_config(self.run).packing_encoder(self.run)
         loading = time.process_time() - start
         start = time.process_time()
         report = pack(PackConfig(plan=self.plan, out=self.out, workers=0, **self.settings))

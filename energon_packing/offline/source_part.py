@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os.path
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +13,21 @@ from typing import Any
 from megatron.energon import CrudeSample
 from megatron.energon.cache import FileStore
 
-from energon_packing.convert.layout import MEDIA_AUX, SUBFLAVORS
-from energon_packing.energon.cookers import cook_record
-from energon_packing.energon.samples import ConversationSample
+from energon_packing.convert.layout import MEDIA_AUX
 from energon_packing.errors import UserError
+from energon_packing.offline.index import Kind, kind_of_subflavors
+from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.remote_metadata import describe
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.tar_files import TarFiles
 from energon_packing.remote_files import check_remote, remote_address
-from energon_packing.validate.looks.data import look_at_data
+from energon_packing.validate.looks.data import DataLooks, look_at_data
 from energon_packing.validate.looks.leaves import REMOTE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePart:
-    """A directory of shards whose records are conversations, and the directory of their media.
+    """A directory of shards whose records are conversations or clips, and the directory of their media.
 
     Attributes:
         path: that the user named; absolute, or an address. `root` and `media_root` may be addresses, too.
@@ -44,7 +45,7 @@ class SourcePart:
     shards: tuple[str, ...]
     subflavors: Mapping[str, Any] = field(default_factory=dict)
 
-    def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> ConversationSample:
+    def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
         crude = CrudeSample(
             {
@@ -55,10 +56,10 @@ class SourcePart:
                 "json": record,
             }
         )
-        return cook_record(crude, primary=store)
+        return KINDS[kind_of_subflavors(self.subflavors) or "conversations"].cook(crude, store)
 
 
-def source_parts(path: str | Path, split: str) -> list[SourcePart]:
+def source_parts(path: str | Path, split: str, kind: Kind = "conversations") -> list[SourcePart]:
     """The parts of a data set that ``convert`` wrote, or of a metadataset of such data sets.
 
     Args:
@@ -66,21 +67,48 @@ def source_parts(path: str | Path, split: str) -> list[SourcePart]:
         split: part of it.
 
     Raises:
-        UserError: something is missing or damaged, or the samples are not conversations of ours.
+        UserError: something is missing or damaged, or the samples are not of that kind.
     """
     if (address := remote_address(path)) is None:
-        return _parts(str(path), os.path.abspath(path), split)
-    check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
-    with tempfile.TemporaryDirectory() as scratch:
-        here = Path(scratch).resolve() / "data"
-        try:
-            parts = _parts(str(describe(address, here)), address, split)
-        except UserError as error:
-            raise UserError(str(error).replace(str(here), address)) from error
+        return _parts(str(path), os.path.abspath(path), split, kind)
+    with _copied(path, address) as (description, here):
+        parts = _parts(description, address, split, kind)
     return [
         replace(part, root=_there(part.root, here, address), media_root=_there(part.media_root, here, address))
         for part in parts
     ]
+
+
+def kind_of_data(path: str | Path, split: str) -> Kind:
+    """What the samples of a data set are; conversations if it does not say.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    if (address := remote_address(path)) is None:
+        found = _looks(str(path), split)
+    else:
+        with _copied(path, address) as (description, _):
+            found = _looks(description, split)
+    kinds = (kind_of_subflavors(inspected.subflavors) for _, inspected in found.readable)
+    return next((kind for kind in kinds if kind is not None), "conversations")
+
+
+@contextmanager
+def _copied(path: str | Path, address: str) -> Iterator[tuple[str, Path]]:
+    """A copy of the description of a remote data set: what `look_at_data` takes, and the directory in place of the
+    address, which errors name instead.
+
+    Raises:
+        UserError: the storage cannot be read.
+    """
+    check_remote("DATASET", Path(path), "copy the data set with the storage's own tool, and name the local path")
+    with tempfile.TemporaryDirectory() as scratch:
+        here = Path(scratch).resolve() / "data"
+        try:
+            yield str(describe(address, here)), here
+        except UserError as error:
+            raise UserError(str(error).replace(str(here), address)) from error
 
 
 def _there(path: str, here: Path, address: str) -> str:
@@ -90,24 +118,24 @@ def _there(path: str, here: Path, address: str) -> str:
     return path if relative.startswith("..") else root if relative == "." else f"{root}/{relative}"
 
 
-def _parts(path: str, named: str, split: str) -> list[SourcePart]:
+def _parts(path: str, named: str, split: str, kind: Kind) -> list[SourcePart]:
     """The parts of a data set whose description is on this machine.
 
     Args:
         path: of the description.
         named: what the user named.
     """
-    found = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
-    wrong = [look for look in found.looks if look.outcome == "error"]
-    if wrong:
-        raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
+    found = _looks(path, split)
     if not found.whole:
         raise UserError(f"{path} is not on this machine; offline commands read shards by position from a local path")
     parts = []
     for leaf, inspected in found.readable:
-        if any(inspected.subflavors.get(name) != value for name, value in SUBFLAVORS.items()) or leaf.joined:
+        own = kind_of_subflavors(inspected.subflavors)
+        if own is not None and own != kind:
+            raise UserError(f"{leaf.path} holds {own}, but {kind} are expected here; see docs/offline.md, 'Clips'")
+        if own is None or leaf.joined:
             raise UserError(
-                f"{leaf.path} does not hold conversations that 'energon-packing convert' wrote; offline commands read "
+                f"{leaf.path} does not hold {kind} that 'energon-packing convert' wrote; offline commands read "
                 "no other records"
             )
         media = leaf.aux.get(MEDIA_AUX, leaf.path)
@@ -124,6 +152,14 @@ def _parts(path: str, named: str, split: str) -> list[SourcePart]:
             )
         )
     return parts
+
+
+def _looks(path: str, split: str) -> DataLooks:
+    found = look_at_data(path, split, {"data.path": "DATASET", "data.split": "--split"}, {})
+    wrong = [look for look in found.looks if look.outcome == "error"]
+    if wrong:
+        raise UserError(f"{wrong[0].why}; {wrong[0].fix}")
+    return found
 
 
 class IndexedMedia(FileStore[bytes]):

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from energon_packing.config import EncoderConfig, to_mapping
+from energon_packing.config import to_mapping
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.index import LENGTH_FREE, Index, IndexedDataset, IndexedShard
-
-SAME_LENGTHS = (*LENGTH_FREE, "trust_remote_code")
-"""Settings of the encoder that may differ between an index and a plan."""
+from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, Kind, kind_of
+from energon_packing.offline.kinds import kind_of_config
+from energon_packing.offline.sample_kind import AnyEncoderConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -23,6 +22,7 @@ class Sources:
     """Data sets in order. A *source* is a row of their shards' files, numbered from 0 through all of them.
 
     Attributes:
+        kind: of their samples.
         datasets: of all indexes.
         indexes: the index of each of them.
         fingerprint: of the encoder; one for all indexes.
@@ -31,6 +31,7 @@ class Sources:
         shard: ``[shards]`` int32, the number of each shard in its data set.
     """
 
+    kind: Kind
     datasets: tuple[IndexedDataset, ...]
     indexes: tuple[Index, ...]
     fingerprint: dict[str, str]
@@ -39,7 +40,7 @@ class Sources:
     shard: np.ndarray
 
     @classmethod
-    def open(cls, directories: Sequence[str | Path], encoder: EncoderConfig) -> Sources:
+    def open(cls, directories: Sequence[str | Path], encoder: AnyEncoderConfig) -> Sources:
         """The data sets of these indexes.
 
         Args:
@@ -53,6 +54,9 @@ class Sources:
         indexes = [Index.open(each) for each in directories]
         if not any(index.datasets for index in indexes):
             raise UserError("There is nothing to plan: the index has no data sets; run 'energon-packing measure'.")
+        kind = kind_of(dataset for index in indexes for dataset in index.datasets)
+        if kind != kind_of_config(encoder).name:
+            raise ConfigError(f"{directories[0]} is an index of {kind}; give the configuration that measured it.")
         for index in indexes:
             _check_encoder(index, encoder)
             _check_same(index, indexes[0])
@@ -68,6 +72,7 @@ class Sources:
             for at, shard in enumerate(found.shards)
         ]
         return cls(
+            kind=kind,
             datasets=tuple(found for _, found in datasets),
             indexes=tuple(index for index, _ in datasets),
             fingerprint=dict(indexes[0].fingerprint),
@@ -111,10 +116,11 @@ class Sources:
             yield start, table
 
 
-def _check_encoder(index: Index, encoder: EncoderConfig) -> None:
+def _check_encoder(index: Index, encoder: AnyEncoderConfig) -> None:
     measured, own = dict(index.encoder), to_mapping(encoder)
+    free = (*kind_of_config(encoder).length_free, "trust_remote_code")
     for name in sorted(measured.keys() | own.keys()):
-        if name not in SAME_LENGTHS and _plain(measured.get(name)) != _plain(own.get(name)):
+        if name not in free and _plain(measured.get(name)) != _plain(own.get(name)):
             raise ConfigError(
                 f"{index.directory} was measured with encoder.{_differing(name, measured.get(name), own.get(name))}; "
                 "give the same configuration to 'energon-packing measure' and 'energon-packing plan'."

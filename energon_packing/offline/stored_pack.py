@@ -18,6 +18,7 @@ from energon_packing.families.base import MediaPlan
 from energon_packing.offline.stored_arrays import DamagedBytes, from_bytes, to_bytes
 from energon_packing.offline.stored_rows import decode_row, encode_row
 from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.checks import check_thd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,15 @@ class StoredPack:
     order: tuple[int, ...]
     finished: bool
     batch: PackedBatch | None
+
+    def sizes(self) -> list[tuple[int, ...]]:
+        """Tokens of each segment of the samples of ``order``; see `PlannedSample.sizes`."""
+        lengths = iter(() if self.batch is None else self.batch.sample_lengths)
+        return [tuple(next(lengths) for _ in range(self.samples[at].segments)) for at in self.order]
+
+    def broken(self, multiple: int) -> list[str]:
+        """Invariants of the row that do not hold, with the alignment of the plan; see `check_thd`."""
+        return [] if self.batch is None else check_thd(self.batch, multiple=multiple if self.finished else 1)
 
     def to_bytes(self) -> list[bytes | memoryview]:
         """Parts of a record; `from_bytes` reads it back."""

@@ -14,19 +14,20 @@ import numpy as np
 
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
+from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.pack import run_of_plan
 from energon_packing.offline.pack_difference import first_difference
 from energon_packing.offline.packed import Packed, Progress, ShardEntry, media_path, shard_path
 from energon_packing.offline.packed_loader import check_stored
-from energon_packing.offline.packed_packs import PackedPacks
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.planned_loader import check_plan
 from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.shard_file import ShardFile, file_digest
-from energon_packing.offline.shard_packer import AT_ONCE, packing_encoder
+from energon_packing.offline.shard_packer import AT_ONCE
+from energon_packing.offline.stored_clips import StoredClips
+from energon_packing.offline.stored_kinds import STORED_KINDS
 from energon_packing.offline.stored_pack import StoredPack
 from energon_packing.remote_files import check_local
-from energon_packing.thd.checks import check_thd
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,9 +147,10 @@ class ShardVerifier:
         self._packed = packed
         self._chosen = chosen
         self._remade = 0
+        self._kind = STORED_KINDS[packed.plan.facts.kind]
         if chosen.size:
             run = run_of_plan(packed.plan)
-            self._encoder = packing_encoder(run)
+            self._encoder = KINDS[packed.plan.facts.kind].packing_encoder(run)
             check_plan(packed.plan, run, self._encoder, None)
             check_stored(packed, self._encoder)
         self.begin()
@@ -164,7 +166,7 @@ class ShardVerifier:
         self._packed = dataclasses.replace(self._packed, plan=copy.copy(self._packed.plan))
         if self._chosen.size:
             self._planned = PlannedPacks(self._packed.plan, self._encoder)
-            self._stored = PackedPacks(self._packed, self._encoder)
+            self._stored = self._kind.packs(self._packed, self._encoder)
 
     def do(self, task: ShardEntry) -> tuple[Finding | None, int]:
         """The first thing that is wrong with a shard, None if nothing is; and how many packs were made anew.
@@ -226,21 +228,19 @@ class ShardVerifier:
         for start in range(entry.first, stop, AT_ONCE):
             for planned in self._packed.plan.packs(start, min(start + AT_ONCE, stop)):
                 try:
-                    stored = StoredPack.from_bytes(shard.record(planned.number - entry.first))
+                    stored = self._kind.packs.record.from_bytes(shard.record(planned.number - entry.first))
                 except ValueError as error:
                     yield planned.number, f"it is damaged: {error}"
                     return
                 samples += len(stored.order)
                 yield from ((planned.number, what) for what in _unplanned(stored, planned))
-                if stored.batch is not None:
-                    broken = check_thd(stored.batch, multiple=multiple if stored.finished else 1)
-                    yield from ((planned.number, what) for what in broken)
+                yield from ((planned.number, what) for what in stored.broken(multiple))
                 yield from ((planned.number, what) for what in _outside(stored, entry))
         if samples != entry.samples:
             yield stop - 1, f"the shard has {samples} samples, the manifest says {entry.samples}"
 
 
-def _unplanned(stored: StoredPack, planned: PlannedPack) -> Iterator[str]:
+def _unplanned(stored: StoredPack | StoredClips, planned: PlannedPack) -> Iterator[str]:
     """How a stored pack differs from its rows in the plan."""
     names = [sample.key for sample in stored.samples]
     expected = [sample.name for sample in planned.samples]
@@ -252,14 +252,12 @@ def _unplanned(stored: StoredPack, planned: PlannedPack) -> Iterator[str]:
             else (f"its sample {at} is {names[at]}, in the plan it is {expected[at]}")
         )
         return
-    lengths = iter(() if stored.batch is None else stored.batch.sample_lengths)
-    for at in stored.order:
-        own = tuple(next(lengths) for _ in range(stored.samples[at].segments))
-        if own != planned.samples[at].segment_lengths:
-            yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].segment_lengths}"
+    for at, own in zip(stored.order, stored.sizes(), strict=True):
+        if own != planned.samples[at].sizes:
+            yield f"sample {names[at]} has {own} tokens, in the plan it has {planned.samples[at].sizes}"
 
 
-def _outside(stored: StoredPack, entry: ShardEntry) -> Iterator[str]:
+def _outside(stored: StoredPack | StoredClips, entry: ShardEntry) -> Iterator[str]:
     """Media of a pack that do not lie in the copied file."""
     for sample in stored.samples:
         for file in sample.files:

@@ -17,7 +17,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import SampleRejected, UserError
-from energon_packing.offline.measuring import media_names
+from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
 from energon_packing.offline.tar_files import TarFiles
@@ -236,7 +236,7 @@ def _rendered(
 ) -> Event:
     """Decodes the media of the sample, as the loader would once it is in a pack."""
     assert found.measured is not None
-    names = list(dict.fromkeys(media_names(found.measured)))
+    names = list(dict.fromkeys(KINDS["conversations"].media_names(found.measured)))
     places: dict[str, tuple[Path, int, int]] = {}
     for name in names:
         position = media.position(key + name if name.startswith(".") else name)

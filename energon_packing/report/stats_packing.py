@@ -111,7 +111,7 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
         f"packing.window={chosen['window']}: the largest window compared ({max(row['window'] for row in same)}) fills "
         f"rows to {max(same, key=lambda row: row['window'])['fill']:.2%}; a smaller one delays samples less.",
     ]
-    if best["lost"] > NEGLIGIBLE_LOSS:
+    if best["lost"] > NEGLIGIBLE_LOSS and "text_tokens" not in samples.columns:  # nothing splits a clip
         settings["packing.oversize"] = "split"
         reasons.append(
             f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. "
@@ -157,7 +157,13 @@ def _best_length(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _sizes(samples: StatsSamples) -> Sizes:
     empty = np.zeros(samples.dataset.size, dtype=np.int64)
     images, patches = (samples.columns.get(name, empty) for name in ("images", "patches"))
-    return Sizes(length=samples.columns["length"], second=samples.columns["second"], images=images, patches=patches)
+    return Sizes(
+        length=samples.columns["length"],
+        second=samples.columns["second"],
+        images=images,
+        patches=patches,
+        text_tokens=samples.columns.get("text_tokens"),
+    )
 
 
 def _limits(run: RunConfig, seq_length: int, multiple: int) -> PackLimits:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from energon_packing.errors import UserError
-from energon_packing.offline.index import Index, IndexedDataset
+from energon_packing.offline.index import Index, IndexedDataset, kind_of
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import read_drops
 
@@ -31,7 +31,8 @@ class StatsSamples:
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
-        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only.
+        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index of clips also
+            ``text_tokens``.
         drops: for each data set, the dropped samples by reason.
         pack: ``[N]`` int64, the pack of each sample; plans only.
         planned: seq_length, multiple and packs of a plan; None otherwise.
@@ -73,20 +74,21 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
     Raises:
         UserError: a file of it is missing or damaged, or it holds nothing.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    columns = (*COLUMNS, "text_tokens") if kind_of(index.datasets) == "clips" else COLUMNS
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     owners: list[np.ndarray] = []
     drops = []
     total = 0
     for number, dataset in enumerate(index.datasets):
         reasons: Counter[str] = Counter()
         for shard in dataset.shards:
-            table = index.rows(dataset, shard, [*COLUMNS, "reason"])
+            table = index.rows(dataset, shard, [*columns, "reason"])
             total += table.num_rows
             reason = table.column("reason")
             kept = ~reason.is_valid().to_numpy()
             if not kept.all():
                 reasons.update(each for each in reason.to_pylist() if each is not None)
-            for name in COLUMNS:
+            for name in columns:
                 parts[name].append(table.column(name).to_numpy()[kept].astype(np.int64))
             owners.append(np.full(int(kept.sum()), number, dtype=np.int64))
         drops.append(dict(reasons))

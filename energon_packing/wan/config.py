@@ -1,12 +1,13 @@
 """The configuration of a text-to-video loader. Imports neither torch nor Energon.
 
-A YAML file has up to five sections; an unknown key is an error that names the nearest known one::
+A YAML file has up to six sections; an unknown key is an error that names the nearest known one::
 
     data:     {path: out/clips, workers: 4}
     encoder:  {text_width: 4096, max_text_tokens: 512}
     packing:  {seq_length: 75600, window: 128}
     parallel: {context_parallel: 4}
     metrics:  {directory: run/metrics}
+    plan:     {epochs: 2}
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
 from energon_packing.errors import ConfigError
 from energon_packing.metrics_config import MetricsConfig
+from energon_packing.plan_config import PlanConfig
 from energon_packing.thd.alignment import alignment_multiple
 
 Longer = Literal["middle", "spread"]
@@ -136,6 +138,7 @@ class TextToVideoRunConfig:
     packing: TextToVideoPackingConfig = field(default_factory=TextToVideoPackingConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self) -> None:
         if self.encoder.device != "cpu" and self.data.workers > 0:

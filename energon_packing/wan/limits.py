@@ -90,6 +90,10 @@ class ClipLimits:
         """Alignment units of the masked clip that follows a clip which is alone in its row."""
         return int(self.lone_room and (clip.length % self.multiple != 0 or clip.text_tokens % self.multiple != 0))
 
+    def holds(self, clip: SizedClip) -> bool:
+        """Whether the clip fits a pack by itself."""
+        return not self.too_long(clip) and self.exceeded(clip) is None
+
     def exceeded(self, clip: SizedClip) -> str | None:
         """The first limit besides patches that a clip exceeds alone, as part of a sentence; None if it fits."""
         text = self.text_place(clip) + self.masked_units(clip) * self.multiple

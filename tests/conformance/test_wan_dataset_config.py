@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import wan_on_cpu
 from bridge_wan import bridge_batch, bridge_wan
 
 from energon_packing import thd
+from energon_packing.config import ParallelConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.errors import ConfigError
 from energon_packing.wan.pack import WanSample
@@ -185,6 +188,32 @@ def test_an_iterator_that_is_restored_continues_with_the_batch_after_the_saved_o
     source.restore_state(state)
     for batch in expected:
         equal(next(source), batch)
+
+
+@pytest.mark.parametrize("stored", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_plan_of_clips_or_what_is_packed_of_it_is_the_data_set_of_a_run(recipe, clips, tmp_path, stored):
+    from energon_packing.offline.measure import MeasureConfig, measure
+    from energon_packing.offline.open_loader import open_loader
+    from energon_packing.offline.pack import PackConfig, pack
+    from energon_packing.offline.planner import make_plan
+
+    cfg = recipe()
+    run = cfg.dataset.run_config(ParallelConfig())
+    index, plan, out = tmp_path / "index", tmp_path / "plan.parquet", tmp_path / "packed"
+    measure(MeasureConfig(paths=(clips[1],), out=index, workers=0), run)
+    make_plan([index], run, plan)
+    planned = open_loader(dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(plan))))
+    if stored:
+        pack(PackConfig(plan=plan, out=out, store="pixels", workers=0))
+    cfg.dataset.path, cfg.dataset.validation_path = str(out if stored else plan), str(clips[1])
+    cfg.validate()
+    source = iterators(cfg)[0].iterable
+    batches = [expected.batch.to_bridge() for expected in itertools.islice(planned, 5)]
+    for batch in batches[:3]:
+        equal(next(source), batch)
+    again = iterators(cfg)[0].iterable
+    again.restore_state(source.save_state())
+    equal(next(again), batches[3])
 
 
 @pytest.mark.parametrize(("sequence_parallel", "compat", "multiple"), [(True, "none", 8), (False, "none", 4)])

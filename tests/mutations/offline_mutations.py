@@ -7,6 +7,7 @@ from mutation_table import Mutation
 COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
+CLIPS = "tests/offline/test_array_limits.py::"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
 DIFFERS = COMMAND + "test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field[polylithic]"
 
@@ -102,6 +103,20 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-0-1-0]",
         oracle="a run that never stopped",
         edits=(("offline/planned_loader.py", "self._position += self._world_size", "self._position += 1"),),
+    ),
+    Mutation(
+        trap=62,
+        name="a clip that is alone in a planned pack has no room for the text of the masked clip after it",
+        test=CLIPS + "test_every_number_of_clips_is_that_of_clip_limits",
+        oracle="the limits of the online loader",
+        edits=(("offline/array_limits.py", "fits &= cost + alone <= limits", "fits &= cost <= limits"),),
+    ),
+    Mutation(
+        trap=62,
+        name="the last clip of a planned pack hides the padding of its text",
+        test=CLIPS + "test_clips_of_planned_packs_are_in_the_order_of_the_online_loader",
+        oracle="the order of the online loader",
+        edits=(("offline/epoch_packs.py", "    if sizes.text_tokens is not None:", "    if False:"),),
     ),
     Mutation(
         trap=62,

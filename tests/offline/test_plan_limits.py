@@ -15,8 +15,8 @@ from energon_packing.config import EncoderConfig, RunConfig, from_mapping
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.errors import UserError
+from energon_packing.offline.conversations import Conversations
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.planner import plain_limits
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))
 
@@ -38,7 +38,7 @@ def config(**sections: Any) -> RunConfig:
 )
 def test_the_configuration_alone_gives_the_limits_of_the_task_encoder(sections: dict[str, Any]) -> None:
     run = config(**sections)
-    assert plain_limits(run) == build_task_encoder(run).limits
+    assert Conversations().limits(run) == build_task_encoder(run).limits
 
 
 def test_a_dummy_image_takes_room_of_every_pack_of_a_plan(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_dummy_image_takes_room_of_every_pack_of_a_plan(tmp_path: Path) -> Non
     settings = {"seq_length": 512, "dummy_image": True, "drop_budget": 1.0}
     run = config(packing=settings)
     with pytest.raises(UserError, match="dummy_image"):
-        plain_limits(run)
+        Conversations().limits(run)
     reserved = 512 - build_task_encoder(run).limits.tokens
     assert 12 < reserved < 100
     file, out = tmp_path / "run.yaml", tmp_path / "plan.parquet"

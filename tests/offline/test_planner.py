@@ -19,10 +19,11 @@ from energon_packing.config import EncoderConfig, LimitsConfig, RunConfig, from_
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.array_limits import SizedRow
+from energon_packing.offline.conversations import Conversations
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.plan_drops import drops_path
-from energon_packing.offline.planner import make_plan, plain_limits
+from energon_packing.offline.planner import make_plan
 from energon_packing.offline.remeasured import Piece, Remeasured
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.thd.visible_padding import hides_padding, visible_order
@@ -101,7 +102,7 @@ def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_
         parallel={"tensor_parallel": multiple, "sequence_parallel": multiple > 1},
         plan={"max_data_parallel": 4, "epochs": epochs, "seed": seed},
     )
-    of_pack = plain_limits(run)
+    of_pack = Conversations().limits(run)
     assert of_pack == PackLimits(tokens=1024, multiple=multiple, lone_room=True, **limits_of(limits))
     flat = {
         (0 if number == 0 else 1, max(0, number - 1), at): each

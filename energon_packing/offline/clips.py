@@ -1,0 +1,124 @@
+"""Clips with captions, as offline commands see them: their length is the number of their latent patches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.energon import CrudeSample
+from megatron.energon.cache import FileStore
+
+from energon_packing.config import PACK_LIMITS
+from energon_packing.offline.array_limits import AnyLimits, SizedRow
+from energon_packing.offline.index import CLIP_SCHEMA
+from energon_packing.offline.sample_kind import NO_ROW, SampleKind
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.encoder import MeasuredClip
+from energon_packing.wan.limits import ClipLimits
+from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, cook_text_to_video
+
+_RENDERING = ("dtype", "device", "decode_seconds", "decode_in_child", "max_source_pixels")
+"""Settings of `TextToVideoConfig` that count when a clip is rendered, but change no size."""
+_SIZES = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
+
+
+class Clips(SampleKind):
+    """Clips or their latents, with captions or their embeddings."""
+
+    name = "clips"
+    run_class = TextToVideoRunConfig
+    encoder_class = TextToVideoTaskEncoder
+    schema = CLIP_SCHEMA
+    length_free = _RENDERING
+    by_content = ("vae", "text_encoder")
+    decisive = ()
+    sizes = "patches and text tokens"
+
+    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
+        """See `SampleKind.cook`."""
+        return cook_text_to_video(sample, primary=store)
+
+    def measuring_encoder(self, config: TextToVideoConfig) -> TextToVideoTaskEncoder:
+        """See `SampleKind.measuring_encoder`."""
+        run = TextToVideoRunConfig(
+            encoder=dataclasses.replace(config, device="cpu"),
+            packing=TextToVideoPackingConfig(seq_length=NO_ROW),
+        )
+        return TextToVideoTaskEncoder(run)
+
+    def task_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
+        """See `SampleKind.task_encoder`."""
+        return TextToVideoTaskEncoder(run)
+
+    def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
+        """See `SampleKind.packing_encoder`."""
+        return TextToVideoTaskEncoder(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
+
+    def row(self, measured: MeasuredClip | None) -> dict[str, Any]:
+        """See `SampleKind.row`."""
+        sizes = dict.fromkeys((*_SIZES, "text_tokens"), 0)
+        if measured is None:
+            return sizes
+        video = measured.sample.video
+        return {
+            **sizes,
+            "length": measured.length,
+            "targets": measured.length,
+            "text_tokens": measured.text_tokens,
+            "videos": 1,
+            "frames": 0 if video is None else video.frames or 0,
+            "pixels": 0 if video is None else (video.width or 0) * (video.height or 0) * (video.frames or 0),
+        }
+
+    def planned_sizes(self, measured: MeasuredClip) -> tuple[int, ...]:
+        """See `SampleKind.planned_sizes`."""
+        return measured.length, measured.text_tokens
+
+    def media_names(self, measured: MeasuredClip) -> tuple[str, ...]:
+        """See `SampleKind.media_names`."""
+        return measured.sample.names
+
+    def limits(self, run: TextToVideoRunConfig) -> ClipLimits:
+        """See `SampleKind.limits`."""
+        return ClipLimits(
+            patches=run.packing.seq_length,
+            multiple=run.multiple,
+            text_tokens=run.packing.max_text_tokens_per_pack,
+            segments=run.packing.max_segments_per_pack,
+            cost=run.packing.max_cost_per_pack,
+            lone_room=run.encoder.compat == "none",
+        )
+
+    def decided(self, run: TextToVideoRunConfig, limits: AnyLimits) -> dict[str, Any]:
+        """See `SampleKind.decided`."""
+        packing = run.packing
+        return {
+            "reserved": 0,
+            **{name: getattr(packing, name, None) for name in PACK_LIMITS},
+            "max_text_tokens_per_pack": packing.max_text_tokens_per_pack,
+        }
+
+    def planned_limits(self, decided: Mapping[str, Any], encoder: TextToVideoTaskEncoder) -> ClipLimits:
+        """See `SampleKind.planned_limits`."""
+        return ClipLimits(
+            patches=decided["seq_length"],
+            multiple=int(decided["multiple"]),
+            text_tokens=decided["max_text_tokens_per_pack"],
+            segments=decided["max_segments_per_pack"],
+            cost=decided["max_cost_per_pack"],
+            lone_room=encoder.limits.lone_room,
+        )
+
+    def too_long(self, size: SizedRow, limits: ClipLimits, run: TextToVideoRunConfig) -> str:
+        """See `SampleKind.too_long`."""
+        room = limits.masked_units(size) * limits.multiple
+        masked = f" and {room} for a masked clip after it" if room else ""
+        return f"{size.length} patches{masked}; a row holds packing.seq_length={run.packing.seq_length}"
+
+    def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
+        """See `SampleKind.stored_settings`."""
+        rendered = store == "pixels"  # the dtype of what is stored then
+        names = [name for name in _RENDERING if name != "dtype" or not rendered]
+        free = {f"encoder.{name}" for name in names}
+        return {name: str(value) for name, value in fingerprint.items() if name not in free}

@@ -1,0 +1,158 @@
+"""Conversations, as offline commands see them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.energon import CrudeSample
+from megatron.energon.cache import FileStore
+
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.encoders.measured import Measured
+from energon_packing.encoders.pair import MeasuredPair
+from energon_packing.encoders.sample_encoder import AnyMeasured
+from energon_packing.energon.cookers import cook_record
+from energon_packing.energon.loader import build_task_encoder
+from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.array_limits import AnyLimits, SizedRow
+from energon_packing.offline.index import LENGTH_FREE, SCHEMA
+from energon_packing.offline.sample_kind import NO_ROW, SampleKind
+from energon_packing.packing.pack_limits import PackLimits
+
+
+class Conversations(SampleKind):
+    """Conversations with any number of images and videos, preference pairs among them."""
+
+    name = "conversations"
+    run_class = RunConfig
+    encoder_class = PackingTaskEncoder
+    schema = SCHEMA
+    length_free = LENGTH_FREE
+    by_content = ("processor", "chat_template", "trust_remote_code")
+    decisive = ("dummy_image", "oversize", "split_at", "split_positions")
+    sizes = "tokens"
+
+    def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
+        """See `SampleKind.cook`."""
+        return cook_record(sample, primary=store)
+
+    def measuring_encoder(self, config: EncoderConfig) -> PackingTaskEncoder:
+        """See `SampleKind.measuring_encoder`."""
+        return PackingTaskEncoder(config, PackingConfig(seq_length=NO_ROW))
+
+    def task_encoder(self, run: RunConfig) -> PackingTaskEncoder:
+        """See `SampleKind.task_encoder`."""
+        return build_task_encoder(run)
+
+    def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
+        """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, whatever the run makes of them."""
+        return build_task_encoder(
+            dataclasses.replace(
+                run,
+                encoder=dataclasses.replace(run.encoder, pixels="bytes"),
+                packing=dataclasses.replace(run.packing, ledger=None),
+            )
+        )
+
+    def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
+        """See `SampleKind.row`."""
+        if measured is None:
+            names = ("length", "second", "targets", "images", "patches", "turns")
+            return dict.fromkeys((*names, "stills", "videos", "frames", "pixels"), 0)
+        first, second = (*measured.segment_lengths, 0)[:2]
+        # Both answers of a pair show the media of their common beginning.
+        shown = measured.chosen if isinstance(measured, MeasuredPair) else measured
+        media = list(zip(shown.media, shown.plans, strict=True)) if isinstance(shown, Measured) else []
+        frames = [max(1, len(plan.frame_indices)) for _, plan in media]
+        return {
+            "length": first,
+            "second": second,
+            "targets": sum(getattr(segment, "targets", 0) for segment in measured.segments),
+            "images": measured.images,
+            "patches": measured.patches,
+            "turns": shown.turns if isinstance(shown, Measured) else 0,
+            "stills": sum(each.kind == "image" for each, _ in media),
+            "videos": sum(each.kind == "video" for each, _ in media),
+            "frames": sum(count for (each, _), count in zip(media, frames, strict=True) if each.kind == "video"),
+            "pixels": sum(
+                (each.width or 0) * (each.height or 0) * count for (each, _), count in zip(media, frames, strict=True)
+            ),
+        }
+
+    def planned_sizes(self, measured: AnyMeasured) -> tuple[int, ...]:
+        """See `SampleKind.planned_sizes`."""
+        return tuple(measured.segment_lengths)
+
+    def media_names(self, measured: AnyMeasured) -> Iterator[str]:
+        """See `SampleKind.media_names`."""
+        segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
+        for media in getattr(segment, "media", ()):
+            yield from media.frame_names or (media.name,)
+        if isinstance(measured, MeasuredPair):
+            for media in measured.rejected.media:
+                yield from media.frame_names or (media.name,)
+
+    def limits(self, run: RunConfig) -> PackLimits:
+        """See `SampleKind.limits`."""
+        packing = run.packing
+        if packing.dummy_image:
+            raise UserError(
+                "packing.dummy_image reserves room that only the encoder knows; give the limits of its packs."
+            )
+        multiple = run.parallel.multiple
+        if packing.seq_length % multiple:
+            down = packing.seq_length // multiple * multiple
+            raise ConfigError(
+                f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes "
+                f"need; use {down or multiple} or {down + multiple}."
+            )
+        return PackLimits(
+            tokens=packing.seq_length,
+            multiple=multiple,
+            images=packing.max_images_per_pack,
+            patches=packing.max_patches_per_pack,
+            segments=packing.max_segments_per_pack,
+            cost=packing.max_cost_per_pack,
+            lone_room=True,
+        )
+
+    def decided(self, run: RunConfig, limits: AnyLimits) -> dict[str, Any]:
+        """See `SampleKind.decided`."""
+        packing = run.packing
+        assert isinstance(limits, PackLimits)
+        return {
+            "reserved": packing.seq_length - limits.tokens,
+            "dummy_image": packing.dummy_image,
+            **{name: getattr(packing, name) for name in PACK_LIMITS},
+            "oversize_split": f"at a {packing.split_at}, positions {packing.split_positions}",
+        }
+
+    def planned_limits(self, decided: Mapping[str, Any], encoder: PackingTaskEncoder) -> PackLimits:
+        """See `SampleKind.planned_limits`."""
+        return PackLimits(
+            tokens=decided["seq_length"] - decided["reserved"],
+            multiple=int(decided["multiple"]),
+            images=decided["max_images_per_pack"],
+            patches=decided["max_patches_per_pack"],
+            segments=decided["max_segments_per_pack"],
+            cost=decided["max_cost_per_pack"],
+            lone_room=decided["reserved"] == 0,
+        )
+
+    def too_long(self, size: SizedRow, limits: PackLimits, run: RunConfig) -> str:
+        """See `SampleKind.too_long`."""
+        aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
+        masked = limits.masked_units(size) * limits.multiple
+        aligned += f" and {masked} for a masked segment after it" if masked else ""
+        reserved = run.packing.seq_length - limits.tokens
+        less = f" less {reserved} for dummy_image" if reserved else ""
+        return f"{size.length} tokens{aligned}; a row holds packing.seq_length={run.packing.seq_length}{less}"
+
+    def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
+        """See `SampleKind.stored_settings`."""
+        # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
+        free = {"limits", "pixels"} if store == "pixels" else {"limits", "pixels", "jpeg_scaled_decoding"}
+        return {name: str(value) for name, value in fingerprint.items() if name not in free}

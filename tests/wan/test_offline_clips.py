@@ -1,0 +1,344 @@
+"""Clips measured, planned and packed: sizes, clips and drops are those of the online loader, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from energon_packing.cli.main import cli
+from energon_packing.config import DataConfig, EncoderConfig, ParallelConfig, RunConfig, to_mapping
+from energon_packing.demo import processor_path
+from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.offline.index import Index
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.pack_difference import first_difference
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan_drops import read_drops
+from energon_packing.offline.planner import make_plan
+from energon_packing.offline.shard_file import ShardFile, ShardWriter
+from energon_packing.offline.stored_clips import StoredClips
+from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.wan.caption_encoder import T5CaptionEncoder
+from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.loader import build_text_to_video_loader
+from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+SEQ_LENGTH, TEXT = 48, 16
+WAYS = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
+
+
+@pytest.fixture(scope="module")
+def run(dataset, pipeline):
+    """A run on the converted clips: some are too long, some have too much text, and they are padded to 4."""
+    return TextToVideoRunConfig(
+        data=DataConfig(path=str(dataset), workers=0, repeat=False),
+        encoder=TextToVideoConfig(
+            latent_channels=4, text_width=32, max_pixels=64 * 48, vae=str(pipeline), text_encoder=str(pipeline)
+        ),
+        packing=TextToVideoPackingConfig(
+            seq_length=SEQ_LENGTH, max_text_tokens_per_pack=TEXT, max_segments_per_pack=4, window=16, drop_budget=1.0
+        ),
+        parallel=ParallelConfig(context_parallel=2),
+    )
+
+
+@pytest.fixture(scope="module")
+def index(run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("clips") / "index"
+    report = measure(MeasureConfig(paths=(Path(run.data.path),), out=out, workers=0), run)
+    assert report.missing == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def planned(run, index, tmp_path_factory):
+    """The run on its plan."""
+    out = tmp_path_factory.mktemp("clips") / "plan.parquet"
+    make_plan([index], dataclasses.replace(run, plan=dataclasses.replace(run.plan, max_data_parallel=4)), out)
+    return on(run, out)
+
+
+@pytest.fixture(scope="module")
+def online(run):
+    """All packs of the online loader, and what it dropped."""
+    loader = build_text_to_video_loader(run)
+    packs = list(loader)
+    return packs, drops_of(packs) | {entry.key: entry.reason for entry in loader.epoch_report.dropped_at_end}
+
+
+@pytest.fixture(scope="module")
+def whole(planned):
+    """All packs of the plan."""
+    return list(open_loader(planned))
+
+
+def on(run, path):
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
+
+
+def packed(planned, folder, way):
+    out = folder / way
+    pack(PackConfig(plan=Path(planned.data.path), out=out, workers=0, shard_packs=5, **WAYS[way]))
+    return on(planned, out)
+
+
+def digests(packs):
+    return [(each.keys, each.changed, each.cost, each.dropped, field_digests(each.batch)) for each in packs]
+
+
+def clips_of(packs):
+    """Everything about each clip that does not depend on its neighbours, by key."""
+    found = {}
+    for each in packs:
+        batch, query, key = each.batch, 0, 0
+        for at, name in enumerate(batch.keys):
+            patches, text = int(batch.seq_len_q[at]), int(batch.seq_len_kv[at])
+            found[name] = (
+                batch.video_latents[query : query + patches].clone(),
+                batch.context_embeddings[key : key + text].clone(),
+                batch.grid_sizes[at].clone(),
+                batch.video_metadata[at],
+            )
+            query += int(batch.seq_len_q_padded[at])
+            key += int(batch.seq_len_kv_padded[at])
+        assert each.occupied <= SEQ_LENGTH
+        assert int(batch.seq_len_kv_padded.sum()) <= TEXT
+        assert len(batch.keys) <= 4
+    return found
+
+
+def drops_of(packs):
+    return {entry.key: entry.reason for each in packs for entry in each.dropped}
+
+
+def check_same(expected, found):
+    assert expected.keys() == found.keys()
+    for name, (*tensors, metadata) in expected.items():
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(tensors, found[name], strict=False)), name
+        assert metadata == found[name][-1]
+
+
+def test_the_index_has_a_row_for_every_clip_with_the_sizes_of_the_online_loader(index, online):
+    packs, dropped = online
+    rows = rows_of(Index.open(index))
+    sizes = {row["key"]: (row["length"], row["text_tokens"]) for row in rows}
+    assert len(rows) == len(sizes) == 60
+    for each in packs:
+        lengths = zip(each.batch.seq_len_q.tolist(), each.batch.seq_len_kv.tolist(), strict=True)
+        for key, size in zip(each.keys, lengths, strict=False):  # the last may be a filler
+            assert sizes.pop(key) == size
+    assert sizes.keys() == dropped.keys()
+    assert all(row["reason"] is None for row in rows)  # what is dropped is so by limits of a pack
+
+
+def test_a_planned_epoch_has_the_clips_and_the_drops_of_the_online_loader(online, whole, planned):
+    packs, dropped = online
+    check_same(clips_of(packs), clips_of(whole))
+    plan = Plan.open(planned.data.path)
+    assert {line["dropped"]: line["reason"] for line in read_drops(plan.path, plan.facts.id)} == dropped
+    assert set(dropped.values()) == {"oversize", "over_limit"}
+    assert {each.batch.fillers for each in whole} == {0, 1}
+
+
+def test_a_record_that_cannot_be_measured_is_dropped_with_the_reason_of_the_online_loader(run, index, tmp_path):
+    narrow = dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, max_text_tokens=6, max_pixels=16 * 16))
+    found = measure(MeasureConfig(paths=(Path(run.data.path),), out=tmp_path / "index", workers=0), narrow).index
+    rows = rows_of(found)
+    refused = {row["key"]: (row["reason"], row["detail"]) for row in rows if row["reason"] is not None}
+    encoder = TextToVideoTaskEncoder(dataclasses.replace(narrow, packing=TextToVideoPackingConfig(seq_length=2**20)))
+    loader = build_text_to_video_loader(narrow, task_encoder=encoder)
+    packs = list(loader)
+    entries = [entry for each in packs for entry in each.dropped] + list(loader.epoch_report.dropped_at_end)
+    assert refused == {entry.key: (entry.reason, entry.detail) for entry in entries}
+    assert len(refused) > 10
+    with pytest.raises(UserError, match=r"max_pixels|max_text_tokens"):
+        measure(MeasureConfig(paths=(Path(run.data.path),), out=index, workers=0), narrow)
+
+
+@pytest.mark.parametrize(
+    "way", ["pixels", *(pytest.param(way, marks=pytest.mark.full) for way in ("tokens", "copied"))]
+)
+def test_every_way_gives_the_packs_of_the_plan_digest_by_digest(planned, whole, tmp_path, way):
+    run = packed(planned, tmp_path, way)
+    found = list(open_loader(run))
+    assert digests(found) == digests(whole)
+    assert first_difference(whole[0], found[0]) is None
+    report = verify(VerifyConfig(directory=Path(run.data.path), share=1.0, workers=0))
+    assert (report.findings, report.remade) == ((), len(whole))
+
+
+@pytest.mark.full
+def test_the_other_layout_gives_the_same_clips_and_several_processes_the_same_files(
+    run, index, planned, whole, other_layout, tmp_path
+):
+    there = on(run, other_layout)
+    found = measure(MeasureConfig(paths=(other_layout,), out=tmp_path / "index", workers=2), there).index
+    rows, others = (
+        {row["key"]: (row["length"], row["text_tokens"]) for row in rows_of(each)}
+        for each in (found, Index.open(index))
+    )
+    assert rows == others
+    make_plan([tmp_path / "index"], there, tmp_path / "plan.parquet")
+    check_same(clips_of(whole), clips_of(list(open_loader(on(there, tmp_path / "plan.parquet")))))
+    alone = Path(packed(planned, tmp_path, "pixels").data.path)
+    several = tmp_path / "several"
+    pack(PackConfig(plan=Path(planned.data.path), out=several, workers=2, shard_packs=5, store="pixels"))
+    assert [(file.name, file.read_bytes()) for file in sorted(several.glob("*.bin"))] == [
+        (file.name, file.read_bytes()) for file in sorted(alone.glob("*.bin"))
+    ]
+
+
+def rows_of(index):
+    return [row for each in index.datasets for shard in each.shards for row in index.rows(each, shard).to_pylist()]
+
+
+@pytest.mark.full
+def test_latents_of_bfloat16_are_stored_bit_for_bit_and_are_no_others(run, index, tmp_path):
+    half = dataclasses.replace(run, encoder=dataclasses.replace(run.encoder, dtype="bfloat16"))
+    make_plan([index], half, tmp_path / "plan.parquet")
+    expected = list(open_loader(on(half, tmp_path / "plan.parquet")))
+    stored = packed(on(half, tmp_path / "plan.parquet"), tmp_path, "pixels")
+    assert digests(list(open_loader(stored))) == digests(expected)
+    assert expected[0].batch.video_latents.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"was packed with encoder\.dtype="):
+        open_loader(dataclasses.replace(stored, encoder=run.encoder))
+
+
+def test_a_run_continues_at_its_position_with_other_ranks_and_from_what_is_stored(planned, whole, tmp_path):
+    stored = packed(planned, tmp_path, "pixels")
+    ranks = [iter(loader := open_loader(planned, rank=rank, world_size=2)) for rank in (0, 1)]
+    begun = [next(rank) for _ in range(2) for rank in ranks]
+    state = loader.save_state()
+    assert digests(begun) == digests(whole[:4])
+    for world_size in (1, 3):
+        loaders = [open_loader(stored, rank=rank, world_size=world_size) for rank in range(world_size)]
+        for each in loaders:
+            each.restore_state(state)
+        rest = [iter(each) for each in loaders]
+        found = [next(rest[at % world_size]) for at in range(6)]
+        assert digests(found) == digests(whole[4:10])
+
+
+@pytest.mark.full
+def test_a_plan_for_context_parallelism_serves_a_run_without(planned, whole, tmp_path):
+    narrower = dataclasses.replace(packed(planned, tmp_path, "pixels"), parallel=ParallelConfig())
+    found = list(open_loader(narrower))
+    check_same(clips_of(whole), clips_of(found))
+    assert [each.batch.fillers for each in found] == [0] * len(found)
+    wider = dataclasses.replace(planned, parallel=ParallelConfig(context_parallel=4))
+    with pytest.raises(ConfigError, match="aligns samples to 4"):
+        open_loader(wider)
+
+
+@pytest.mark.full
+def test_a_clip_that_cannot_be_rendered_is_dropped_alike_from_everything_that_is_stored(planned, tmp_path):
+    tight = dataclasses.replace(planned, encoder=dataclasses.replace(planned.encoder, max_source_pixels=2000))
+    expected = list(open_loader(tight))
+    dropped = drops_of(expected)
+    assert set(dropped.values()) == {"media_too_large"}
+    stored = dataclasses.replace(packed(planned, tmp_path, "tokens"), encoder=tight.encoder)
+    assert digests(list(open_loader(stored))) == digests(expected)
+
+
+def test_a_stored_pack_that_cannot_be_assembled_is_named_with_its_shard(planned, tmp_path, monkeypatch):
+    run = packed(planned, tmp_path, "pixels")
+    read = StoredClips.from_bytes.__func__
+
+    def damaged(cls, buffer):
+        first, *rest = read(cls, buffer).samples
+        measured = dataclasses.replace(first.measured, grid=(1, 1, 1))
+        return StoredClips(samples=(dataclasses.replace(first, measured=measured), *rest))
+
+    monkeypatch.setattr(StoredClips, "from_bytes", classmethod(damaged))
+    with pytest.raises(PackingError, match=r"pack 0 in .*shard-00000\.bin cannot be assembled: clips .* have patches"):
+        next(iter(open_loader(run)))
+
+
+@pytest.mark.full
+def test_a_value_that_was_changed_in_a_shard_is_found_with_its_clip(planned, tmp_path):
+    directory = Path(packed(planned, tmp_path, "pixels").data.path)
+    path = directory / "shard-00000.bin"
+    shard = ShardFile(path)
+    packs = [StoredClips.from_bytes(shard.record(number)) for number in range(shard.packs)]
+    changed = packs[1].samples[-1]
+    latent = changed.clip.latent.clone()
+    latent[0, 0, 0, 0] += 1
+    clip = dataclasses.replace(changed, clip=dataclasses.replace(changed.clip, latent=latent))
+    packs[1] = StoredClips(samples=(*packs[1].samples[:-1], clip))
+    facts = dict(shard.facts)
+    with ShardWriter(tmp_path / "new") as writer:
+        for each in packs:
+            writer.add(each.to_bytes())
+        writer.finish(facts)
+    shard.close()
+    (tmp_path / "new").rename(path)
+    manifest = json.loads((directory / "packed.json").read_text())
+    opened = ShardFile(path)
+    manifest["shards"][0] |= {"checksum": opened.checksum, "bytes": opened.bytes}
+    opened.close()
+    (directory / "packed.json").write_text(json.dumps(manifest))
+    (finding,) = verify(VerifyConfig(directory=directory, share=1.0, workers=0)).findings
+    assert finding.pack == 1
+    assert f"video_latents of sample {clip.key}" in finding.what
+
+
+def test_the_commands_take_clips_as_they_take_conversations(run, tmp_path):
+    config = tmp_path / "wan.yaml"
+    sections = {name: to_mapping(getattr(run, name)) for name in ("encoder", "packing", "parallel")}
+    config.write_text(json.dumps(sections))
+    index, plan, out = tmp_path / "index", tmp_path / "plan.parquet", tmp_path / "packed"
+    commands = [
+        ["measure", run.data.path, "--config", config, "--out", index, "--workers", "0"],
+        ["plan", index, "--config", config, "--set", "plan.max_data_parallel=4", "--out", plan],
+        ["pack", plan, "--out", out, "--workers", "0"],
+        ["verify", out, "--share", "0.1", "--workers", "0"],
+        ["plan", "--explain", "s30", plan],
+        *(["preview", path, "--format", "text-to-video", "--config", config, "--packs", "1"] for path in (plan, out)),
+        *(["stats", path, "--seq-length", "48", "--multiple", "4"] for path in (index, plan)),
+    ]
+    said = []
+    for command in commands:
+        done = CliRunner().invoke(cli, [str(part) for part in command])
+        assert done.exit_code == 0, (command, done.output, done.exception)
+        said.append(done.stdout)
+    assert "patches" in said[1]
+    assert "text tokens" in said[1]
+    assert said[5] == said[6]
+
+
+def test_what_is_no_clip_and_what_is_no_plan_of_clips_is_refused_by_name(run, planned, index, tmp_path):
+    conversations = RunConfig(data=DataConfig(path=planned.data.path))
+    with pytest.raises(ConfigError, match="is a plan of clips, but this run reads conversations"):
+        open_loader(conversations)
+    with pytest.raises(UserError, match="holds clips, but conversations are expected"):
+        measure(
+            MeasureConfig(paths=(Path(run.data.path),), out=tmp_path / "out", workers=0),
+            RunConfig(encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")))),
+        )
+    with pytest.raises(ConfigError, match="is an index of clips"):
+        make_plan([index], conversations, tmp_path / "plan.parquet")
+    other = dataclasses.replace(planned, encoder=dataclasses.replace(planned.encoder, max_text_tokens=30))
+    with pytest.raises(ConfigError, match=r"encoder\.max_text_tokens"):
+        open_loader(other)
+
+
+def test_a_caption_of_another_number_of_tokens_than_planned_stops_the_run_with_its_key(planned, monkeypatch):
+    tokenize = T5CaptionEncoder.tokenize
+
+    def longer(self, caption, limit):
+        token_ids, found = tokenize(self, caption, limit)
+        return [*token_ids[:1], *token_ids], found + 1
+
+    monkeypatch.setattr(T5CaptionEncoder, "tokenize", longer)
+    with pytest.raises(UserError, match=r"sample s\d+ is planned with .* patches and text tokens"):
+        list(open_loader(planned))

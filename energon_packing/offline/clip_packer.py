@@ -15,7 +15,7 @@ class ClipPacker(ShardPacker):
     def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
         measured = [self._planned.measured(each) for each in planned.samples]
         rendered = self._rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
-        samples = []
+        samples: list[StoredClip] = []
         for source, sample, made in zip(planned.samples, measured, rendered, strict=True):
             assert isinstance(sample.measured, MeasuredClip), "measured samples of a plan have a size"
             dropped = (made.reason, made.detail) if isinstance(made, DroppedSample) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -292,28 +293,28 @@ def test_a_value_that_was_changed_in_a_shard_is_found_with_its_clip(planned, tmp
     assert f"video_latents of sample {clip.key}" in finding.what
 
 
-def test_the_commands_take_clips_as_they_take_conversations(run, tmp_path):
-    config = tmp_path / "wan.yaml"
+def test_the_commands_of_the_page_take_clips_as_they_take_conversations(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     sections = {name: to_mapping(getattr(run, name)) for name in ("encoder", "packing", "parallel")}
-    config.write_text(json.dumps(sections))
-    index, plan, out = tmp_path / "index", tmp_path / "plan.parquet", tmp_path / "packed"
-    commands = [
-        ["measure", run.data.path, "--config", config, "--out", index, "--workers", "0"],
-        ["plan", index, "--config", config, "--set", "plan.max_data_parallel=4", "--out", plan],
-        ["pack", plan, "--out", out, "--workers", "0"],
-        ["verify", out, "--share", "0.1", "--workers", "0"],
-        ["plan", "--explain", "s30", plan],
-        *(["preview", path, "--format", "text-to-video", "--config", config, "--packs", "1"] for path in (plan, out)),
-        *(["stats", path, "--seq-length", "48", "--multiple", "4"] for path in (index, plan)),
-    ]
+    Path("wan.yaml").write_text(json.dumps(sections))
+    Path("data").mkdir()
+    Path("data/clips").symlink_to(run.data.path)
+    page = (Path(__file__).parents[2] / "docs/offline.md").read_text()
+    block = page.partition("## Clips\n")[2].partition("```bash\n")[2].partition("```")[0]
+    commands = [shlex.split(line)[1:] for line in block.splitlines()]
+    assert [words[0] for words in commands] == ["measure", "plan", "pack", "verify", "preview"]
+    here = {"measure", "pack", "verify"}
+    commands = [[*words, *(("--workers", "0") if words[0] in here else ())] for words in commands]
+    preview = [word.replace("packed", "plan.parquet") for word in commands[-1]]
+    more = [["plan", "--explain", "s30", "plan.parquet"], *(["stats", path] for path in ("index", "plan.parquet"))]
     said = []
-    for command in commands:
-        done = CliRunner().invoke(cli, [str(part) for part in command])
-        assert done.exit_code == 0, (command, done.output, done.exception)
+    for words in (*commands, preview, *more):
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, (words, done.output, done.exception)
         said.append(done.stdout)
     assert "patches" in said[1]
     assert "text tokens" in said[1]
-    assert said[5] == said[6]
+    assert said[4] == said[5]
 
 
 def test_what_is_no_clip_and_what_is_no_plan_of_clips_is_refused_by_name(run, planned, index, tmp_path):

@@ -353,8 +353,8 @@ def make_data_set(work: Path, conversations: int, seed: int) -> None:
     words = [f"word{number}" for number in range(1000)]
     with text.open("w", encoding="utf-8") as stream:
         for number in range(conversations - conversations // 10):
-            lengths = [1 + int(rng.lognormvariate(3, 1.2)) for _ in range(2)]
-            lengths[1] += lengths[0] // 20  # so that none is dropped for its few trained tokens
+            lengths = [1 + min(400, int(rng.lognormvariate(3, 1.2))) for _ in range(2)]
+            lengths[1] += lengths[0] // 20  # so that none is dropped for its length or its few trained tokens
             turns = [" ".join(rng.choices(words, k=length)) for length in lengths]
             messages = [
                 {"role": role, "content": turn} for role, turn in zip(("user", "assistant"), turns, strict=True)

@@ -12,8 +12,6 @@ from manual.runner import Outcome, Runner
 
 PAGES = {path.stem: read_page(path) for path in pages()}
 RUN = [name for name, page in PAGES.items() if any(block.runs_here for block in page.blocks)]
-LONG = ("README", "bridge_cpu", "correctness", "offline", "see")
-"""Pages whose commands other tests run too, and that take longest."""
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +28,15 @@ def ran(tmp_path_factory) -> Callable[[str], Outcome]:
     return run
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.full) if name in LONG else name for name in RUN])
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUN)
 def test_every_block_of_the_page_runs_as_pasted(name, ran):
     outcome = ran(name)
     assert not outcome.error, outcome.error
     assert outcome.ran == sum(block.runs_here for block in PAGES[name].blocks)
 
 
+@pytest.mark.full
 def test_the_page_on_plain_energon_fills_rows_and_blends_both_data_sets(ran):
     printed = ran("energon").printed
     assert printed.count("% full") == 3

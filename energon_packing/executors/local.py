@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -115,6 +116,10 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
     end_with_parent(parent)
     for each in inherited:
         each.close()
+    # OpenMP's other threads are not in a fork, which would wait for them for ever; and workers share the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
     try:
         work.begin()
         while True:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
-
-from megatron.energon import CrudeSample
-from megatron.energon.cache import FileStore
+from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import CLIP_SCHEMA
 from energon_packing.offline.sample_kind import NO_ROW, SampleKind
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
-from energon_packing.wan.encoder import MeasuredClip
 from energon_packing.wan.limits import ClipLimits
-from energon_packing.wan.task_encoder import TextToVideoTaskEncoder, cook_text_to_video
+
+if TYPE_CHECKING:  # planning needs neither torch nor Energon
+    from megatron.energon import CrudeSample
+    from megatron.energon.cache import FileStore
+
+    from energon_packing.wan.encoder import MeasuredClip
+    from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 _RENDERING = ("dtype", "device", "decode_seconds", "decode_in_child", "max_source_pixels")
 """Settings of `TextToVideoConfig` that count when a clip is rendered, but change no size."""
@@ -28,15 +30,23 @@ class Clips(SampleKind):
 
     name = "clips"
     run_class = TextToVideoRunConfig
-    encoder_class = TextToVideoTaskEncoder
     schema = CLIP_SCHEMA
     length_free = _RENDERING
     by_content = ("vae", "text_encoder")
     decisive = ()
     sizes = "patches and text tokens"
 
+    @property
+    def encoder_class(self) -> type[TextToVideoTaskEncoder]:
+        """See `SampleKind.encoder_class`."""
+        from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
+
+        return TextToVideoTaskEncoder
+
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""
+        from energon_packing.wan.task_encoder import cook_text_to_video
+
         return cook_text_to_video(sample, primary=store)
 
     def measuring_encoder(self, config: TextToVideoConfig) -> TextToVideoTaskEncoder:
@@ -45,15 +55,15 @@ class Clips(SampleKind):
             encoder=dataclasses.replace(config, device="cpu"),
             packing=TextToVideoPackingConfig(seq_length=NO_ROW),
         )
-        return TextToVideoTaskEncoder(run)
+        return self.encoder_class(run)
 
     def task_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.task_encoder`."""
-        return TextToVideoTaskEncoder(run)
+        return self.encoder_class(run)
 
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.packing_encoder`."""
-        return TextToVideoTaskEncoder(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
+        return self.encoder_class(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
 
     def row(self, measured: MeasuredClip | None) -> dict[str, Any]:
         """See `SampleKind.row`."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
-
-from megatron.energon import CrudeSample
-from megatron.energon.cache import FileStore
+from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
-from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.pair import MeasuredPair
-from energon_packing.encoders.sample_encoder import AnyMeasured
-from energon_packing.energon.cookers import cook_record
-from energon_packing.energon.loader import build_task_encoder
-from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import LENGTH_FREE, SCHEMA
 from energon_packing.offline.sample_kind import NO_ROW, SampleKind
 from energon_packing.packing.pack_limits import PackLimits
+
+if TYPE_CHECKING:  # planning needs neither torch nor Energon
+    from megatron.energon import CrudeSample
+    from megatron.energon.cache import FileStore
+
+    from energon_packing.encoders.sample_encoder import AnyMeasured
+    from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
 class Conversations(SampleKind):
@@ -28,28 +26,38 @@ class Conversations(SampleKind):
 
     name = "conversations"
     run_class = RunConfig
-    encoder_class = PackingTaskEncoder
     schema = SCHEMA
     length_free = LENGTH_FREE
     by_content = ("processor", "chat_template", "trust_remote_code")
     decisive = ("dummy_image", "oversize", "split_at", "split_positions")
     sizes = "tokens"
 
+    @property
+    def encoder_class(self) -> type[PackingTaskEncoder]:
+        """See `SampleKind.encoder_class`."""
+        from energon_packing.energon.task_encoder import PackingTaskEncoder
+
+        return PackingTaskEncoder
+
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""
+        from energon_packing.energon.cookers import cook_record
+
         return cook_record(sample, primary=store)
 
     def measuring_encoder(self, config: EncoderConfig) -> PackingTaskEncoder:
         """See `SampleKind.measuring_encoder`."""
-        return PackingTaskEncoder(config, PackingConfig(seq_length=NO_ROW))
+        return self.encoder_class(config, PackingConfig(seq_length=NO_ROW))
 
     def task_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.task_encoder`."""
+        from energon_packing.energon.loader import build_task_encoder
+
         return build_task_encoder(run)
 
     def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, whatever the run makes of them."""
-        return build_task_encoder(
+        return self.task_encoder(
             dataclasses.replace(
                 run,
                 encoder=dataclasses.replace(run.encoder, pixels="bytes"),
@@ -59,6 +67,9 @@ class Conversations(SampleKind):
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
         """See `SampleKind.row`."""
+        from energon_packing.encoders.measured import Measured
+        from energon_packing.encoders.pair import MeasuredPair
+
         if measured is None:
             names = ("length", "second", "targets", "images", "patches", "turns")
             return dict.fromkeys((*names, "stills", "videos", "frames", "pixels"), 0)
@@ -88,6 +99,8 @@ class Conversations(SampleKind):
 
     def media_names(self, measured: AnyMeasured) -> Iterator[str]:
         """See `SampleKind.media_names`."""
+        from energon_packing.encoders.pair import MeasuredPair
+
         segment = measured.chosen if isinstance(measured, MeasuredPair) else measured
         for media in getattr(segment, "media", ()):
             yield from media.frame_names or (media.name,)

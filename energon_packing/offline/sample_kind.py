@@ -5,17 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
-from megatron.energon import CrudeSample
-from megatron.energon.cache import FileStore
 
 from energon_packing.config import EncoderConfig, RunConfig, from_mapping, load_values
-from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import Kind
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoRunConfig
+
+if TYPE_CHECKING:  # planning needs neither torch nor Energon
+    from megatron.energon import CrudeSample
+    from megatron.energon.cache import FileStore
+
+    from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 
 AnyRun = RunConfig | TextToVideoRunConfig
 AnyEncoderConfig = EncoderConfig | TextToVideoConfig
@@ -29,7 +32,6 @@ class SampleKind(ABC):
     Attributes:
         name: of the kind.
         run_class: its configuration.
-        encoder_class: its task encoder, online and offline.
         schema: columns of a shard's file in the index.
         length_free: fields of the ``encoder`` section on which neither lengths nor drops depend.
         by_content: fields that name what the encoder's own fingerprint states.
@@ -39,7 +41,6 @@ class SampleKind(ABC):
 
     name: ClassVar[Kind]
     run_class: ClassVar[type[Any]]
-    encoder_class: ClassVar[type[WindowTaskEncoder]]
     schema: ClassVar[pa.Schema]
     length_free: ClassVar[tuple[str, ...]]
     by_content: ClassVar[tuple[str, ...]]
@@ -54,6 +55,11 @@ class SampleKind(ABC):
         """
         values, where = load_values(path, overrides)
         return from_mapping(self.run_class, values, where=where)
+
+    @property
+    @abstractmethod
+    def encoder_class(self) -> type[WindowTaskEncoder]:
+        """Its task encoder, online and offline."""
 
     @abstractmethod
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:

@@ -126,5 +126,5 @@ def test_the_live_table_ends_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda _: add_line(tmp_path, 0, ranks=1, ended=True))
     states = [json.loads(line) for line in watch(tmp_path, "--json").output.splitlines()]
     assert [each["state"] for each in states] == ["running", "ended"]
-    module._show(Console(file=told, force_terminal=True, width=80), iter(states))
+    module._show(Console(file=told, force_terminal=True, width=400), iter(states))  # of any path in one line
     assert "ended, 1 rank" in told.getvalue()

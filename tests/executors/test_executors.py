@@ -225,6 +225,29 @@ def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
     assert not worker.exists()
 
 
+THREADED = """
+import sys, torch
+from energon_packing.executors.choice import ExecutorConfig
+
+class Sums:
+    def begin(self): pass
+    def do(self, task): return float(torch.ones(1 << 22).mul(2.0).sum())
+    def name(self, task): return str(task)
+
+torch.set_num_threads(2)
+assert Sums().do(0) == 2.0 ** 23  # this process has OpenMP's threads now
+print(sorted(value for _, value in ExecutorConfig(kind="local", workers=2).executor(4).results(range(4), Sums())))
+"""
+
+
+def test_workers_compute_although_the_calling_process_has_threads_of_openmp():
+    environment = ranks_environment() | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", THREADED], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == f"{[2.0**23] * 4}\n", done.stderr
+
+
 def test_few_tasks_or_no_workers_need_no_processes():
     assert isinstance(ExecutorConfig(workers=4).executor(1), CallingProcess)
     assert isinstance(ExecutorConfig(workers=0).executor(9), CallingProcess)

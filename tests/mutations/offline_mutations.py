@@ -61,6 +61,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=61,
+        name="training believes the bytes of a stored pack",
+        test=COMMAND + "test_training_stops_at_a_pack_whose_bytes_changed_and_names_it[polylithic]",
+        oracle="a flipped bit in every pack",
+        edits=(("offline/shard_file.py", "if zlib.crc32(record[:CHECKED]) != self._sums[number]:", "if False:"),),
+    ),
+    Mutation(
+        trap=61,
         name="a directory of other packs is continued",
         test=COMMAND + "test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes[polylithic]",
         oracle="the files before",

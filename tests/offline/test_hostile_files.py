@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +30,7 @@ from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.plan_explanation import explanation
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_file import MAGIC, ShardFile
+from energon_packing.offline.shard_file import CHECKED, MAGIC, ShardFile
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -188,7 +189,8 @@ def shard(path: Path, records: list[bytes], places: list[int] | None = None) -> 
     """A shard of these records, with a table that may lie."""
     ends = [0, *itertools.accumulate(map(len, records))] if places is None else places
     said = json.dumps({"packs": len(records)}).encode()
-    table = np.array(ends, dtype="<i8").tobytes()
+    sums = [zlib.crc32(record[:CHECKED]) for record in records]
+    table = np.array(ends, dtype="<i8").tobytes() + np.array(sums, dtype="<u4").tobytes()
     content = b"".join(records) + table + said + len(said).to_bytes(8, "little")
     path.write_bytes(content + hashlib.sha256(content).digest() + MAGIC)
     return path

@@ -242,6 +242,20 @@ def test_what_is_whole_is_verified_and_every_flipped_byte_is_found(copied):
     assert not verify(VerifyConfig(directory=copied, share=0)).findings
 
 
+def test_training_stops_at_a_pack_whose_bytes_changed_and_names_it(plan_of, copied):
+    path = copied / "shard-00001.bin"
+    content, shard = path.read_bytes(), ShardFile(path)
+    records = [bytes(shard.record(number)) for number in range(shard.packs)]
+    run, drawn = _on(plan_of, copied), random.Random(2)
+    for number in range(shard.packs):
+        at = content.index(records[number]) + drawn.randrange(len(records[number]))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << drawn.randrange(8))]) + content[at + 1 :])
+        with pytest.raises(UserError, match=r"pack \d+ in .*shard-00001\.bin is damaged: its bytes are not those that"):
+            list(open_loader(run))
+    path.write_bytes(content)
+    assert list(open_loader(run))
+
+
 def test_a_shard_that_is_cut_off_or_gone_is_named_and_packed_again_after_it_is_deleted(plan_of, whole, copied):
     first, second = copied / "shard-00001.bin", copied / "media-00003.bin"
     first.write_bytes(first.read_bytes()[:-100])

@@ -21,6 +21,19 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
 
+def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLimits:
+    """Limits of packs of whole lists of samples, in rows of `seq_length` tokens, a multiple of `multiple`."""
+    return PackLimits(
+        tokens=seq_length,
+        multiple=multiple,
+        images=packing.max_images_per_pack,
+        patches=packing.max_patches_per_pack,
+        segments=packing.max_segments_per_pack,
+        cost=packing.max_cost_per_pack,
+        lone_room=True,
+    )
+
+
 class Conversations(SampleKind):
     """Conversations with any number of images and videos, preference pairs among them."""
 
@@ -122,15 +135,7 @@ class Conversations(SampleKind):
                 f"packing.seq_length {packing.seq_length} is not a multiple of {multiple}, which the parallel sizes "
                 f"need; use {down or multiple} or {down + multiple}."
             )
-        return PackLimits(
-            tokens=packing.seq_length,
-            multiple=multiple,
-            images=packing.max_images_per_pack,
-            patches=packing.max_patches_per_pack,
-            segments=packing.max_segments_per_pack,
-            cost=packing.max_cost_per_pack,
-            lone_room=True,
-        )
+        return row_limits(packing, packing.seq_length, multiple)
 
     def decided(self, run: RunConfig, limits: AnyLimits) -> dict[str, Any]:
         """See `SampleKind.decided`."""

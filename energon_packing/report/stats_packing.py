@@ -12,6 +12,7 @@ from energon_packing.config import RunConfig
 from energon_packing.errors import ConfigError
 from energon_packing.offline import array_limits
 from energon_packing.offline.array_limits import Sizes
+from energon_packing.offline.conversations import row_limits
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat
@@ -173,16 +174,7 @@ def _limits(run: RunConfig, seq_length: int, multiple: int) -> PackLimits:
             f"A row of {seq_length} tokens is not a multiple of {multiple}; use {down or multiple} or "
             f"{down + multiple}."
         )
-    packing = run.packing
-    return PackLimits(
-        tokens=seq_length,
-        multiple=multiple,
-        images=packing.max_images_per_pack,
-        patches=packing.max_patches_per_pack,
-        segments=packing.max_segments_per_pack,
-        cost=packing.max_cost_per_pack,
-        lone_room=True,
-    )
+    return row_limits(run.packing, seq_length, multiple)
 
 
 def _packed(

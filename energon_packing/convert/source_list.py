@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from energon_packing.convert.chunks import SourceFile
@@ -18,6 +19,10 @@ TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 TAR_SUFFIX = ".tar"
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SHORT = {".tgz": ".tar.gz"}
+_SUFFIXES = tuple(
+    {*TABLE_SUFFIXES, TAR_SUFFIX, *_SHORT}
+    | {suffix + compression for suffix in (*JSON_SUFFIXES, TAR_SUFFIX) for compression in ("", *COMPRESSIONS)}
+)
 _KINDS = "JSON, JSON Lines, Parquet, Arrow or tar"
 _OF_DATASETS = frozenset({"dataset_info.json", "state.json", "dataset_dict.json"})
 """Beside the tables of a saved Hugging Face data set; they hold no records."""
@@ -105,7 +110,7 @@ def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str, int]]:
             for path, name, size in _found(match, shut)
         ]
     if source.is_dir():
-        found = sorted(path for path in source.rglob("*") if _is_source(path, source, shut))
+        found = sorted(path for path in _named_like_records(source) if _is_source(path, source, shut))
         if not found:
             suffixes = ".json, .jsonl, .ndjson, .parquet, .arrow or .tar"
             raise UserError(f"{source} has no {suffixes} file; name the file of conversations")
@@ -117,6 +122,14 @@ def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str, int]]:
     if source.exists():
         raise UserError(f"{source} is neither a file nor a directory")
     raise UserError(f"{source} does not exist; name a {_KINDS} file, or a directory of such files")
+
+
+def _named_like_records(root: Path) -> Iterator[Path]:
+    """The files below a directory whose suffix is one of records; there may be millions of images beside them."""
+    for directory, _, names in os.walk(root):
+        for name in names:
+            if name.lower().endswith(_SUFFIXES):
+                yield Path(directory, name)
 
 
 def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:

@@ -103,6 +103,13 @@ class Pixels:
         for sample, measured, media in zip(self.samples, self.measured, self.decoded, strict=True):
             make_pixels(self.encoder, sample, measured, media)
 
+    def run_ours(self) -> None:
+        """Makes one pass of our family over the same decoded media."""
+        family = self.encoder.family
+        raw = {"raw": True} if family.pixel_forms else {}
+        for measured, media in zip(self.measured, self.decoded, strict=True):
+            family.pixels(measured.plans, media, **raw)
+
 
 def make_pixels(
     encoder: ConversationEncoder, sample: BenchSample, measured: Measured, media: Sequence[Any]

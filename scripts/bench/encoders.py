@@ -195,11 +195,13 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
     for kind in sorted(kinds):
         chosen = [entry for entry in samples if any(media.kind == kind for media in entry.conversation.media)]
         part = Floor(encoder, chosen)
+        pixels = part.pixels()
         seconds = take_turns(
             repeat,
             measure=lambda: each(chosen, lambda entry: encoder.measure(entry.conversation)),  # noqa: B023
             tokenizer=part.tokenize,
-            pixels=part.pixels().run,
+            pixels=pixels.run,
+            our_pixels=pixels.run_ours,
             decoding=part.decode,
         )
         seconds["media"] = [a + b for a, b in zip(seconds["pixels"], seconds["decoding"], strict=True)]
@@ -212,6 +214,8 @@ def family_results(family: str, samples: Sequence[BenchSample], sizes: str, repe
             "measure_ms": milliseconds(seconds["measure"], len(chosen)),
             "tokenizer_ms": milliseconds(seconds["tokenizer"], len(chosen)),
             "pixels_ms": milliseconds(seconds["pixels"], len(chosen)),
+            "our_pixels_ms": milliseconds(seconds["our_pixels"], len(chosen)),
+            "pixels_ratio": ratio(seconds, "our_pixels", "pixels"),
             "decoding_ms": milliseconds(seconds["decoding"], len(chosen)),
             "times_faster": ratio(seconds, "pixels", "measure"),
             "with_decoding": ratio(seconds, "media", "measure"),

@@ -253,6 +253,18 @@ def test_a_directory_is_read_in_a_fixed_order_without_hidden_and_foreign_files(t
     assert [file.name for file in files] == ["C.NDJSON", "a/z.jsonl", "b.json"]
 
 
+def test_every_suffix_of_records_is_found_in_a_directory_and_no_other(tmp_path: Path) -> None:
+    kinds = [".json", ".jsonl", ".ndjson", ".tar"]
+    read_too = [kind + packed for kind in kinds for packed in ("", ".gz", ".zst", ".GZ")] + [".tgz", ".Parquet"]
+    others = [".txt", ".jpg", ".parquet.gz", ".arrow.zst", ".gz", ".json.xz", ".jsonx", "json", ".tar.bz2", ".zip"]
+    names = {f"sub/a.b{suffix}" for suffix in (*read_too, ".arrow")}
+    for name in (*names, *(f"sub/a.b{suffix}" for suffix in others), "sub/.json"):
+        write_json(tmp_path / name, RECORDS)
+    (tmp_path / "linked").symlink_to(tmp_path / "sub")
+    (tmp_path / "dir.json").mkdir()
+    assert {file.name for file in find_sources((tmp_path,))} == names
+
+
 def test_the_output_inside_a_source_directory_is_never_a_source(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", RECORDS)
     write_json(tmp_path / "out/conversion.json", RECORDS)

@@ -37,12 +37,12 @@ def _is_sharegpt(record: Mapping[str, Any]) -> bool:
 SHAREGPT = Layout(
     name="sharegpt",
     expects="'conversations' of from/value",
-    matches=lambda record: _is_conversation(record) and _is_sharegpt(record),
+    matches=lambda record: _is_sharegpt(record) and _is_conversation(record),
     restate=lambda record: Restated(record=record),
 )
 OPENAI = Layout(
     name="openai",
     expects="'messages' of role/content",
-    matches=lambda record: _is_conversation(record) and not _is_sharegpt(record),
+    matches=lambda record: not _is_sharegpt(record) and _is_conversation(record),
     restate=lambda record: Restated(record=record),
 )

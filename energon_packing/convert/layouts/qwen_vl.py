@@ -31,9 +31,11 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
     for column in TURN_COLUMNS:
         turns = record.get(column)
         for number, turn in enumerate(turns if isinstance(turns, list) else ()):
+            if not isinstance(turn, dict):
+                continue
             for field in _FIELDS:
-                if isinstance(turn, dict) and isinstance(turn.get(field), str):
-                    yield column, number, turn[field]
+                if isinstance(text := turn.get(field), str):
+                    yield column, number, text
 
 
 def _restate(record: Mapping[str, Any]) -> Restated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import json
@@ -82,19 +83,26 @@ def only_for_types(tree: ast.AST) -> set[int]:
     }
 
 
+@functools.cache
+def statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import anywhere in a file, in functions too, and whether it is for types only."""
+    tree = ast.parse(source)
+    skipped = only_for_types(tree)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return [(node, id(node) in skipped) for node in imports]
+
+
 def imported(path: Path) -> Iterator[str]:
     """Every module that a file imports anywhere in it, in functions too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module_of(path).split(".")
     if path.name != "__init__.py":
         package = package[:-1]
-    skipped = only_for_types(tree)
-    for node in ast.walk(tree):
-        if id(node) in skipped:
+    for node, only_types in statements(path.read_text(encoding="utf-8")):
+        if only_types:
             continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package[: len(package) - node.level + 1] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
             # `from energon_packing import thd` names a module, not a value.
@@ -113,16 +121,14 @@ def needs() -> dict[str, set[str]]:
     files = {module_of(path): path for path in sources()}
     found: dict[str, set[str]] = {}
     for module, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        skipped = only_for_types(tree) if path.name == "__init__.py" else set()
         found[module] = set()
-        for node in ast.walk(tree):
-            if id(node) in skipped:
+        for node, only_types in statements(path.read_text(encoding="utf-8")):
+            if only_types and path.name == "__init__.py":
                 continue
             if isinstance(node, ast.Import):
                 found[module].update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
                 # Of `from package import name` the name may be a module of the package, or a value in it.
                 whole = {f"{name}.{alias.name}" for alias in node.names}

@@ -55,34 +55,58 @@ class Text:
             yield found[2], found[1] == "`", f"{self.path.relative_to(ROOT)}:{line}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Module:
+    """What is looked at in one file of code; its syntax tree is let go, for all of them are millions of objects.
+
+    Attributes:
+        texts: its docstrings, also those after an assignment, and its comments.
+        names: all names in it.
+        strings: its other strings.
+    """
+
+    texts: tuple[Text, ...]
+    names: frozenset[str]
+    strings: tuple[str, ...]
+
+
 @functools.cache
-def parsed(path: Path) -> tuple[str, ast.Module]:
-    """A module as written, and its syntax tree."""
+def looked_at(path: Path) -> Module:
+    """A file of code, read once."""
     source = path.read_text(encoding="utf-8")
-    return source, ast.parse(source)
-
-
-@functools.cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """All nodes of a module's syntax tree."""
-    return tuple(ast.walk(parsed(path)[1]))
-
-
-def texts_of(path: Path) -> Iterator[Text]:
-    """The docstrings of a module, also those after an assignment, and its comments."""
-    source, _ = parsed(path)
-    for node in nodes_of(path):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield Text(path=path, line=node.lineno, text=node.value.value)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield Text(path=path, line=token.start[0], text=token.string)
+    nodes = tuple(ast.walk(ast.parse(source)))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts: list[Text] = []
+    names: set[str] = set()
+    strings: list[str] = []
+    for node in nodes:
+        match node:
+            case ast.Constant(value=str(value)):
+                if id(node) in prose:
+                    texts.append(Text(path=path, line=node.lineno, text=value))
+                else:
+                    strings.append(value)
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.TypeVar(name=name):
+                names.add(name)
+            case ast.keyword(arg=str(name)):
+                names.add(name)
+            case ast.alias(name=name):
+                names.update(name.split("."))
+    if re.search("#.*`", source):  # only what stands in backticks is looked at
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            if token.type == tokenize.COMMENT:
+                texts.append(Text(path=path, line=token.start[0], text=token.string))
+    return Module(texts=tuple(texts), names=frozenset(names), strings=tuple(strings))
 
 
 @functools.cache
 def texts() -> tuple[Text, ...]:
     pages = (Text(path=path, line=1, text=path.read_text(encoding="utf-8")) for path in PAGES)
-    return (*(text for path in CODE for text in texts_of(path)), *pages)
+    return (*(text for path in CODE for text in looked_at(path).texts), *pages)
 
 
 @functools.cache
@@ -94,21 +118,9 @@ def said_in_code() -> tuple[frozenset[str], str]:
     names: set[str] = {part for path in CODE for part in path.relative_to(ROOT).with_suffix("").parts}
     strings = [path.read_text(encoding="utf-8") for path in SHELL]
     for path in CODE:
-        prose = {id(node.value) for node in nodes_of(path) if isinstance(node, ast.Expr)}
-        for node in nodes_of(path):
-            match node:
-                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
-                    names.add(name)
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    names.add(name)
-                case ast.TypeVar(name=name):
-                    names.add(name)
-                case ast.keyword(arg=str(name)):
-                    names.add(name)
-                case ast.alias(name=name):
-                    names.update(name.split("."))
-                case ast.Constant(value=str(value)) if id(node) not in prose and not path.name.startswith("test_"):
-                    strings.append(value)
+        names |= looked_at(path).names
+        if not path.name.startswith("test_"):
+            strings += looked_at(path).strings
     whole = "\n".join(strings)
     return frozenset(names | set(re.findall(r"\w+", whole))), whole
 
@@ -117,7 +129,7 @@ def said_in_code() -> tuple[frozenset[str], str]:
 def defined(module: Path) -> set[str]:
     """Names that a module binds at its top, and the words of its strings: a package lists its public names in them."""
     names: set[str] = set()
-    for node in nodes_of(module):
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name) | ast.arg(arg=name):
                 names.add(name)

@@ -207,7 +207,7 @@ words = st.text(st.sampled_from("ab c9?.\n{}<>&é你😀'\"\\"), min_size=1, max
 
 
 @pytest.mark.parametrize("name", PLAIN)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     texts=st.lists(words, min_size=2, max_size=8).filter(lambda texts: len(texts) % 2 == 0),
     system=st.none() | words,

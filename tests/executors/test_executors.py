@@ -11,11 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from ranks_environment import ranks_environment
+from squares import Squares
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
@@ -29,44 +29,8 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 NEEDS_RAY = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'energon-packing[ray]'")
 HERE = Path(__file__).parent
 THIS = os.pathsep.join((str(HERE), str(HERE.parent), ranks_environment()["PYTHONPATH"]))
-"""A ``PYTHONPATH`` with this module on it."""
+"""A ``PYTHONPATH`` with the module `squares` on it."""
 KINDS = ("local", pytest.param("ray", marks=NEEDS_RAY))
-
-
-class Particular(Exception):
-    """It can be pickled, but not read back."""
-
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(f"{number}: {why}")
-
-
-@dataclass
-class Squares:
-    """Squares a number, after what the task's word says happened to the worker."""
-
-    notes: Path
-    begun: bool = False
-
-    def begin(self) -> None:
-        self.begun = True
-
-    def do(self, task: tuple[int, str]) -> tuple[int, int]:
-        assert self.begun
-        number, word = task
-        note = self.notes / str(number)
-        first = not note.exists()
-        note.open("a").write("x")
-        if word == "dies" or (word == "dies once" and first):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if word == "fails in its own way":
-            raise Particular(number, "a matter of its own")
-        if word == "fails":
-            raise SampleRejected("bad", f"number {number}")
-        time.sleep(0.3 if word == "slow" else 3 if word == "slowest" else 0)
-        return number * number, os.getpid()
-
-    def name(self, task: tuple[int, str]) -> str:
-        return f"squaring {task[0]}"
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +168,7 @@ def users_of(directory: Path) -> list[int]:
 
 def test_workers_end_with_a_calling_process_that_is_killed(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from test_executors import Squares\n"
+        "import sys; from pathlib import Path; from squares import Squares\n"
         "from energon_packing.executors.local import LocalProcesses\n"
         "tasks, work = ((n, 'slow') for n in range(1000)), Squares(Path(sys.argv[1]))\n"
         "for _, (_, process) in LocalProcesses(2).results(tasks, work):\n"

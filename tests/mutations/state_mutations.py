@@ -148,7 +148,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=60,
         name="a hanging decoder outlives its run",
-        test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode[loop]",
+        test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode[hang]",
         oracle="the kernel's list of processes",
         edits=(("media/decoding_process.py", ".prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", ""),),
     ),

@@ -40,37 +40,45 @@ LONGEST_FIRST = (
     "mutations/test_mutations.py",
     "conformance/test_replica_training.py",
     "offline/test_packed_loader.py",
-    "offline/test_pack_command.py",
-    "offline/test_measure_on_ray.py",
-    "conformance/test_megatron_lm_page.py",
-    "conformance/test_megatron_lm.py",
-    "scripts/test_launchers.py",
-    "conformance/test_packed_forward_step.py",
-    "scripts/test_demo_script.py",
-    "manual/test_manual_blocks.py",
-    "energon/test_epoch_end.py",
-    "energon/test_loader.py",
-    "cli/test_validate_measure.py",
-    "chat/test_published_templates.py",
-    "conformance/test_gloo_gradients.py",
-    "cli/test_validate_data.py",
-    "cli/test_parity.py",
-    "conformance/test_in_batch_mode.py",
-    "conformance/test_bridge_config_batches.py",
-    "conformance/test_rules_grid.py",
-    "conformance/test_megatron_lm_arguments.py",
-    "wan/test_text_to_video_loader.py",
-    "bench/test_bench_train.py",
-    "bench/test_bench_loader.py",
-    "offline/test_resume_matrix.py",
     "offline/test_pack_on_ray.py",
-    "offline/test_kills.py",
+    "offline/test_measure_on_ray.py",
+    "executors/test_executors.py",
+    "energon/test_loader.py",
     "offline/test_planned_loader.py",
-    "offline/test_state_convert.py",
     "energon/test_fingerprint.py",
     "energon/test_states.py",
+    "energon/test_packs_ahead.py",
+    "offline/test_state_convert.py",
+    "offline/test_pack_command.py",
+    "offline/test_kills.py",
+    "energon/test_drop_budget_in_the_loader.py",
+    "wan/test_text_to_video_loader.py",
+    "media/test_decoding_process.py",
+    "manual/test_manual_blocks.py",
+    "conformance/test_megatron_lm.py",
+    "conformance/test_rules_grid.py",
+    "conformance/test_packed_forward_step.py",
+    "conformance/test_in_batch_mode.py",
+    "scripts/test_soak.py",
+    "bench/test_bench_loader.py",
+    "convert/test_convert_workers.py",
+    "conformance/test_bridge_dataset_config.py",
+    "conformance/test_megatron_lm_page.py",
+    "conformance/test_packed_training.py",
+    "conformance/test_bridge_config_batches.py",
+    "cli/test_parity.py",
+    "chat/test_published_templates.py",
+    "scripts/test_new_user_script.py",
+    "scripts/test_demo_script.py",
+    "bench/test_bench_train.py",
 )
-"""Files of more than 20 seconds. A file stays in one process, so the last to start decides when the tests end."""
+"""Files of more than 15 seconds. A file stays in one process, so the last to start decides when the tests end."""
+LONGEST = 2
+"""So many of them start before all others."""
+
+FORKING = ("energon", "executors", "media/test_decoding_process.py", "offline", "wan")
+"""Folders and files whose tests fork many processes. They come before the others: a fork copies the tables of all
+memory, and the test processes grow from one to four gigabytes."""
 
 FIRST_CASE_IS_FAST = ("conformance", "energon", "executors", "offline", "wan")
 """Folders whose tests run loaders, training or clusters: the fast tier runs the first case of each, and `full` all."""
@@ -81,7 +89,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the longest files first, and leaves out the full tier's tests where ``--fast`` asks for it."""
+    """Puts the longest files first, then those that fork; leaves out what is marked ``full`` for ``--fast``."""
     tests = Path(__file__).parent
     if config.getoption("--fast"):
         chosen = [item for item in items if not item.get_closest_marker("full")]
@@ -93,7 +101,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in left])
         items[:] = first.values()
     places = {tests / file: place for place, file in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    forking = tuple(tests / name for name in FORKING)
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        place = places.get(item.path, len(places))
+        if place < LONGEST:
+            return 0, place
+        return (1 if any(item.path.is_relative_to(name) for name in forking) else 2), place
+
+    items.sort(key=turn)
 
 
 def pytest_collection_finish() -> None:

@@ -50,6 +50,13 @@ def test_the_longest_files_exist_and_start_first_in_the_order_of_the_list():
     assert sorted(map(id, left)) == sorted(map(id, tests))
 
 
+def test_files_that_fork_come_before_those_that_fill_the_memory_of_their_process():
+    names = ("bench/test_a.py", "offline/test_a.py", conftest.LONGEST_FIRST[-1], conftest.LONGEST_FIRST[0])
+    left, _ = chosen([item(name) for name in names], fast=False)
+    assert left[0].nodeid.startswith(names[3])
+    assert [test.nodeid.partition("::")[0] for test in left[1:]] == [names[1], names[2], names[0]]
+
+
 def test_fast_leaves_out_what_is_marked_full_and_says_so_and_nothing_else():
     tests = [item("test_a.py"), item("test_a.py", "full"), item("test_b.py", "slow"), item("test_b.py", "slow", "full")]
     assert chosen(tests, fast=True) == ([tests[0], tests[2]], [tests[1], tests[3]])

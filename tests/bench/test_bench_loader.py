@@ -15,6 +15,7 @@ import torch.utils.data._utils
 from bench import loader as bench_loader
 from bench import loader_data, loader_lengths, loader_run, window_memory
 from bench.loader_run import LoaderJob
+from forking_python import quick_python
 
 from energon_packing.demo import processor_path
 from energon_packing.errors import PackingError
@@ -24,6 +25,12 @@ pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))
 SEQ_LENGTH = 8192
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Measured processes have done the slow imports, which are no part of what they measure."""
+    monkeypatch.setattr(sys, "executable", quick_python())
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +165,7 @@ def test_reachable_bytes_count_arrays_once_and_through_views():
     assert window_memory.reachable_bytes([[bytes(500)], np]) < 1000
 
 
-def test_the_command_prints_one_json_line_a_result(tmp_path, capfd):
+def test_the_command_prints_one_json_line_a_result(quick, tmp_path, capfd):
     arguments = ["--conversations", "12", "--no-peer", "--seq-length", "4096", "--work", str(tmp_path)]
     assert bench_loader.main(arguments) == 0
     (line,) = capfd.readouterr().out.splitlines()
@@ -173,7 +180,7 @@ def test_memory_is_given_back_where_so_asked():
     assert [loader_run.run_config(job, workers=1).data.keep_memory for job in jobs] == [True, False]
 
 
-def test_a_larger_window_costs_little_more_for_each_image_sample(tmp_path):
+def test_a_larger_window_costs_little_more_for_each_image_sample(quick, tmp_path):
     bench = bench_loader.LoaderBench(conversations=40, seq_length=4096)
     (result,) = bench_loader.run_memory(bench, tmp_path, windows=(8, 128))
     assert result["held"][1] - result["held"][0] > 100

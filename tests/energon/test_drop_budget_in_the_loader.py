@@ -13,7 +13,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.ledger import Ledger
 
-RUNS = 40
+RUNS = 15  # `python scripts/bench.py budget` makes hundreds
 
 
 @pytest.mark.timeout(300)

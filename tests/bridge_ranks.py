@@ -7,9 +7,11 @@ FOLDER``. Each rank leaves ``FOLDER/NAME-RANK.json``: losses, what it was handed
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -170,10 +172,19 @@ def replayed(folder: Path, name: str, micro_batches: int) -> Any:
     return Replayed()
 
 
-def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
-    """One rank of one run; fills ``report``."""
+@functools.cache
+def vocabulary_of(family: str) -> dict[str, int]:
+    """Token -> number, of the shipped processor of a family."""
     from transformers import AutoTokenizer
 
+    from energon_packing.demo import processor_path
+
+    found: dict[str, int] = AutoTokenizer.from_pretrained(processor_path(family)).get_vocab()
+    return found
+
+
+def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
+    """One rank of one run; fills ``report``."""
     from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
@@ -181,7 +192,7 @@ def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[
     from energon_packing.demo import processor_path
 
     family = run["family"]
-    vocabulary = AutoTokenizer.from_pretrained(processor_path(family)).get_vocab()
+    vocabulary = vocabulary_of(family)
     names = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
     tokens = None
     if family != "text":
@@ -319,15 +330,26 @@ def main(file: str, folder: str) -> None:
 
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     stand_ins.install()
+    import megatron.bridge.data.megatron_mimo
     import megatron.bridge.training.gpt_step  # noqa: F401
+    import PIL.Image
     import transformers  # noqa: F401
 
-    import energon_packing.bridge.dataset  # noqa: F401
+    import energon_packing.bridge.dataset
+    import energon_packing.bridge.metrics
+    import energon_packing.bridge.step
+    import energon_packing.bridge_cpu.tiny_models
+    import energon_packing.bridge_cpu.training_run  # noqa: F401
 
+    plan = json.loads(Path(file).read_text())
+    for family in {run["family"] for run in plan["runs"]}:
+        vocabulary_of(family)
+    PIL.Image.init()
+    # A rank sets the levels of many of a thousand loggers, and each time the caches of all of them would be cleared.
+    logging.root.manager._clear_cache = lambda: None  # type: ignore[attr-defined]
     # Else the first collection of garbage in every rank copies all pages of these imports: a third of a run's time.
     gc.collect()
     gc.freeze()
-    plan = json.loads(Path(file).read_text())
     for run in plan["runs"]:
         fork_ranks(run, Path(folder), plan["data"])
 

@@ -1,6 +1,6 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
 loader|handover|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert|tables|environments|offline
-|supervised|memory|metrics
+|supervised|memory|metrics|page
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
@@ -42,6 +42,7 @@ NAMES = (
     "supervised",
     "memory",
     "metrics",
+    "page",
 )
 
 

@@ -21,6 +21,8 @@ from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
 
+_STAGES = {"skipped": "packs before", "packs": "packs"}
+_UNITS = {"skipped": "packs", "packs": "packs"}
 TRAINED_MARKS = ("\u27e6", "\u27e7")
 _EXAMPLES = """
 Examples:
@@ -84,17 +86,21 @@ def preview(
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
-    from energon_packing.report.previewed_packs import Wanted, described, drawn_page
+    from energon_packing.report.previewed_packs import Wanted, described, drawn_packs
 
     wanted = Wanted(packs=packs, first=first, key=key)
     if html is not None:
-        from energon_packing.report.page import write_page
+        from energon_packing.report.page import check_place, write_page
+        from energon_packing.report.preview_page import preview_page
 
-        with ShownProgress(Console(stderr=True), {"packs": "packs"}, quiet=as_json) as shown:
-            write_page(html, drawn_page(config, wanted, progress=shown))
+        check_place(html)
+        with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
+            drawn, facts = drawn_packs(config, wanted, progress=shown)
+        write_page(html, preview_page(drawn, facts))
         click.echo(json.dumps({"html": str(html)}) if as_json else f"Written: {html}")
         return
-    views = described(config, wanted)
+    with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
+        views = described(config, wanted, progress=shown)
     if as_json:
         click.echo(json.dumps({"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views}, indent=2))
         return

@@ -1,12 +1,13 @@
 """One self-contained HTML page: no network, no foreign script, light and dark by the reader's setting.
 
-What comes from data goes through `escaped`, or as JSON through `data_block`; the page's content security policy lets
-nothing run but the script whose digest it names.
+What comes from data goes through `escaped`, or as JSON through `data_block` or `packed_block`; the page's content
+security policy lets nothing run but the script whose digest it names.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -49,12 +50,16 @@ def escaped(value: Any) -> str:
 
 def data_block(identifier: str, values: Any) -> str:
     """JSON inside a page, which the browser does not run; nothing in it can end the element."""
-    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = _json(values).decode()
     for char in "<>&":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return f'<script type="application/json" id="{escaped(identifier)}">{text}</script>'
+
+
+def packed_block(identifier: str, values: Any) -> str:
+    """A `data_block` of much JSON, as gzip in base64; the page's script unpacks it."""
+    packed = base64.b64encode(gzip.compress(_json(values), compresslevel=6, mtime=0)).decode()
+    return f'<script type="application/gzip" id="{escaped(identifier)}">{packed}</script>'
 
 
 def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
@@ -62,7 +67,7 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
 
     Args:
         title: any text.
-        body: HTML that was made with `escaped` and `data_block`.
+        body: HTML that was made with `escaped`, `data_block` and `packed_block`.
         style: added to the common one.
         script: the only script that the page runs.
     """
@@ -82,6 +87,16 @@ def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     )
 
 
+def check_place(path: Path) -> None:
+    """Called before long work whose result goes into a file.
+
+    Raises:
+        UserError: its directory does not exist.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"{path} cannot be written: there is no directory {path.parent}.")
+
+
 def write_page(path: Path, text: str) -> None:
     """Writes a page.
 
@@ -92,6 +107,12 @@ def write_page(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _json(values: Any) -> bytes:
+    text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+    # Half of a surrogate pair has no UTF-8 encoding; its backslash escape is also its JSON escape.
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _digest(text: str) -> str:

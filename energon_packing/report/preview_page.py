@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.report.excerpt import visible
-from energon_packing.report.page import data_block, escaped, page
+from energon_packing.report.page import data_block, escaped, packed_block, page
 
 ASSETS = Path(__file__).parent / "assets"
 TEXT = 2 * 2**20
@@ -49,7 +49,8 @@ def preview_page(packs: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -
 <noscript><p>This page draws its packs with its own script; allow it, or use <code>--json</code>.</p></noscript>
 </header>
 <main id="packs"></main>
-{data_block("data", {"facts": dict(facts), "packs": packs, "pictures": list(pictures)})}"""
+{data_block("pictures", list(pictures))}
+{packed_block("data", {"facts": dict(facts), "packs": packs})}"""
     style = (ASSETS / "preview.css").read_text(encoding="utf-8")
     script = (ASSETS / "preview.js").read_text(encoding="utf-8")
     return page(f"Packs of {visible(str(facts['path']))}", body, style=style, script=script)

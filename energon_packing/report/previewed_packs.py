@@ -19,7 +19,7 @@ from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.report.drawn_pack import drawn_pack, source_names
 from energon_packing.report.preview import describe
-from energon_packing.report.preview_page import preview_page, text_per_sample
+from energon_packing.report.preview_page import text_per_sample
 from energon_packing.report.watched_packs import WatchedTaskEncoder
 
 
@@ -47,7 +47,14 @@ class Wanted:
         )
 
 
-def described(config: RunConfig, wanted: Wanted) -> list[dict[str, Any]]:
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
+
+
+def _quiet(*_: object) -> None: ...
+
+
+def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet) -> list[dict[str, Any]]:
     """The packs as plain values, for a terminal and for programs; see `energon_packing.report.preview.PackView`.
 
     Raises:
@@ -57,14 +64,14 @@ def described(config: RunConfig, wanted: Wanted) -> list[dict[str, Any]]:
     family = _family(encoder)
     return [
         describe(pack, family, seq_length=config.packing.seq_length).to_json()
-        for pack, _ in _packs(config, encoder, wanted)
+        for pack, _ in _packs(config, encoder, wanted, progress)
     ]
 
 
-def drawn_page(
-    config: RunConfig, wanted: Wanted, *, progress: Callable[[str, int, int], None] = lambda *_: None
-) -> str:
-    """The packs as a page.
+def drawn_packs(
+    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The packs as values that a page draws, and the facts of the run: what `preview_page` takes.
 
     Raises:
         UserError: as `described`.
@@ -74,7 +81,7 @@ def drawn_page(
     drawn = []
     progress("packs", 0, wanted.packs)
     most = 0
-    for pack, sources in _packs(config, encoder, wanted):
+    for pack, sources in _packs(config, encoder, wanted, progress):
         # Of the first pack's samples follows how many the page will have.
         most = most or text_per_sample(pack.batch.num_samples * wanted.packs)
         drawn.append(
@@ -95,7 +102,7 @@ def drawn_page(
         "multiple": config.parallel.multiple,
         "context_parallel": config.parallel.context_parallel,
     }
-    return preview_page(drawn, facts)
+    return drawn, facts
 
 
 def _family(encoder: PackingTaskEncoder) -> Any:
@@ -103,7 +110,9 @@ def _family(encoder: PackingTaskEncoder) -> Any:
     return encoder.encoder.family
 
 
-def _packs(config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:
+def _packs(
+    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress
+) -> Iterator[tuple[Pack, tuple[str, ...]]]:
     """The wanted packs, each with the source of every segment."""
     if wanted.key is not None:  # the search ends with the epoch
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
@@ -112,7 +121,8 @@ def _packs(config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted) -> It
         found = _planned(config, loader, wanted)
     else:
         start = _started(loader, wanted.first) if is_packed(config.data.path) else wanted.first
-        found = ((pack, source_names(pack)) for pack in itertools.islice(loader, start, None) if wanted.holds(pack))
+        packs = _after(loader, start, progress)
+        found = ((pack, source_names(pack)) for pack in packs if wanted.holds(pack))
     empty = True
     for pack in itertools.islice(found, wanted.packs):
         empty = False
@@ -122,6 +132,15 @@ def _packs(config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted) -> It
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} "
             f"{config.data.path}` says what became of it."
         )
+
+
+def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:
+    """The packs from number `first` on; online packs have no number until those before them are made."""
+    for number, pack in enumerate(loader):
+        if number >= first:
+            yield pack
+        else:
+            progress("skipped", number + 1, first)
 
 
 def _started(loader: Any, first: int) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
+from typing import Any
 
+DATA = ("application/json", "application/gzip")
+"""Types of elements whose content no browser runs."""
 VOID = {"meta", "br", "img", "input", "link", "hr"}
 
 
@@ -50,6 +55,16 @@ class ReadPage(HTMLParser):
         return {name for name, _ in self.elements}
 
 
+def data_of(source: str) -> dict[str, Any]:
+    """What the elements of a page hold for its script, by their names."""
+    found = {}
+    for _, attributes, text in ReadPage(source).inside:
+        if attributes.get("type") in DATA:
+            packed = attributes["type"] == "application/gzip"
+            found[str(attributes["id"])] = json.loads(gzip.decompress(base64.b64decode(text)) if packed else text)
+    return found
+
+
 def check_closed(source: str) -> ReadPage:
     """Asserts that a page reaches no network, and runs and styles only what its policy names by digest."""
     found = ReadPage(source)
@@ -62,7 +77,7 @@ def check_closed(source: str) -> ReadPage:
     assert "unsafe" not in policy
     allowed = dict(re.findall(r"(style|script)-src '(?:sha256-)?([^']+)'", policy))
     for name, attributes, text in found.inside:
-        if attributes.get("type") == "application/json":
+        if attributes.get("type") in DATA:
             continue
         assert base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() == allowed[name]
     for name, attributes in found.elements:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from headless import Browser, chromium
-from pages import check_closed
+from pages import check_closed, data_of
 from PIL import Image
 
 from energon_packing import thd
@@ -139,9 +139,8 @@ def test_pictures_stand_where_their_placeholders_do(drawn):
 def test_nothing_that_a_sample_says_is_markup(page):
     found = check_closed(page)
     scripts = [(attributes, text) for name, attributes, text in found.inside if name == "script"]
-    assert [attributes.get("type") for attributes, _ in scripts] == ["application/json", None]
-    data = json.loads(scripts[0][1])
-    assert data["packs"][0]["segments"][0]["key"] == KEY, "it is there, as data"
+    assert [attributes.get("type") for attributes, _ in scripts] == ["application/json", "application/gzip", None]
+    assert data_of(page)["data"]["packs"][0]["segments"][0]["key"] == KEY, "it is there, as data"
     assert not any(attributes.get("onload") or attributes.get("onerror") for _, attributes in found.elements)
     assert "img" not in found.names(), "pictures are made by the script"
     assert EVIL in found.text, "the path is shown, as text"
@@ -174,8 +173,9 @@ def preview(dataset, *arguments):
 
 
 def shown_by(path):
-    found = check_closed(path.read_text())
-    return json.loads(next(text for _, attributes, text in found.inside if attributes.get("type")))
+    check_closed(path.read_text())
+    found = data_of(path.read_text())
+    return {**found["data"], "pictures": found["pictures"]}
 
 
 def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_path):
@@ -221,8 +221,7 @@ def test_a_browser_draws_opens_and_closes_packs_and_runs_nothing_of_the_data(pag
             "document.querySelector('.row button').getBoundingClientRect().width /"
             " document.querySelector('.row').getBoundingClientRect().width"
         )
-        data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
-        first = data["packs"][0]["segments"][0]
+        first = data_of(page)["data"]["packs"][0]["segments"][0]
         assert share == pytest.approx((first["tokens"] + first["padding"]) / WIDTH, abs=0.01), "to scale"
         browser.evaluate("document.querySelector('.row button').focus()")
         browser.press("Enter")

@@ -1,6 +1,14 @@
 "use strict";
-(() => {
-  const { facts, packs, pictures } = JSON.parse(document.getElementById("data").textContent);
+(async () => {
+  const main = document.getElementById("packs");
+  if (!("DecompressionStream" in window)) {
+    main.textContent = "This browser cannot unpack the page. Open it in one of 2023 or later, or use --json.";
+    return;
+  }
+  const packed = Uint8Array.from(atob(document.getElementById("data").textContent), (char) => char.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const { facts, packs } = await new Response(unpacked).json();
+  const pictures = JSON.parse(document.getElementById("pictures").textContent);
   const KINDS = ["text", "trained", "image", "video"];
   const SVG = "http://www.w3.org/2000/svg";
   const number = new Intl.NumberFormat("en");
@@ -177,7 +185,6 @@
       build(entry.target);
     }
   }, { rootMargin: "1200px" });
-  const main = document.getElementById("packs");
   if (facts.context_parallel > 1) main.before(rankLegend());
   packs.forEach((pack, at) => {
     const title = element("h2", {}, `Pack ${pack.index} `, element("span", {},

@@ -73,8 +73,16 @@ def stats(
     An index (`energon-packing measure`) is read in seconds. Of a data set, a random part is measured, and figures have
     error bars. A plan knows tokens only.
     """
+    from energon_packing.report.page import check_place
     from energon_packing.report.stats_report import stats_report
 
+    for wanted in (html, png):
+        if wanted is not None:
+            check_place(wanted)
+    if png is not None:
+        from energon_packing.report.stats_figure import check_matplotlib
+
+        check_matplotlib()
     run = load_config(config_path, overrides)
     with ShownProgress(
         Console(stderr=True),

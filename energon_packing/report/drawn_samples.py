@@ -11,7 +11,7 @@ from energon_packing.config import RunConfig
 from energon_packing.errors import UserError
 from energon_packing.offline.measuring import ShardMeasurer
 from energon_packing.offline.source_part import source_parts
-from energon_packing.report.stats_samples import COLUMNS, StatsSamples, unique_names
+from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``sample``, the samples that are done, and all samples to measure."""
@@ -60,7 +60,7 @@ def samples_of_dataset(
         kind="data set",
         total=total,
         measured=int(drawn.size),
-        datasets=unique_names([part.root for part in parts]),
+        datasets=dataset_names(parts),
         dataset=table[:, 0],
         columns={name: table[:, 1 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(dict(each) for each in drops),

@@ -13,18 +13,25 @@ from energon_packing.report.stats_words import bin_name, source_sentence
 COLUMNS = 3
 
 
+def check_matplotlib() -> None:
+    """Raises a `UserError` where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "--png needs matplotlib; install it with: pip install 'energon-packing[figures]', or use --html."
+        ) from error
+
+
 def save_figure(report: Mapping[str, Any], path: Path) -> None:
     """Draws histograms, shares of tokens and fill.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            "--png needs matplotlib; install it with: pip install 'energon-packing[figures]', or use --html."
-        ) from error
+    check_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
+from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.errors import UserError
-from energon_packing.offline.index import Index, IndexedDataset, kind_of
+from energon_packing.offline.index import Index, kind_of
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import read_drops
 
@@ -141,9 +142,27 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
     )
 
 
-def dataset_names(datasets: Sequence[IndexedDataset]) -> tuple[str, ...]:
+class Rooted(Protocol):
+    """A data set, or a part of one, as far as its name goes."""
+
+    @property
+    def path(self) -> str:
+        """What the user named."""
+
+    @property
+    def root(self) -> str:
+        """Directory of its shards."""
+
+
+def dataset_names(datasets: Sequence[Rooted]) -> tuple[str, ...]:
     """Short names of data sets, unique."""
-    return unique_names([each.root for each in datasets])
+    return unique_names([_directory(each) for each in datasets])
+
+
+def _directory(part: Rooted) -> str:
+    """The directory of a data set; the shards of a polylithic one lie a level below it, in ``text``."""
+    parent, _, last = part.root.rpartition("/")
+    return parent if parent and last == TEXT_DIRECTORY and part.path != part.root else part.root
 
 
 def unique_names(roots: Sequence[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import statistics as plain
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from energon_packing.report.stats import statistics
 from energon_packing.report.stats_figure import save_figure
 from energon_packing.report.stats_packing import packings
 from energon_packing.report.stats_report import stats_report
-from energon_packing.report.stats_samples import COLUMNS, StatsSamples, samples_of_index, unique_names
+from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names, samples_of_index, unique_names
 from energon_packing.report.stats_words import bin_name, number, share
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -232,6 +233,7 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     assert whole["measured"] == whole["samples"] == 40
     assert whole["quantities"] == full["quantities"], "drawing all is measuring all"
     assert whole["modalities"] == full["modalities"]
+    assert [each["name"] for each in (*whole["datasets"], *full["datasets"])] == ["data", "data"], "and not 'text'"
     part = result(dataset, *options, "--samples", 25)
     assert (part["measured"], part["samples"]) == (25, 40)
     own, true = part["quantities"]["tokens"], whole["quantities"]["tokens"]
@@ -248,6 +250,7 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
         (("INDEX", "--full"), "--full and --workers are for data sets"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
+        (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments, sentence, index, dataset):
@@ -273,3 +276,8 @@ def test_numbers_and_bins_read_well():
     assert names == ["0", "1", "2-3", "512-1k", "1k-2k", "1M-2M"]
     assert unique_names(["/a/x", "/b/x", "/c/y"]) == ("a/x", "b/x", "c/y")
     assert Path(unique_names(["/a/x"])[0]).name == "x"
+
+
+def test_a_data_set_is_called_by_its_own_directory_and_not_by_that_of_its_records():
+    parts = [("/a/blend.yaml", "/a/chats/text"), ("/a/blend.yaml", "/a/pairs"), ("/a/text", "/a/text")]
+    assert dataset_names([SimpleNamespace(path=path, root=root) for path, root in parts]) == ("chats", "pairs", "text")

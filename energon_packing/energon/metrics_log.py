@@ -7,6 +7,7 @@ thread, because a file system may be slow.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,26 @@ class MetricsLog:
             self._thread.join(PATIENCE)
             if not self._thread.is_alive() and self._found:
                 self._write(step, tensorboard, wandb)
+
+    def finish_with_all(self, step: int, tensorboard: Any) -> None:
+        """Posts the last lines of all ranks, which end about now; waits for them, but no longer than `PATIENCE`.
+
+        It starts no thread: when an interpreter ends, none can be started.
+        """
+        if self._thread is not None:
+            self._thread.join(PATIENCE)
+            if self._thread.is_alive():
+                return
+        until = time.monotonic() + PATIENCE
+        self._gather()
+        while not self._broken and not self._ended() and time.monotonic() < until:
+            time.sleep(0.05)
+            self._gather()
+        if self._found and not self._broken:
+            self._write(step, tensorboard, None)
+
+    def _ended(self) -> bool:
+        return all(line.ended for line in self._lines.present())
 
     def _gather(self) -> None:
         try:

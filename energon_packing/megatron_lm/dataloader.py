@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -78,6 +80,7 @@ class PackDataloader:
             return
         if self._log is None:
             self._log = MetricsLog(self._metrics_config)
+            weakref.finalize(self, _post_rest, self._log, self._metrics, os.getpid())
         self._log.post(get_args().curr_iteration, *writers)
 
     def save_state(self) -> Any:
@@ -98,6 +101,20 @@ class PackDataloader:
         """
         self._reader.restore_state(state)
         self._restored = state  # a checkpoint before the first pack would find a loader that has not started
+
+
+def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
+    """Posts the last steps when the run ends. Megatron-LM has ended its Weights & Biases run by then."""
+    from megatron.training import get_args, get_tensorboard_writer
+
+    if os.getpid() != process:  # a fork
+        return
+    if own is not None:
+        own.close()
+    writer = get_tensorboard_writer()
+    if writer is not None:
+        log.finish_with_all(get_args().curr_iteration + 1, writer)
+        writer.flush()
 
 
 class _Endless:

@@ -176,8 +176,8 @@ def test_metrics_count_the_tokens_of_the_batches_and_reach_the_writer_of_megatro
     (events,) = (folder / "events").glob("events*")
     values = [value for event in loader.EventFileLoader(str(events)).Load() for value in event.summary.value]
     posted = [value.tensor.float_val[0] for value in values if value.tag == "packing/fill"]
-    assert posted
     assert all(any(fill == pytest.approx(each, rel=1e-6) for each in fills) for fill in posted)
+    assert posted[-1] == pytest.approx(fills[-1], rel=1e-6), "the last step too, which ends after the last pack"
 
 
 @full

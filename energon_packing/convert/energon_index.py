@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, SUBFLAVORS
+from energon_packing.convert.layout import INFO_FILE, LINT_FILE, META_DIRECTORY, SUBFLAVORS
 from energon_packing.convert.scratch_database import open_scratch
 
 SampleRow = tuple[int, str, int, int, int]
@@ -135,7 +135,12 @@ class IndexWriter:
         parts = {split: shard_ranges([name for name in shards if name.startswith(f"{split}-")]) for split in splits}
         self._write_yaml("split.yaml", {"split_parts": parts, "exclude": []})
         content = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset", "subflavors": dict(subflavors)}
-        (self._meta / "dataset.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        self._write_yaml("dataset.yaml", content)
+
+    def describe_records(self) -> None:
+        """Writes a second description, of the records as text: Energon's tools take no crude samples."""
+        sample_type = {"__module__": "megatron.energon", "__class__": "TextSample"}
+        self._write_yaml(LINT_FILE, {"sample_type": sample_type, "field_map": {"text": "json"}})
 
     def _write_yaml(self, name: str, content: object) -> None:
         (self._meta / name).write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -41,6 +41,8 @@ MEDIA_DIRECTORY = "media"
 DATASET_FILE = "dataset.yaml"
 META_DIRECTORY = ".nv-meta"
 INFO_FILE = ".info.json"
+LINT_FILE = "lint.yaml"
+"""Describes the records to `energon info` and `energon lint`, whose ``--dataset-config`` takes it."""
 
 
 def dataset_entry(path: str | Path) -> str:

@@ -187,6 +187,7 @@ class _RecordStore:
         shards = {name: count for tars in self._tars for name, count in tars.counts.items()}
         subflavors = subflavors_of(self._config.format)
         self._index.finish(shards, splits, identity=identity, subflavors=subflavors)
+        self._index.describe_records()
         return len(shards)
 
 

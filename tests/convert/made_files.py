@@ -55,7 +55,10 @@ from plain_readers import (
     rejected_response,
     web_dataset,
 )
+from prepared_files import chats, questions, read_chats, read_questions
 from trainers_code import by_trl
+
+from energon_packing.convert.column_map import ColumnMap
 
 
 def made(name: str, layout: str, source: str, reader: str, make: Any, read: Read, **more: Any) -> KnownFile:
@@ -195,4 +198,17 @@ MADE = [
     made("WebDataset, gzip", "openai", "`.tar.gz`", "tarfile", packed_tar(".gz"), web_dataset),
     made("WebDataset, zstd", "openai", "`.tar.zst`", "tarfile", packed_tar(".zst"), web_dataset),
     made("Bridge's ChatML, pickled images and frames", "sharegpt", "tar (`webdataset`)", "pickle", bridge_tar, chatml),
+    made("Bridge's ChatML, prepared", "sharegpt", "Energon data set", "Energon's loader, pickle", chats, read_chats),
+    made(
+        "Energon's `VQASample`",
+        "query-response",
+        "Energon data set",
+        "Energon's loader",
+        questions,
+        read_questions,
+        options={
+            "column_map": ColumnMap(columns={"query": "question", "response": "answer"}),
+            "missing_placeholder": "prepend",
+        },
+    ),
 ]

@@ -36,7 +36,8 @@ Examples:
   energon-packing validate megatron.bridge.recipes.qwen_vl:qwen3_vl_8b_sft_config --world-size 8
   energon-packing validate checkpoints/iter_0000100/run_config.yaml
   energon-packing validate arguments.txt
-  energon-packing validate --world-size 8 -- --tensor-model-parallel-size 2 --seq-length 4096
+  energon-packing validate --world-size 8 -- --tensor-model-parallel-size 2 --seq-length 4096 \\
+      --global-batch-size 8 --calculate-per-token-loss
 
 Exit codes: 0 every rule holds (warnings and notes allowed), 1 a rule is violated, something that the run reads is
 missing or unusable, or Bridge rejects the run, 2 unusable input.

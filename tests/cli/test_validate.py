@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,13 @@ def test_megatron_lm_arguments_are_judged_after_two_dashes_and_from_a_file(tmp_p
     code, answer = run_json(str(file), "--world-size", "8")
     assert code == 1
     assert "bridge/seq-length-multiple" in [rule["rule"] for rule in answer["rules"] if rule["verdict"] == "error"]
+
+
+def test_the_arguments_that_the_help_shows_are_valid() -> None:
+    lines = run("--help").stdout.replace("\\\n", "").splitlines()
+    (example,) = (line for line in lines if " -- " in line)
+    result = run(*shlex.split(example)[2:])
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from forking_python import PACKAGE, ROOT, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from offline_mutations import OFFLINE_MUTATIONS
+from see_mutations import SEE_MUTATIONS
 from state_mutations import STATE_MUTATIONS
 from template_mutations import TEMPLATE_MUTATIONS
 from validate_mutations import VALIDATE_MUTATIONS
@@ -43,7 +44,7 @@ from validate_mutations import VALIDATE_MUTATIONS
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
-    *OFFLINE_MUTATIONS,
+    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS),
 )
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300

@@ -1,0 +1,55 @@
+"""The trap of pages and figures that show another run or sample than there is; see `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+SEE_TRAPS = {63: "a figure or page shows packs that were not trained, hides a dead rank, or runs what a sample says"}
+
+METRICS = "tests/energon/test_pack_metrics.py::"
+PAGE = "tests/report/test_preview_page.py::"
+
+SEE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=63,
+        name="packs that are ready ahead count as used",
+        test=METRICS + "test_packs_count_when_they_are_taken_and_not_when_they_are_made",
+        oracle="the packs that were taken",
+        edits=(
+            (
+                "energon/pack_metrics.py",
+                "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n",
+                "        self._made.append((sums_of(pack, self._capacity), float(pack.cost)))\n"
+                "        self._used(0.0, self._taken + 1)\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=63,
+        name="padding of samples counts as the tail of the row",
+        test=METRICS + "test_a_line_sums_up_the_packs_of_its_steps_and_the_last_line_the_rest[3-1]",
+        oracle="the padding mask of each row",
+        edits=(
+            ("energon/packing_monitor.py", "alignment=pack.occupied - batch.real_tokens", "alignment=0"),
+            (
+                "energon/packing_monitor.py",
+                "tail=batch.total_tokens - pack.occupied,",
+                "tail=batch.total_tokens - batch.real_tokens,",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=63,
+        name="a rank that stopped writing passes as running",
+        test="tests/cli/test_watch.py::test_a_rank_that_stopped_writing_is_named_and_exits_with_1",
+        oracle="the definition",
+        edits=(("metrics_report.py", '"silent" if ago > waits else "running"', '"running"'),),
+    ),
+    Mutation(
+        trap=63,
+        name="markup in a path ends the element of the page's title",
+        test=PAGE + "test_nothing_that_a_sample_says_is_markup",
+        oracle="Python's `html.parser`",
+        edits=(("report/page.py", "    return html.escape(text, quote=True)\n", "    return text\n"),),
+    ),
+)

@@ -538,8 +538,10 @@ def load_values(path: str | Path | None, overrides: Iterable[str] = ()) -> tuple
             values = load_yaml(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where} is not UTF-8 (byte {error.start}); save it as UTF-8.") from error
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            # ValueError: bytes that are not UTF-8, an invalid date, a number of thousands of digits.
+            # ValueError: an invalid date, a number of thousands of digits.
             place = getattr(error, "problem_mark", None)
             line = f" (line {place.line + 1})" if place is not None else ""
             problem = getattr(error, "problem", None) or str(error).partition("\n")[0]

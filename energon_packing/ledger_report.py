@@ -62,10 +62,12 @@ def merged(directory: Path) -> LedgerReport:
     report = LedgerReport(workers=len(files))
     positions: dict[int, list[dict[str, Any]]] = {}
     packs_of_plan = 0
+    known = False
     try:
         for file in files:
             own = _Worker(report)
             for entry in read_lines(file):
+                known = known or _is_of_ledger(entry)
                 own.take(entry)
             if own.packs_of_plan:
                 packs_of_plan = own.packs_of_plan
@@ -82,12 +84,18 @@ def merged(directory: Path) -> LedgerReport:
         )
     except OSError as error:
         raise UserError(f"The ledger {error.filename or directory} cannot be read ({error.strerror}).") from error
+    if not known:  # files of something else, such as metrics or the rejects of a conversion
+        raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
     if positions:
         for epoch in range(max(positions) // packs_of_plan + 1):
             held = range(epoch * packs_of_plan, (epoch + 1) * packs_of_plan)
             _count([line for at in held for line in positions.get(at, ())], None, report)
     report.duplicates.sort()
     return report
+
+
+def _is_of_ledger(entry: dict[str, Any]) -> bool:
+    return not entry.keys().isdisjoint(("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed"))
 
 
 class _Worker:

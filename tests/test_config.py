@@ -191,7 +191,7 @@ BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}']
         ("packing:\n  window: 7\n  seq_length: [1, 2\n", ["line 4", "not valid YAML"]),
         ("packing:\n\twindow: 7\n", ["line 2", "not valid YAML"]),
         ("a: b: c", ["line 1", "not valid YAML"]),
-        (b"packing: \xff\xfe", ["not valid YAML"]),
+        (b"packing: \xff\xfe", ["is not UTF-8 (byte 9)"]),
         (b"packing: \x00", ["not valid YAML"]),
         ("!!python/object/apply:os.system ['true']", ["line 1", "not valid YAML"]),
         ("data: {seed: 2020-13-45}", ["not valid YAML"]),

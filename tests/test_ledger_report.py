@@ -126,3 +126,6 @@ def test_positions_of_a_plan_count_once_whoever_makes_them(tmp_path):
 def test_a_folder_without_a_ledger_is_refused_in_a_sentence(tmp_path):
     with pytest.raises(UserError, match=r"holds no ledger; name the directory of packing\.ledger"):
         merged(tmp_path / "none")
+    (tmp_path / "rejects.jsonl").write_text('{"source": "a.json", "record": 4, "key": "a-4", "reason": "bad_json"}\n')
+    with pytest.raises(UserError, match="holds no line of a ledger"):
+        merged(tmp_path)

@@ -50,11 +50,15 @@ def init(
     Every setting is in it: those that you give, and all others as comments with their defaults.
     """
     from energon_packing.config import ParallelConfig
+    from energon_packing.convert.layout import dataset_entry
+    from energon_packing.offline.data_paths import has_global_packs
     from energon_packing.report.settings import json_schema
     from energon_packing.report.sketched_run import sketched_run
 
     if not os.path.exists(dataset):
         raise UserError(f"There is no data set {dataset}; `energon-packing convert` makes one.")
+    if not has_global_packs(dataset):
+        dataset_entry(dataset)
     for path in (out, *([schema] if schema else [])):
         if path.exists() and not force:
             raise UserError(f"{path} exists already; name another file, or replace it with --force.")

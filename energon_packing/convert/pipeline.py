@@ -376,7 +376,7 @@ class _Reading:
         for origin, named in enumerate(self._config.sources):
             if self._written_of_origin[origin] == 0:
                 first = self._first_reject.get(origin, "it is an empty list")
-                return f"{named} holds no usable record; the first problem is {first}"
+                return f"{named} holds no usable record; the first problem: {first}"
         return None
 
     def identity(self, fingerprint: Mapping[str, Any]) -> bytes:

@@ -44,6 +44,8 @@ def read_lengths(path: Path) -> SampleLengths:
         UserError: no such file, not a list of whole positive numbers, or arrays of different lengths.
     """
     images = capacity = None
+    if not path.exists():
+        raise UserError(f"There is no file {path}; give a list of lengths.")
     try:
         if path.suffix in (".npz", ".npy"):
             found = np.load(path, allow_pickle=False)

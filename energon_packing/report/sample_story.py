@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
+from energon_packing.convert.key_names import safe_key
 from energon_packing.convert.report import REJECTS_FILE
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
@@ -75,8 +76,11 @@ def story_in_dataset(key: str, path: str, run: RunConfig, *, ledger: Path | None
     rejected = any(event.outcome == "rejected" for event in events)
     found = _found(source, path)
     if found is None and not rejected:
+        stored = safe_key(key)
+        hint = f" A key has only A-Z, a-z, 0-9, - and _: try {stored!r}." if stored not in (key, "record") else ""
         raise UserError(
-            f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject either."
+            f"Nothing is known about {key!r}: {path} has no sample of that key in any split, and no reject "
+            f"either.{hint}"
         )
     if found is not None:
         part, shard, position = found

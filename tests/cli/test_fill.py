@@ -81,7 +81,7 @@ def test_sorting_by_cost_lets_ranks_wait_less(lists):
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("none.txt", None, "No such file"),
+        ("none.txt", None, "There is no file"),
         ("bad.npz", b"no zip", "is not a list of lengths"),
         ("words.txt", b"12 twelve", "is not a list of lengths"),
         ("zero.txt", b"12 0", "only positive whole numbers"),

@@ -114,6 +114,7 @@ def test_mistakes_are_one_sentence_and_write_nothing(dataset, tmp_path):
     out = tmp_path / "run.yaml"
     for arguments, sentence in (
         ((tmp_path / "nothing", "--processor", "p"), "There is no data set"),
+        ((__file__, "--processor", "p"), "is a file, but not .yaml"),
         ((dataset, "--processor", "p", "--seq-length", 1001, "--context-parallel", 2), "use 1000 or 1004"),
     ):
         found = init(*arguments, "--out", out)

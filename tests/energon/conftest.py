@@ -36,12 +36,17 @@ def train_keys(dataset):
 
 @pytest.fixture(scope="session")
 def run_config_of(dataset):
-    """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest."""
+    """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest.
 
-    def make(*, family="qwen2_5_vl", data=None, encoder=None, **packing):
+    Loaders decode in their own process, because a fork takes longer than decoding this data set. The tests of
+    `test_loader.py` and `test_hanging_decoders.py` have the child process that runs have.
+    """
+
+    def make(*, family="qwen2_5_vl", data=None, encoder=None, in_child=False, **packing):
+        encoder = {"decode_in_child": in_child} | (encoder or {})
         return RunConfig(
             data=DataConfig(**({"path": str(dataset), "workers": 0, "repeat": False} | (data or {}))),
-            encoder=EncoderConfig(processor=str(processor_path(family)), **(encoder or {})),
+            encoder=EncoderConfig(processor=str(processor_path(family)), **encoder),
             packing=PackingConfig(**({"seq_length": 4096, "window": 32} | packing)),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import os
@@ -15,6 +16,12 @@ from energon_packing.encoders import decoding
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
 from energon_packing.media import decoding_process
+
+
+@pytest.fixture
+def run_config(run_config_of):
+    """With a child process that decodes."""
+    return functools.partial(run_config_of, in_child=True)
 
 
 @pytest.fixture

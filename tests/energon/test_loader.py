@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 
@@ -12,6 +13,12 @@ from energon_packing import thd
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
+
+
+@pytest.fixture
+def run_config(run_config_of):
+    """With a child process that decodes, as runs have it."""
+    return functools.partial(run_config_of, in_child=True)
 
 
 def keys_of(dataset, split="train"):

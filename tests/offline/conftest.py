@@ -15,7 +15,7 @@ from energon_packing.demo import make_data, processor_path
 def sources(tmp_path_factory):
     """Conversations as files: text, images and videos, preference pairs, and ones that measuring refuses."""
     folder = tmp_path_factory.mktemp("offline-sources")
-    source = make_data(folder / "demo", conversations=60, seed=5, defects=False)
+    source = make_data(folder / "demo", conversations=36, seed=5, defects=False)
     ask, say = {"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "It is what it is. " * 20}
     records = [
         {"id": f"pair-{number}", "conversations": [ask], "chosen": say, "rejected": {"from": "gpt", "value": "No."}}
@@ -45,10 +45,10 @@ def layout(request):
 
 @pytest.fixture(scope="session")
 def dataset(layout, sources, tmp_path_factory):
-    """Directory of the data set; six shards of twelve samples or fewer."""
+    """Directory of the data set; six shards of eight samples or fewer."""
     out = tmp_path_factory.mktemp("offline") / "a.b data"
     convert(
-        ConvertConfig(sources=sources, out=out, layout=layout, split={"train": 1.0}, samples_per_shard=12, workers=0)
+        ConvertConfig(sources=sources, out=out, layout=layout, split={"train": 1.0}, samples_per_shard=8, workers=0)
     )
     return out
 
@@ -57,10 +57,13 @@ def dataset(layout, sources, tmp_path_factory):
 def run_of():
     """A run on a data set; keyword arguments replace packing fields, ``encoder`` and ``data`` those of the others."""
 
+    # No child process for each of many loaders: tests/energon and tests/media decode in one.
+    here = {"decode_in_child": False}
+
     def make(path, *, encoder=None, data=None, family="qwen2_5_vl", **packing):
         return RunConfig(
             data=DataConfig(**({"path": str(path), "workers": 0, "repeat": False} | (data or {}))),
-            encoder=EncoderConfig(processor=str(processor_path(family)), **(encoder or {})),
+            encoder=EncoderConfig(processor=str(processor_path(family)), **(here | (encoder or {}))),
             packing=PackingConfig(**({"seq_length": 2048, "window": 32, "drop_budget": 1.0} | packing)),
         )
 

@@ -60,6 +60,7 @@ def a_worker(out: Path) -> int:
     while time.monotonic() < deadline:
         for written in out.rglob(".*.parquet.*"):
             return int(written.name.rpartition(".")[2])
+        time.sleep(0.003)
     raise AssertionError("nobody measures")
 
 
@@ -75,7 +76,7 @@ def test_ray_writes_the_same_files_although_a_worker_is_killed_and_standard_outp
     os.kill(a_worker(tmp_path / "index"), signal.SIGKILL)
     stdout, stderr = running.communicate(timeout=200)
     assert running.returncode == 0, stderr
-    assert json.loads(stdout)["shards"] == {"measured": 67, "reused": 0, "missing": 0}
+    assert json.loads(stdout)["shards"] == {"measured": 43, "reused": 0, "missing": 0}
     assert stdout.count("\n") == 1  # what Ray says about the death is on standard error
     found = files_of(tmp_path / "index")
     assert {name: found[name] for name in whole} == whole

@@ -39,7 +39,7 @@ def test_ray_packs_what_one_process_packs_although_a_worker_is_killed_and_verifi
     written = None
     while written is None and running.poll() is None and time.monotonic() < deadline:
         written = next(iter(out.glob(".shard-*")), None)
-        time.sleep(0.002)
+        time.sleep(0.01)
     os.kill(int(written.name.rpartition(".")[2]), signal.SIGKILL)
     stdout, stderr = running.communicate(timeout=200)
     assert running.returncode == 0, stderr

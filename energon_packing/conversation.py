@@ -260,14 +260,9 @@ class Conversation:
         known = {"version", "turns", "media", "tools", "chosen", "rejected", "extras"}
         _RECORD.check_keys(record, known, "the record")
         _RECORD.check_version(record, RECORD_VERSION)
-        turns, chosen, rejected = (
-            tuple(
-                _read_turn(turn, number, "" if name == "turns" else f"{name} ")
-                for number, turn in enumerate(
-                    _RECORD.read_list(record, name, "the record", optional=name != "turns"), 1
-                )
-            )
-            for name in ("turns", "chosen", "rejected")
+        turns = _read_turns(record, "turns")
+        chosen, rejected = (
+            _read_turns(record, name, f"{name} ") if name in record else () for name in ("chosen", "rejected")
         )
         media = tuple(_read_media(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True))
         tools = None
@@ -319,19 +314,32 @@ def _read_extra(name: Any, value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
 
+def _read_turns(record: Mapping[str, Any], name: str, which: str = "") -> tuple[Turn, ...]:
+    return tuple(
+        [
+            _read_turn(turn, number, which)
+            for number, turn in enumerate(_RECORD.read_list(record, name, "the record"), 1)
+        ]
+    )
+
+
 def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
+    if type(turn) is dict and len(turn) == 2:  # nearly all turns: one text, and nothing that could be wrong
+        role, parts = turn.get("role"), turn.get("parts")
+        if type(role) is str and type(parts) is list and len(parts) == 1 and type(parts[0]) is str:
+            return text_turn(role, parts[0])  # type: ignore[arg-type]  # the conversation checks roles
     where = f"{which}turn {number}"
     _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
     if not isinstance(turn.get("role"), str):
         raise _RECORD.bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
-    parts: list[Part] = []
+    read: list[Part] = []
     for part in _RECORD.read_list(turn, "parts", where):
         if isinstance(part, str):
-            parts.append(part)
+            read.append(part)
         else:
             _RECORD.check_keys(part, {"media"}, f"a part of {where}")
             _RECORD.check_number(part.get("media"), f"a media index of {where}", whole=True, above_zero=False)
-            parts.append(MediaPart(index=part["media"]))
+            read.append(MediaPart(index=part["media"]))
     weight = turn.get("loss_weight")
     if weight is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
@@ -340,7 +348,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
         raise _RECORD.bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
     return Turn(
         role=turn["role"],
-        parts=tuple(parts),
+        parts=tuple(read),
         tool_calls=_mappings(turn, "tool_calls", where),
         loss_weight=weight,
         tool_call_id=call,

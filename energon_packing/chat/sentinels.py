@@ -129,16 +129,20 @@ class Marks(Words):
         core = text.strip()
         if not core:
             return text
+        if len(core) == len(text):  # nearly all texts
+            return str(self._mark(turn, kind, text))
         start = text.index(core)
         return text[:start] + str(self._mark(turn, kind, core)) + text[start + len(core) :]
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
         """A text of a turn with one mark, or one per stretch between tags."""
+        if not self._markup and not (answer and "think>" in text):  # nearly all texts
+            return self._core(turn, "text", text)
         tags = TAG.findall(text) if answer and "think>" in text else []
         # Thinking models are given the opening tag, so data may hold the closing tag alone.
         depth, pieces = int(tags[:1] == ["</think>"]), []
-        split = MARKUP if self._markup else TAG if answer and "think>" in text else None
-        for at, run in enumerate(re.split(f"({split.pattern})", text) if split else (text,)):
+        split = MARKUP if self._markup else TAG
+        for at, run in enumerate(re.split(f"({split.pattern})", text)):
             if at % 2:
                 depth += {"<think>": 1, "</think>": -1}.get(run, 0) if answer else 0
                 pieces.append(run)
@@ -241,6 +245,9 @@ def _content(
     conversation: Conversation, number: int, turn: Turn, parts: tuple[Part, ...], words: Words, as_list: bool
 ) -> str | list[dict[str, Any]]:
     answer = turn.role == "assistant"
+    if len(parts) == 1 and isinstance(parts[0], str):  # nearly all turns
+        alone = words.text(number, parts[0], answer=answer)
+        return [{"type": "text", "text": alone}] if as_list else alone
     if any(isinstance(part, MediaPart) for part in parts):
         return [
             {"type": "text", "text": words.text(number, part, answer=answer)}

@@ -22,20 +22,34 @@ from energon_packing.errors import SampleRejected
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
 """Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
+_PLAIN, _APART = Passing(), Passing(thinking_apart=True)
 KEPT_STRUCTURES = 256
 """Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
 
 
 class Structure:
-    """A conversation's structure under a template: where its pieces go, whatever they say."""
+    """A conversation's structure under a template: where its pieces go, whatever they say.
+
+    Attributes:
+        messages, tools: with marks.
+        layout: of the rendering.
+        missing, disorder: see `Layout`.
+        as_python: whether arguments of a call are shown as Python writes them.
+        answers: once they were looked for.
+        turns: turn of each mark.
+        roles: of the messages.
+    """
 
     def __init__(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, text: str, pieces: Sequence[Piece]
     ) -> None:
         self.messages, self.tools = messages, tools
         self.layout = Layout.of(text, pieces)
+        self.missing, self.disorder = self.layout.missing(), self.layout.disorder()
         self.as_python = _holds_python(messages, text)
         self.answers: list[Answer] | None = None
+        self.turns = [self.layout.pieces[piece].turn for piece in self.layout.order]
+        self.roles = [message.get("role") for message in messages]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,17 +134,14 @@ class TemplateReader:
         best: tuple[tuple[int, ...], Passing, Structure, list[Piece]] | None = None
         refusal: SampleRejected | None = None
         complaint: SampleRejected | None = None
-        questions = [number for number, turn in enumerate(conversation.turns) if turn.role == "user"]
-        last_question = questions[-1] if questions else -1
         for passing in self._passings(conversation):
             try:
                 structure, pieces = self._structure(conversation, passing, mode)
             except SampleRejected as refused:
                 refusal = refusal or refused
                 continue
-            missing = structure.layout.missing()
-            left_out = [piece for piece in missing if not self._may_omit(pieces[piece], last_question)]
-            disorder = structure.layout.disorder()
+            missing, disorder = structure.missing, structure.disorder
+            left_out = missing and self._left_out(conversation, pieces, missing)
             score = (len(left_out), int(disorder is not None), len(missing), int(structure.as_python))
             if best is None or score < best[0]:
                 best = (score, passing, structure, pieces)
@@ -138,6 +149,12 @@ class TemplateReader:
             if not any(score):
                 break
         return (None, refusal) if best is None else (best[1:], complaint)
+
+    def _left_out(self, conversation: Conversation, pieces: Sequence[Piece], missing: Sequence[int]) -> list[int]:
+        """Of the pieces that are missing, those that may not be."""
+        questions = [number for number, turn in enumerate(conversation.turns) if turn.role == "user"]
+        last_question = questions[-1] if questions else -1
+        return [piece for piece in missing if not self._may_omit(pieces[piece], last_question)]
 
     def _may_omit(self, piece: Piece, last_question: int) -> bool:
         """Whether a piece may be left out.
@@ -179,10 +196,13 @@ class TemplateReader:
         thought = any("</think>" in turn.text for turn in conversation.turns if turn.role == "assistant")
         apart = thought and self._renderer.reads_thinking
         calls = any(turn.tool_calls for turn in conversation.turns)
-        results = calls and any(turn.role == "tool" for turn in conversation.turns)
+        if not calls:
+            yield _APART if apart else _PLAIN
+            return
+        results = any(turn.role == "tool" for turn in conversation.turns)
         for names in (False, True) if results else (False,):
-            for as_text in (False, True) if calls else (False,):
-                for none in (False, True) if calls else (False,):
+            for as_text in (False, True):
+                for none in (False, True):
                     yield Passing(
                         no_text_is_none=none, arguments_as_text=as_text, name_results=names, thinking_apart=apart
                     )
@@ -216,16 +236,16 @@ class TemplateReader:
 
     def _check_order_of_silence(self, conversation: Conversation) -> None:
         """Checks where questions and results without words belong: they leave no trace, so words are filled in."""
+        silent = [turn.role in ("user", "tool") and not _says(turn) for turn in conversation.turns]
+        if not any(silent) or conversation.is_pair:
+            return
         filled = tuple(
-            replace(turn, parts=("energon packing filler",))
-            if turn.role in ("user", "tool") and not _says(turn)
-            else turn
-            for turn in conversation.turns
+            replace(turn, parts=("energon packing filler",)) if empty else turn
+            for turn, empty in zip(conversation.turns, silent, strict=True)
         )
-        if filled != conversation.turns and not conversation.is_pair:
-            _, error = self._best(replace(conversation, turns=filled), {})
-            if error is not None and error.reason == "unstable_prefix":
-                raise error
+        _, error = self._best(replace(conversation, turns=filled), {})
+        if error is not None and error.reason == "unstable_prefix":
+            raise error
 
     def _check_empty_system(self, conversation: Conversation) -> None:
         first = conversation.turns[0]

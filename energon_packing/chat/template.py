@@ -196,10 +196,7 @@ class ChatTemplate:
 
     def _tie(self, reading: Reading) -> dict[int, list[TrainedSpan]]:
         """The spans that the template marks, by turn."""
-        layout, text = reading.structure.layout, reading.text
-        turns = [layout.pieces[piece].turn for piece in layout.order]
-        roles = [message.get("role") for message in reading.structure.messages]
-        silent = [turn for turn, role in enumerate(roles) if role == "assistant" and turn not in turns]
+        text, turns, roles = reading.text, reading.structure.turns, reading.structure.roles
         starts = [start for start, _ in reading.places]
         tied: dict[int, list[TrainedSpan]] = {}
         for start, end in sorted((start, end) for start, end in reading.generated if end > start):
@@ -208,6 +205,7 @@ class ChatTemplate:
                 (turns[at] for at in range(first, last) if turns[at] >= 0 and roles[turns[at]] == "assistant"), None
             )
             if turn is None:
+                silent = [turn for turn, role in enumerate(roles) if role == "assistant" and turn not in turns]
                 latest = max(turns[:first], default=-1)
                 later = [turn for turn, role in enumerate(roles) if role == "assistant" and turn > latest]
                 is_answer = latest >= 0 and roles[latest] == "assistant"

@@ -325,6 +325,8 @@ def cli(debug: bool) -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script."""
+    # What `energon_packing.encoders.tokenized.use_one_thread` does, before a worker is forked and without its imports.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     cli.main(prog_name="energon-packing")
     raise AssertionError("click's main ends the process")
 

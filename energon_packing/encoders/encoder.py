@@ -6,17 +6,18 @@ therefore differ only if an image or video does not match its metadata; such a s
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from energon_packing.chat.prompt_files import template_source
-from energon_packing.chat.template import ChatTemplate
+from energon_packing.chat.template import ChatTemplate, RenderedChat
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
@@ -35,7 +36,7 @@ from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
-from energon_packing.families.base import VisionFamily
+from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
 
@@ -94,6 +95,7 @@ class ConversationEncoder(SampleEncoder):
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
         vocabulary = self.tokenizer.get_added_vocab()
+        self._prepared: dict[int, _Prepared] = {}
         self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
 
     @property
@@ -141,6 +143,24 @@ class ConversationEncoder(SampleEncoder):
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
         return self._enough_targets(decodable(fit(conversation, self._measure, self._resizer, bounds), self.config))
+
+    def prepare(self, conversations: Sequence[Conversation]) -> None:
+        """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
+
+        Whatever stands in the way of one of them is for `measure` to say. Those of an earlier call are forgotten.
+        """
+        self._prepared.clear()
+        chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], RenderedChat]]] = {}
+        for conversation in conversations:
+            with contextlib.suppress(Exception):
+                plans, chat = self._rendered(conversation, self.family)
+                chats.setdefault(self._adds_tokens(chat.text), []).append((conversation, plans, chat))
+        for add, found in chats.items():
+            with contextlib.suppress(TypeError, UnicodeEncodeError):
+                texts = self._tokens.several([chat.text for _, _, chat in found], add_special_tokens=add)
+                for (conversation, plans, chat), text in zip(found, texts, strict=True):
+                    if text is not None:
+                        self._prepared[id(conversation)] = _Prepared(conversation, plans, chat, text)
 
     def measure_pair(self, conversation: Conversation) -> MeasuredPair:
         """Measures both answers of a preference pair as one sample, which is packed or dropped as a whole.
@@ -219,10 +239,12 @@ class ConversationEncoder(SampleEncoder):
 
     def _measure(self, conversation: Conversation, settings: Settings) -> Measured:
         """Measures the sample as it is, with the limits of ``settings``."""
-        family = self._resizer.family(settings)
-        plans = family.plans(conversation.media)
-        chat = self._placeholders.replace(self.template.render(conversation), plans)
-        text = self._tokenize(chat.text)
+        prepared = None if settings else self._prepared.pop(id(conversation), None)
+        if prepared is not None:
+            plans, chat, text = prepared.plans, prepared.chat, prepared.text
+        else:
+            plans, chat = self._rendered(conversation, self._resizer.family(settings))
+            text = self._tokenize(chat.text)
         ids = text.ids
         trained, weights = trained_tokens(text, chat.spans, self._never_trained)
         targets = int(np.count_nonzero(trained[1:]))
@@ -250,6 +272,11 @@ class ConversationEncoder(SampleEncoder):
             settings=settings,
             extras=extra_values(conversation, self.config.extra_fields, targets),
         )
+
+    def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], RenderedChat]:
+        """Geometry of the media, and the text with what stands for them."""
+        plans = family.plans(conversation.media)
+        return plans, self._placeholders.replace(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample and returns its row.
@@ -334,14 +361,26 @@ class ConversationEncoder(SampleEncoder):
         return " and ".join(["text", *sorted(self.kinds)])
 
     def _tokenize(self, text: str) -> TokenizedText:
+        return self._tokens(text, add_special_tokens=self._adds_tokens(text))
+
+    def _adds_tokens(self, text: str) -> bool:
+        """Whether the tokenizer puts its own tokens around a text."""
         bos = self.tokenizer.bos_token
-        add = self.family.special_tokens and not (bos is not None and text.startswith(bos))
-        return self._tokens(text, add_special_tokens=add)
+        return self.family.special_tokens and not (bos is not None and text.startswith(bos))
 
     def _template_source(self) -> str | None:
         if self.config.chat_template is None:
             return own_template(self.processor)
         return template_source(self.config.chat_template, self.tokenizer, self._placeholders.media_texts)
+
+
+class _Prepared(NamedTuple):
+    """A conversation that is rendered and tokenized; it is kept, so that no other has its `id`."""
+
+    conversation: Conversation
+    plans: tuple[MediaPlan, ...]
+    chat: RenderedChat
+    text: TokenizedText
 
 
 def _visual_inputs(

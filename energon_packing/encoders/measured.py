@@ -63,8 +63,9 @@ class Measured:
     @property
     def targets(self) -> int:
         """Number of tokens that are learned; the first token of a sample never is, because nothing precedes it."""
-        bits = np.unpackbits(self.trained, count=len(self.token_ids))
-        return int(bits[1:].sum())
+        if not len(self.trained):
+            return 0
+        return int.from_bytes(self.trained.tobytes()).bit_count() - (int(self.trained[0]) >> 7)
 
     @property
     def patches(self) -> int:

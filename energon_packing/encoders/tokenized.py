@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import unicodedata
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
 from energon_packing.encoders.byte_lengths import byte_lengths
 from energon_packing.errors import SampleRejected
+
+_THREADS = "TOKENIZERS_PARALLELISM"
 
 
 class TextTokenizer:
@@ -24,9 +26,8 @@ class TextTokenizer:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        # The call without offsets exists only for batches, and a batch starts the library's threads, which a worker
-        # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
-        self._lengths = byte_lengths(backend) if _one_thread() else None
+        if _one_thread():
+            _ = self._lengths  # before a fork, which shares them
         self._is_nfc = backend.normalizer is not None
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
@@ -39,28 +40,66 @@ class TextTokenizer:
         Raises:
             SampleRejected: ``bad_text`` where the text is not valid Unicode.
         """
-        if self._backend.padding is not None:
-            self._backend.no_padding()
-        if self._backend.truncation is not None:
-            self._backend.no_truncation()
         try:
-            if self._lengths is not None and (
-                text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
-            ):
-                (quick,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-                ids = np.array(quick.ids, dtype=np.int32)
-                ends = self._lengths[ids].cumsum()
-                if (ends[-1] if len(ids) else 0) == (len(text) if text.isascii() else len(text.encode())):
-                    return ByteText(self._backend, text, add_special_tokens, ids, ends)
+            (quick,) = self.several([text], add_special_tokens=add_special_tokens)
+            if quick is not None:
+                return quick
             encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             # The tokenizers library raises these for a lone surrogate, which JSON can hold and UTF-8 cannot.
             raise SampleRejected("bad_text", f"the text is not valid Unicode: {error}") from error
         return TokenizedText(text, encoding)
 
+    def several(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[ByteText | None]:
+        """Tokens of each text; None where the quick way is not open.
+
+        Texts that follow each other find the tokenizer's tables in the processor's cache.
+
+        Raises:
+            TypeError, UnicodeEncodeError: one of them is not valid Unicode.
+        """
+        if self._backend.padding is not None:
+            self._backend.no_padding()
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        # The call without offsets exists only for batches, and a batch starts the library's threads, which a worker
+        # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
+        if not _one_thread() or self._lengths is None:
+            return [None] * len(texts)
+        kept = [text for text in texts if self._keeps(text)]
+        encodings = iter(self._backend.encode_batch_fast(kept, add_special_tokens=add_special_tokens))
+        return [self._quick(text, next(encodings), add_special_tokens) if self._keeps(text) else None for text in texts]
+
+    def _quick(self, text: str, encoding: Any, add_special_tokens: bool) -> ByteText | None:
+        """None if the bytes of the tokens are not those of the text."""
+        assert self._lengths is not None, "the caller asked"
+        found = encoding.ids
+        ids = np.fromiter(found, dtype=np.int32, count=len(found))
+        ends = self._lengths.take(ids).cumsum()
+        if (ends[-1] if len(ids) else 0) != (len(text) if text.isascii() else len(text.encode())):
+            return None
+        return ByteText(self._backend, text, add_special_tokens, ids, ends)
+
+    @cached_property
+    def _lengths(self) -> np.ndarray | None:
+        return byte_lengths(self._backend)
+
+    def _keeps(self, text: str) -> bool:
+        """Whether the normalizer leaves a text as it is."""
+        return text.isascii() or not self._is_nfc or unicodedata.is_normalized("NFC", text)
+
+
+def use_one_thread() -> None:
+    """Lets the tokenizers library work without threads in this process, unless the user has said otherwise.
+
+    For processes of our own: one that measures many texts one after the other has nothing to divide among threads, and
+    `TextTokenizer` is a fifth faster without.
+    """
+    os.environ.setdefault(_THREADS, "false")
+
 
 def _one_thread() -> bool:
-    value = os.environ.get("TOKENIZERS_PARALLELISM")
+    value = os.environ.get(_THREADS)
     return value is not None and value.lower() in ("", "off", "false", "f", "no", "n", "0")
 
 
@@ -129,6 +168,7 @@ class ByteText(TokenizedText):
         self.ids = ids
         self._backend, self._text, self._add_special_tokens = backend, text, add_special_tokens
         self._ends = ends
+        self._known = 0, 0  # a place in the text, and the bytes before it
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -138,21 +178,36 @@ class ByteText(TokenizedText):
 
     def tokens_of(self, start: int, end: int) -> tuple[int, int]:
         """Returns tokens ``[first, last)`` that hold a character of ``[start, end)``, from the byte where each ends."""
-        if not self._text.isascii():
-            start, end = (len(self._text[:place].encode()) for place in (start, end))
+        start, end = self._bytes_before(start), self._bytes_before(end)
         # The first token that ends after the start, and the first token that reaches the end.
         first, last = self._ends.searchsorted(start, side="right"), self._ends.searchsorted(end) + 1
         return (int(first), int(last)) if first < last and end > 0 else (0, 0)
 
     def reaches_over(self, token: int, end: int) -> bool:
         """Whether a token holds more than white space from the character ``end`` on."""
-        start, stop = len(self._text[:end].encode()), int(self._ends[token])
+        start, stop = self._bytes_before(end), int(self._ends[token])
         return stop > start and not self._text.encode()[start:stop].isspace()
+
+    def _bytes_before(self, place: int) -> int:
+        """Bytes of the text up to a character; spans are asked for in order, so only what follows is counted."""
+        if self._text.isascii():
+            return place
+        known, count = self._known
+        if place < known:
+            known = count = 0
+        self._known = place, count + len(self._text[known:place].encode())
+        return self._known[1]
 
 
 def any_of(ids: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
-    """Returns which ``ids`` are among a few, bool of the same shape; for so few, ten times as fast as ``np.isin``."""
-    found = np.zeros(ids.shape, dtype=bool)
-    for token_id in wanted:
-        found |= ids == token_id
-    return found
+    """Returns which ``ids`` are among some that are asked for often, bool of the same shape; far faster than
+    ``np.isin``."""
+    return _table(tuple(wanted)).take(ids, mode="clip")
+
+
+@lru_cache(maxsize=64)
+def _table(wanted: tuple[int, ...]) -> np.ndarray:
+    """bool ``[highest id + 2]``; the last one is False and stands for all higher ids."""
+    table = np.zeros(max(wanted, default=-1) + 2, dtype=bool)
+    table[list(wanted)] = True
+    return table

@@ -84,8 +84,7 @@ class PackLoader(LoaderBase):
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
             )
-        if keep_memory:
-            in_workers(self._loader)
+        in_workers(self._loader, keep_memory=keep_memory)
         self._started = False
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 

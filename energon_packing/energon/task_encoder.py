@@ -139,6 +139,17 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Tokens that a sample occupies in a row."""
         return self.limits.aligned(measured)
 
+    def prepare(self, samples: Sequence[ConversationSample]) -> None:
+        """Renders and tokenizes the texts of samples together."""
+        of_encoders: dict[int, list[Conversation]] = {}
+        for sample in samples:
+            if sample.conversation is not None and not sample.conversation.is_pair:
+                of_encoders.setdefault(self._accepting(sample.conversation), []).append(sample.conversation)
+        for number, conversations in of_encoders.items():
+            encoder = self.encoders[number]
+            if isinstance(encoder, ConversationEncoder):
+                encoder.prepare(conversations)
+
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: an error becomes the sample's problem."""

@@ -63,6 +63,9 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             self._extra_fingerprint = self._extra_fingerprint()
         return dict(self._extra_fingerprint)
 
+    def prepare(self, samples: Sequence[Any]) -> None:
+        """Does what is quicker for several cooked samples together, before `preencode_sample` of each; here nothing."""
+
     def plan_cost(self, plan: Sequence[Any]) -> float:
         """Cost of the measured samples of one pack."""
         raise NotImplementedError

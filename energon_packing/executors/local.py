@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -116,6 +117,8 @@ def _serve(work: Work[Any, Any], connection: Connection, inherited: list[Connect
     end_with_parent(parent)
     for each in inherited:
         each.close()
+    # Else the first collection of garbage writes to every page that this process shares with the calling one.
+    gc.freeze()
     # OpenMP's other threads are not in a fork, which would wait for them for ever; and workers share the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if (torch := sys.modules.get("torch")) is not None:

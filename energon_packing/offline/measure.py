@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from energon_packing.config import to_mapping
+from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
@@ -96,7 +96,7 @@ class _Measuring:
 
     def begin(self) -> None:
         """Opens files anew, and removes those that killed processes of this host were writing."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        use_one_thread()
         self._measurer.forget_open_files()
         for directory in self._directories:
             remove_leftovers(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import socket
 from collections.abc import Container, Iterator, Mapping
@@ -24,6 +25,8 @@ from energon_packing.offline.tar_files import TarFiles
 from energon_packing.remote_files import shown
 
 _ROWS = 8192
+_TOGETHER = 64
+"""Samples whose texts are tokenized together: each table of the tokenizer is then read once into the cache."""
 
 
 def measuring_fingerprint(encoder: Any, config: AnyEncoderConfig) -> dict[str, str]:
@@ -154,15 +157,25 @@ class ShardMeasurer:
             UserError: as `measure`.
         """
         tar = Path(part.root) / shard
-        media = self.index_of(part.media_root)
-        for number, (key, offset, size) in enumerate(self.index_of(part.root).records(shard)):
-            if wanted is not None and number not in wanted:
-                continue
-            store = IndexedMedia(media, key)
-            # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
-            record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
-            sample = part.sample(key, record, store)
-            yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
+        records = (
+            record
+            for number, record in enumerate(self.index_of(part.root).records(shard))
+            if wanted is None or number in wanted
+        )
+        for some in itertools.batched(records, _TOGETHER):
+            cooked = [self._cooked(part, tar, *record) for record in some]
+            self._encoder.prepare([sample for sample, _ in cooked])
+            for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
+                yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
+
+    def _cooked(
+        self, part: SourcePart, tar: Path, key: str, offset: int | None, size: int | None
+    ) -> tuple[Any, IndexedMedia]:
+        """A sample as the loader cooks it, and the store of its media."""
+        store = IndexedMedia(self.index_of(part.media_root), key)
+        # A sample without a record is cooked as one whose record is empty, and gets the loader's own reason.
+        record = b"" if offset is None or size is None else self._files.read(tar, offset, size)
+        return part.sample(key, record, store), store
 
     def _measured(self, sample: Any, store: IndexedMedia) -> dict[str, Any]:
         found: MeasuredSample = self._encoder.preencode_sample(sample)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import filecmp
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from energon_packing.config import from_mapping
 from energon_packing.drop_budget import over_budget
+from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.data_paths import PACKED_FILE
@@ -237,7 +237,7 @@ class _Packing:
 
     def begin(self) -> None:
         """Opens files anew, and removes those that killed processes of this host were writing."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        use_one_thread()
         if self._directory in _packers:
             _packers[self._directory].forget_open_files()
         remove_leftovers(self._directory)

@@ -80,8 +80,7 @@ class PlannedLoader(LoaderBase):
             collate_fn=_unchanged,
             pin_memory=self._pinned,
         )
-        if self._keep_memory and self._workers:
-            in_workers(loader)
+        in_workers(loader, keep_memory=self._keep_memory)
         for pack in loader:
             self._position += self._world_size
             self._started = True

@@ -4,11 +4,14 @@ A command begins on an empty directory. At a random moment after it has begun to
 killed; after each kill every finished file must be whole. A killed command is started again and continues, a killed
 worker is replaced by the command itself. When a directory is complete, its files are compared with those of one process
 that was never killed, and the next directory begins, until there were enough kills.
+
+On Ray, all commands join one cluster, which is started once: it is the commands and their workers that are killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +29,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Pla
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.executors.choice import ExecutorKind
+from energon_packing.executors.on_ray import RayWorkers
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.pack import PackConfig, pack
@@ -36,6 +40,9 @@ Victim = Literal["command", "worker"]
 GIVEN_UP = "was given up: 2 workers died at it"
 """A worker that does a task again may be the next one to be killed; then the command ends, and is started again."""
 LIMIT_SECONDS = 300.0
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+CLUSTER_CPUS = 4
+"""As Ray counts them: room for two workers beside those of a killed command, which Ray has not ended yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +55,7 @@ class Subject:
         longest: seconds between the first file that a command writes and the kill, at most.
         workers: of the command.
         python: interpreter of the command.
+        address: of the Ray cluster that the command joins; None lets it start its own.
     """
 
     place: Path
@@ -57,6 +65,7 @@ class Subject:
     longest: float = 1.5
     workers: int = 2
     python: str = sys.executable
+    address: str | None = None
 
     def words(self, out: Path) -> list[str]:
         """The command line."""
@@ -65,6 +74,7 @@ class Subject:
             "pack": [str(self.place / "plan.parquet"), "--store", "pixels", "--shard-packs", "1"],
         }[self.command]
         options = ["--out", str(out), "--executor", self.executor, "--workers", str(self.workers), "--json"]
+        options += [] if self.address is None else ["--address", self.address]
         return [self.python, "-m", "energon_packing.cli.main", self.command, *given, *options]
 
     def run_here(self, out: Path) -> None:
@@ -132,7 +142,7 @@ def _one_command(
     Raises:
         RuntimeError: it failed for another reason than a kill.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | ONE_THREAD
     pipe = subprocess.PIPE
     running = subprocess.Popen(
         subject.words(out), env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -210,15 +220,32 @@ def results(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
         place = Path(folder)
         prepare(place, given.conversations)
         for executor in given.executor or get_args(ExecutorKind):
-            for command in given.command or get_args(Command):
-                for victim in given.victim or get_args(Victim):
-                    subject = Subject(
-                        place=place, command=command, executor=executor, victim=victim, longest=given.longest
-                    )
-                    start = time.perf_counter()
-                    found = killed(subject, given.points, given.seed)
-                    seconds = round(time.perf_counter() - start, 1)
-                    yield {"command": command, "executor": executor, "victim": victim, **found, "seconds": seconds}
+            with _cluster() if executor == "ray" else contextlib.nullcontext() as address:
+                for command in given.command or get_args(Command):
+                    for victim in given.victim or get_args(Victim):
+                        subject = Subject(
+                            place=place,
+                            command=command,
+                            executor=executor,
+                            victim=victim,
+                            longest=given.longest,
+                            address=address,
+                        )
+                        start = time.perf_counter()
+                        found = killed(subject, given.points, given.seed)
+                        seconds = round(time.perf_counter() - start, 1)
+                        yield {"command": command, "executor": executor, "victim": victim, **found, "seconds": seconds}
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[str]:
+    """The address of a Ray cluster on this machine, for as long as it is needed."""
+    os.environ |= ONE_THREAD  # of its workers, which inherit it
+    workers = RayWorkers(CLUSTER_CPUS, None)
+    with workers.connected():
+        import ray
+
+        yield str(ray.get_runtime_context().gcs_address)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,14 +8,19 @@ those of the CPU, so that other load disturbs little. The line names the load of
   encodes the same rendered texts, one call each, and nothing else.
 * ``media``: the same texts with images whose sizes are in their records. ``images_per_second`` are those beyond the
   text: images over the difference between the seconds with them and the seconds without.
-* ``processes``: wall seconds of two processes beside one, over many shards.
+* ``processes``: wall seconds of two processes beside one, over many shards, from the call of `measure` to its index.
+  Modules are imported before, the processor is loaded by each call. ``cpu_seconds_2`` are those of all processes of the
+  call with two, ``parent_cpu_seconds_2`` those of the calling one, while no other works. On a machine with other
+  load the wall says how many cores were left; the CPU seconds say what a second process costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -51,11 +56,13 @@ def figures(work: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
     write_dataset(text, samples, images=0)
     write_dataset(plain, samples // 4, images=0)
     write_dataset(pictures, samples // 4, images=IMAGES)
+    _import()
     load = os.getloadavg()[0]
-    alone = median(measured, text, 0, rounds=rounds)
-    bare = median(tokenized, text, rounds=rounds)
-    base, media = median(measured, plain, 0, rounds=rounds), median(measured, pictures, 0, rounds=rounds)
-    walls = {workers: median(measured, text, workers, wall=True, rounds=rounds) for workers in (1, 2)}
+    alone, bare = medians((measured, text), (tokenized, text), rounds=rounds)
+    base, media = medians((measured, plain), (measured, pictures), rounds=rounds)
+    wall_1, cpu_1, _, wall_2, cpu_2, parent_2 = medians(
+        (whole_command, text, 0), (whole_command, text, 2), rounds=rounds
+    )
     images = samples // 4 * IMAGES
     common = {"load_before": round(load, 2), "cores": os.cpu_count(), "rounds": rounds}
     return [
@@ -78,26 +85,46 @@ def figures(work: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
         {
             "part": "processes",
             "samples": samples,
-            "seconds_1": round(walls[1], 2),
-            "seconds_2": round(walls[2], 2),
-            "two_of_one": round(walls[1] / walls[2], 2),
+            "seconds_1": round(wall_1, 2),
+            "seconds_2": round(wall_2, 2),
+            "two_of_one": round(wall_1 / wall_2, 2),
+            "cpu_seconds_1": round(cpu_1, 2),
+            "cpu_seconds_2": round(cpu_2, 2),
+            "parent_cpu_seconds_2": round(parent_2, 2),
             **common,
         },
     ]
 
 
-def median(function: Any, *arguments: Any, rounds: int, **named: Any) -> float:
-    """The middle of several runs, each in a fork of its own."""
-    return statistics.median(in_a_fork(function, *arguments, **named) for _ in range(rounds))
+def _import() -> None:
+    """Imports what all forks need, so that none pays for it."""
+    import torch
+    import transformers  # noqa: F401
+
+    import energon_packing.energon.task_encoder
+    import energon_packing.offline.measure  # noqa: F401
+    from energon_packing.encoders.tokenized import use_one_thread
+
+    use_one_thread()  # as the command does; the bare tokenizer is quicker so, too
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
 
 
-def in_a_fork(function: Any, *arguments: Any, **named: Any) -> float:
-    """Runs a function in a process of its own; returns what it returns."""
+def medians(*calls: tuple[Any, ...], rounds: int) -> tuple[float, ...]:
+    """The middle of each of the numbers that the calls return, function and arguments; they take turns, each in a fork
+    of its own."""
+    runs = [[number for call in calls for number in in_a_fork(*call)] for _ in range(rounds)]
+    return tuple(statistics.median(each) for each in zip(*runs, strict=True))
+
+
+def in_a_fork(function: Any, *arguments: Any) -> list[float]:
+    """Runs a function in a process of its own; returns the number or numbers that it returns."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writing, repr(function(*arguments, **named)).encode())
+            os.write(writing, json.dumps(function(*arguments)).encode())
             os._exit(0)
         except BaseException:
             import traceback
@@ -109,7 +136,8 @@ def in_a_fork(function: Any, *arguments: Any, **named: Any) -> float:
         said = stream.read()
     if os.waitpid(child, 0)[1]:
         raise RuntimeError(f"{function.__name__} failed")
-    return float(said)
+    found = json.loads(said)
+    return found if isinstance(found, list) else [found]
 
 
 def config_of(path: Path) -> RunConfig:
@@ -121,21 +149,28 @@ def config_of(path: Path) -> RunConfig:
     )
 
 
-def measured(path: Path, workers: int, wall: bool = False) -> float:
-    """Seconds of measuring a data set, of the CPU or by the clock; the processor is loaded before.
-
-    Without workers it is the measurer of one process, from the open index to the finished files.
-    """
+def whole_command(path: Path, workers: int) -> tuple[float, float, float]:
+    """What `measure` of a data set takes: seconds by the clock, CPU seconds of all processes, and of this one alone."""
     from energon_packing.offline.measure import MeasureConfig, measure
+
+    with tempfile.TemporaryDirectory() as out:
+        start, cpu = time.perf_counter(), time.process_time()
+        measure(MeasureConfig(paths=(path,), out=Path(out) / "index", workers=workers), config_of(path))
+        seconds, own = time.perf_counter() - start, time.process_time() - cpu
+    others = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, own + others.ru_utime + others.ru_stime, own
+
+
+def measured(path: Path) -> float:
+    """CPU seconds of measuring a data set in this process, from the open index to the finished files.
+
+    The processor is loaded before.
+    """
     from energon_packing.offline.measuring import ShardMeasurer
     from energon_packing.offline.source_part import source_parts
 
     config = config_of(path)
     with tempfile.TemporaryDirectory() as out:
-        if wall:
-            start = time.perf_counter()
-            measure(MeasureConfig(paths=(path,), out=Path(out) / "index", workers=workers), config)
-            return time.perf_counter() - start
         measurer = ShardMeasurer(config.encoder)
         (part,) = source_parts(path, "train")
         cpu = time.process_time()
@@ -219,7 +254,7 @@ def write_dataset(path: Path, samples: int, *, images: int) -> None:
             media_root=source,
             out=path,
             split={"train": 1.0},
-            samples_per_shard=max(1, samples // 16),
+            samples_per_shard=max(1, samples // 64),
             workers=2,
         )
     )

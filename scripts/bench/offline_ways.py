@@ -3,7 +3,8 @@
 Each file of a directory is converted to a data set of its own; all are measured, planned together, packed as tokens,
 with copied media and as pixels, and verified with every pack made anew. Then the epoch is read from the plan and from
 each packed directory, and every field of every pack is compared. Without a directory, generated conversations with
-images, videos and defects are read.
+images, videos and defects are read. With ``--train-steps``, a tiny model of Megatron-Bridge is trained on each of them
+from the same weights, and its losses are compared bit for bit.
 
 A directory like ``data`` of LLaMA-Factory is read as LLaMA-Factory does: where its ``dataset_info.json`` has an entry
 for a file, the entry says what the columns mean. Files of which no record can be read, such as those with sound, are
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -26,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.loader import start
+from bench.offline_steps import StepsJob
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.dataset_info import read_dataset_info
@@ -39,6 +43,7 @@ from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.report.models import tiny_family
 
 STORED: dict[str, dict[str, Any]] = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 INFO = "dataset_info.json"
@@ -48,17 +53,28 @@ SHARD_PACKS = 16
 
 
 def ways(
-    place: Path, source: Path, *, processor: str, seq_length: int, oversize: Any = "drop", workers: int = 0
+    place: Path,
+    source: Path,
+    *,
+    processor: str,
+    seq_length: int,
+    oversize: Any = "drop",
+    workers: int = 0,
+    train_steps: int = 0,
+    train_batch: int = 1,
 ) -> dict[str, Any]:
     """Goes the whole road from the files of `source`, in the directory `place`, and compares the epochs.
 
     Returns:
         Counts of records, samples and packs; what was rejected and dropped, by reason; ``findings`` of `verify`;
         ``same``: way -> whether its packs are those of the plan; a digest of the epoch; and the seconds of each part.
+        With `train_steps`, the ``losses`` of the steps on the plan, of `train_batch` packs each, and ``same_losses``.
 
     Raises:
-        UserError: no record can be read.
+        UserError: no record can be read, or no tiny model can be trained.
     """
+    if train_steps and importlib.util.find_spec("megatron.bridge") is None:
+        raise UserError("--train-steps needs Megatron-Bridge; install the extra 'bridge', or leave it out")
     seconds: dict[str, float] = {}
     with _timed(seconds, "convert"):
         data, rejected, unread = _converted(place, source, workers)
@@ -68,11 +84,13 @@ def ways(
         packing=PackingConfig(seq_length=seq_length, oversize=oversize, drop_budget=1.0),
         plan=PlanConfig(max_data_parallel=8),
     )
+    encoder = build_task_encoder(run)
+    if train_steps and tiny_family(encoder.encoder) is None:
+        raise UserError(f"--train-steps: there is no tiny model for the family of {processor}; leave it out")
     with _timed(seconds, "measure"):
         index = measure(MeasureConfig(paths=tuple(data), out=place / "index", workers=workers), run).index
     assert index is not None, "one command measures all"
     with _timed(seconds, "plan"):
-        encoder = build_task_encoder(run)
         remeasure = SampleRemeasurer(encoder, [place / "index"])
         facts = make_plan([place / "index"], run, place / "plan.parquet", limits=encoder.limits, remeasure=remeasure)
     paths = {"planned": place / "plan.parquet"} | {way: place / way for way in STORED}
@@ -90,6 +108,20 @@ def ways(
             on_path = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(path)))
             epochs[way] = list(_identities(open_loader(on_path)))
     keys = [key for _, keys, *_ in epochs["planned"] for key in keys]
+    trained: dict[str, Any] = {}
+    if train_steps:
+        job = StepsJob(
+            ways={way: str(path) for way, path in paths.items()},
+            processor=processor,
+            seq_length=seq_length,
+            oversize=oversize,
+            steps=train_steps,
+            batch=train_batch,
+        )
+        with _timed(seconds, "train"):
+            losses = start(job, place / "training.log", module="offline_steps", name="training")
+        trained["losses"] = losses["planned"]
+        trained["same_losses"] = {way: losses[way] == losses["planned"] for way in STORED}
     return {
         "datasets": len(data),
         "unread_files": unread,
@@ -102,6 +134,7 @@ def ways(
         "packs": len(epochs["planned"]),
         "findings": findings,
         "same": {way: epochs[way] == epochs["planned"] for way in STORED},
+        **trained,
         "epoch": hashlib.sha256(repr(epochs["planned"]).encode()).hexdigest()[:16],
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
@@ -158,7 +191,7 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints one JSON line; 1 if a way gives another epoch, or `verify` finds something."""
+    """Prints one JSON line; 1 if a way gives another epoch or other losses, or `verify` finds something."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     given_data = os.environ.get("LLAMAFACTORY_DATA")
     parser.add_argument(
@@ -172,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--oversize", default="drop", choices=("drop", "truncate", "split"))
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--train-steps", type=int, default=0, help="of a tiny model on each of them; 20 are enough")
+    parser.add_argument("--train-batch", type=int, default=1, help="packs of a step")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -184,12 +219,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 seq_length=given.seq_length,
                 oversize=given.oversize,
                 workers=given.workers,
+                train_steps=given.train_steps,
+                train_batch=given.train_batch,
             )
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
     print(json.dumps({"bench": "offline ways", **found}), flush=True)
-    return 0 if all(found["same"].values()) and not found["findings"] else 1
+    same = [*found["same"].values(), *found.get("same_losses", {}).values()]
+    return 0 if all(same) and not found["findings"] else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from energon_packing.demo import processor_path
 from energon_packing.encoders.byte_lengths import byte_lengths
-from energon_packing.encoders.tokenized import ByteText, TextTokenizer, TokenizedText, any_of
+from energon_packing.encoders.tokenized import ByteText, TextTokenizer, TokenizedText, any_of, use_one_thread
 from energon_packing.errors import SampleRejected
 
 LETTERS = ["a", "b", "é", "e", "▁", "你", "!", "ab", "▁a", "▁b", "aé"]
@@ -75,6 +75,22 @@ def test_any_text_of_a_byte_level_vocabulary_is_cut_where_its_offsets_say(text, 
     assert made.tokens_of(start, end) == TokenizedText(text, encoding).tokens_of(start, end)
 
 
+@settings(max_examples=200)
+@given(
+    text=st.text(st.characters(codec="utf-8"), max_size=40),
+    places=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6),
+)
+def test_spans_may_be_asked_for_in_any_order(text, places):
+    encoding = backend("bytes").encode(text, add_special_tokens=False)
+    made, plain = quick("bytes")(text, add_special_tokens=False), TokenizedText(text, encoding)
+    for pair in places:
+        start, end = sorted(min(place, len(text)) for place in pair)
+        first, last = made.tokens_of(start, end)
+        assert (first, last) == plain.tokens_of(start, end)
+        if last > first:
+            assert made.reaches_over(last - 1, end) == plain.reaches_over(last - 1, end)
+
+
 def test_the_quick_way_is_taken_for_a_byte_level_vocabulary_and_for_no_other():
     assert isinstance(quick("bytes")("a 🙂 b", add_special_tokens=False), ByteText)
     assert not isinstance(quick("bytes")("e\u0301", add_special_tokens=False), ByteText)  # NFC makes it shorter
@@ -130,7 +146,18 @@ def test_tokens_that_the_tokenizer_adds_are_no_bytes_of_the_text():
 
 def test_threads_of_the_tokenizers_library_are_never_started(monkeypatch):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    assert not isinstance(TextTokenizer(backend("bytes"))("a b", add_special_tokens=False), ByteText)
+    made = TextTokenizer(backend("bytes"))
+    assert not isinstance(made("a b", add_special_tokens=False), ByteText)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    use_one_thread()  # the user has said otherwise
+    assert not isinstance(made("a b", add_special_tokens=False), ByteText)
+
+
+def test_a_worker_may_switch_the_threads_off_after_the_tokenizer_was_made(monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    made = TextTokenizer(backend("bytes"))
+    use_one_thread()
+    assert isinstance(made("a b", add_special_tokens=False), ByteText)
 
 
 def test_a_span_that_ends_in_a_character_of_several_tokens_holds_all_of_them():

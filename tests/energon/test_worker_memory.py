@@ -65,6 +65,19 @@ def test_loader_processes_keep_memory_where_so_configured_and_the_training_proce
     assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch, keep):
+    monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: None)
+    loader = SimpleNamespace(worker_init_fn=None)
+    worker_memory.in_workers(loader, keep_memory=keep)
+    for before, after in ((None, "false"), ("true", "true")):
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+        loader.worker_init_fn(0)
+        assert os.environ["TOKENIZERS_PARALLELISM"] == after
+
+
 def test_a_workers_own_start_is_kept():
     started = []
     loader = SimpleNamespace(worker_init_fn=functools.partial(started.append))

@@ -43,7 +43,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         test=TRAPS + "test_calls_of_deepseek_are_shown_since_they_are_passed_as_its_template_wants_them",
         oracle="DeepSeek-V3's published template",
         edits=(
-            ("chat/structures.py", "for as_text in (False, True) if calls else (False,):", "for as_text in (False,):"),
+            ("chat/structures.py", "for as_text in (False, True):", "for as_text in (False,):"),
         ),
     ),
     Mutation(

@@ -82,9 +82,8 @@ class Layout:
         for piece, frame in zip(self.order, self.frames[1:], strict=True):
             found = pieces[piece]
             core = found.value
-            if isinstance(core, str) and text.startswith(core, at) and text.startswith(frame, at + len(core)):
-                end = at + len(core)
-            else:
+            end = at + len(core) if isinstance(core, str) else -1
+            if end < 0 or not text.startswith(core, at) or not text.startswith(frame, end):  # type: ignore[arg-type]
                 ends = (at + len(form) for form in found.forms() if text.startswith(form, at))
                 end = next((end for end in ends if text.startswith(frame, end)), -1)
                 if end < 0:

@@ -5,14 +5,18 @@ killed; after each kill every finished file must be whole. A killed command is s
 worker is replaced by the command itself. When a directory is complete, its files are compared with those of one process
 that was never killed, and the next directory begins, until there were enough kills.
 
-On Ray, all commands join one cluster, which is started once: it is the commands and their workers that are killed.
+So that every kill takes seconds, commands are forks of this process, which has done the imports, and on Ray all of them
+join one cluster: it is the commands and their workers that are killed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
+import math
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,10 +25,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, get_args
 
+import torch
+
+from bench.forked_command import ForkedCommand
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig, to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
@@ -54,7 +62,7 @@ class Subject:
         command, executor, victim: which command, who does its work, and what is killed.
         longest: seconds between the first file that a command writes and the kill, at most.
         workers: of the command.
-        python: interpreter of the command.
+        python: interpreter of the command; None forks it.
         address: of the Ray cluster that the command joins; None lets it start its own.
     """
 
@@ -64,18 +72,31 @@ class Subject:
     victim: Victim
     longest: float = 1.5
     workers: int = 2
-    python: str = sys.executable
+    python: str | None = None
     address: str | None = None
 
     def words(self, out: Path) -> list[str]:
-        """The command line."""
+        """The command line, without ``energon-packing``."""
         given = {
             "measure": [str(self.place / "data"), "--config", str(self.place / "run.json")],
             "pack": [str(self.place / "plan.parquet"), "--store", "pixels", "--shard-packs", "1"],
         }[self.command]
         options = ["--out", str(out), "--executor", self.executor, "--workers", str(self.workers), "--json"]
         options += [] if self.address is None else ["--address", self.address]
-        return [self.python, "-m", "energon_packing.cli.main", self.command, *given, *options]
+        return [self.command, *given, *options]
+
+    def started(self, out: Path) -> subprocess.Popen[str] | ForkedCommand:
+        """The running command."""
+        if self.python is None:
+            return ForkedCommand(self.words(out))
+        return subprocess.Popen(
+            [self.python, "-m", "energon_packing.cli.main", *self.words(out)],
+            env=os.environ | ONE_THREAD,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run_here(self, out: Path) -> None:
         """The same in this process."""
@@ -105,8 +126,11 @@ def _run(place: Path) -> RunConfig:
     )
 
 
-def killed(subject: Subject, points: int, seed: int = 0) -> dict[str, Any]:
+def killed(subject: Subject, points: int, seed: int = 0, seconds: float = math.inf) -> dict[str, Any]:
     """Kills at `points` random moments.
+
+    Args:
+        seconds: after which no more commands are killed.
 
     Returns:
         ``kills``; ``commands`` that were started; ``directories`` that were completed, each compared with the
@@ -119,11 +143,13 @@ def killed(subject: Subject, points: int, seed: int = 0) -> dict[str, Any]:
         subject.run_here(whole)
     expected = contents(whole)
     found: dict[str, Any] = {"kills": 0, "commands": 0, "directories": 0, "given_up": 0, "same": True, "leftovers": 0}
-    while found["kills"] < points:
+    until = time.monotonic() + seconds
+    while found["kills"] < points and time.monotonic() < until:
         out = subject.place / f"{subject.command}-{subject.executor}-{subject.victim}-{found['directories']}"
         while True:
             found["commands"] += 1
-            ended = _one_command(subject, out, points, found, drawn, expected)
+            most = points if time.monotonic() < until else found["kills"]
+            ended = _one_command(subject, out, most, found, drawn, expected)
             if ended:
                 break
         found["directories"] += 1
@@ -142,11 +168,7 @@ def _one_command(
     Raises:
         RuntimeError: it failed for another reason than a kill.
     """
-    environment = os.environ | ONE_THREAD
-    pipe = subprocess.PIPE
-    running = subprocess.Popen(
-        subject.words(out), env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+    running = subject.started(out)
     before = set(_being_written(out))
     deadline = time.monotonic() + LIMIT_SECONDS
     try:
@@ -199,7 +221,7 @@ def _being_written(out: Path) -> list[Path]:
     return [path for path in out.rglob(".*") if path.name != ".lock"]
 
 
-def _writer(out: Path, before: set[Path], running: subprocess.Popen[str]) -> int | None:
+def _writer(out: Path, before: set[Path], running: subprocess.Popen[str] | ForkedCommand) -> int | None:
     """Process id of a worker that writes; None once the command has ended."""
     while running.poll() is None:
         for path in _being_written(out):
@@ -216,6 +238,7 @@ def _lives(process: int) -> bool:
 
 def results(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row per command, executor and victim."""
+    _import()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         prepare(place, given.conversations)
@@ -229,23 +252,55 @@ def results(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                             executor=executor,
                             victim=victim,
                             longest=given.longest,
+                            workers=given.workers,
                             address=address,
                         )
                         start = time.perf_counter()
-                        found = killed(subject, given.points, given.seed)
+                        found = killed(subject, given.points, given.seed, given.seconds)
                         seconds = round(time.perf_counter() - start, 1)
                         yield {"command": command, "executor": executor, "victim": victim, **found, "seconds": seconds}
 
 
 @contextlib.contextmanager
 def _cluster() -> Iterator[str]:
-    """The address of a Ray cluster on this machine, for as long as it is needed."""
-    os.environ |= ONE_THREAD  # of its workers, which inherit it
+    """The address of a Ray cluster on this machine, for as long as it is needed.
+
+    It is another process that starts it: a fork of a process that is connected to a cluster could join none.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    keeper = multiprocessing.get_context("fork").Process(target=_keep_cluster, args=(theirs, ours))
+    keeper.start()
+    theirs.close()
+    try:
+        yield str(ours.recv())
+    finally:
+        ours.close()
+        keeper.join()
+
+
+def _keep_cluster(connection: Connection, other: Connection) -> None:
+    """Starts a cluster, tells its address, and ends it when nobody listens any more."""
+    other.close()
     workers = RayWorkers(CLUSTER_CPUS, None)
-    with workers.connected():
+    with workers.connected(), contextlib.suppress(EOFError):
         import ray
 
-        yield str(ray.get_runtime_context().gcs_address)
+        connection.send(str(ray.get_runtime_context().gcs_address))
+        connection.recv()
+
+
+def _import() -> None:
+    """Imports what the commands need."""
+    import energon_packing.cli.measure
+    import energon_packing.cli.pack
+    import energon_packing.energon.task_encoder  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import ray  # noqa: F401
+    os.environ |= ONE_THREAD
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # else a fork's first collection of garbage writes to every page that it shares with this process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -257,6 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--victim", choices=get_args(Victim), action="append")
     parser.add_argument("--conversations", type=int, default=400)
     parser.add_argument("--longest", type=float, default=1.5, help="seconds from the first written file to the kill")
+    parser.add_argument("--workers", type=int, default=2, help="of a command")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of each row, after which nothing is killed")
     parser.add_argument("--seed", type=int, default=0)
     right = True
     for row in results(parser.parse_args(arguments)):

@@ -73,7 +73,7 @@ def ways(
     Raises:
         UserError: no record can be read, or no tiny model can be trained.
     """
-    if train_steps and importlib.util.find_spec("megatron.bridge") is None:
+    if train_steps and not has_bridge():
         raise UserError("--train-steps needs Megatron-Bridge; install the extra 'bridge', or leave it out")
     seconds: dict[str, float] = {}
     with _timed(seconds, "convert"):
@@ -138,6 +138,11 @@ def ways(
         "epoch": hashlib.sha256(repr(epochs["planned"]).encode()).hexdigest()[:16],
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
     }
+
+
+def has_bridge() -> bool:
+    """Whether Megatron-Bridge is installed, which trains the tiny model."""
+    return importlib.util.find_spec("megatron.bridge") is not None
 
 
 def _converted(place: Path, source: Path, workers: int) -> tuple[list[Path], Counter[str], list[str]]:

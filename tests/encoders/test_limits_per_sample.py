@@ -63,6 +63,42 @@ def dialogue(rounds: int, words: int = 12, pictures: tuple[int, ...] = ()) -> Co
     return Conversation(key="d", turns=tuple(turns), media=tuple(media))
 
 
+def said(measure, conversation):
+    """What is measured, field by field, or what is raised."""
+    try:
+        found = measure(conversation)
+    except (SampleRejected, ConfigError) as error:
+        return type(error), str(error)
+    return {
+        name: value.tobytes() if isinstance(value := getattr(found, name), np.ndarray) else value
+        for name in found.__dataclass_fields__
+    }
+
+
+spoken = st.text(
+    st.sampled_from([*"ab \n", "é", "🙂", "e\u0301", "<|im_end|>", "<|image_pad|>", "\ud800"]), max_size=12
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.lists(spoken, min_size=1, max_size=5), min_size=1, max_size=6), most=st.sampled_from([12, 40]))
+def test_conversations_that_are_prepared_together_are_measured_as_each_is_alone(limited, texts, most):
+    talks = [
+        Conversation(
+            key=f"k{number}",
+            turns=tuple(Turn(role=("user", "assistant")[at % 2], parts=(text,)) for at, text in enumerate(talk)),
+        )
+        for number, talk in enumerate(texts)
+    ]
+    talks += [dialogue(3, pictures=(0, 2)), dialogue(1), with_media(image(0, 320, 200), video(1, 96, 64, 12))]
+    encoder = limited(max_tokens=most, when_over=("resize", "truncate"))
+    alone = [said(encoder.measure, each) for each in talks]
+    encoder.prepare(talks)
+    assert [said(encoder.measure, each) for each in talks] == alone
+    assert [said(encoder.measure, each) for each in talks] == alone  # nothing is kept after its use
+    assert said(limited().measure, dialogue(1))["length"] > 12
+
+
 def reads(conversation: Conversation):
     """Reader of PNG bytes of noise in the right sizes."""
     rng = np.random.default_rng(0)

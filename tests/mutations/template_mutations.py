@@ -42,9 +42,7 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         name="calls are passed in one way only",
         test=TRAPS + "test_calls_of_deepseek_are_shown_since_they_are_passed_as_its_template_wants_them",
         oracle="DeepSeek-V3's published template",
-        edits=(
-            ("chat/structures.py", "for as_text in (False, True):", "for as_text in (False,):"),
-        ),
+        edits=(("chat/structures.py", "for as_text in (False, True):", "for as_text in (False,):"),),
     ),
     Mutation(
         trap=41,

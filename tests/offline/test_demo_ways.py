@@ -36,10 +36,25 @@ def test_a_form_that_gives_another_epoch_is_reported(capsys, monkeypatch):
         return itertools.islice(packs, 1, None) if run.data.path.endswith("pixels") else packs
 
     monkeypatch.delenv("LLAMAFACTORY_DATA", raising=False)
+
+    def trained(job, log, **_):
+        assert (job.steps, job.batch, set(job.ways)) == (2, 1, {"planned", "tokens", "copied", "pixels"})
+        return dict.fromkeys(job.ways, [1.5, 1.25]) | {"copied": [1.5, 1.2500000000000002]}
+
     monkeypatch.setattr(offline_ways, "open_loader", one_pack_less)
-    assert offline_ways.main(["--conversations", "12"]) == 1
+    monkeypatch.setattr(offline_ways, "start", trained)
+    monkeypatch.setattr(offline_ways, "has_bridge", lambda: True)
+    assert offline_ways.main(["--conversations", "12", "--train-steps", "2"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["same"] == {"tokens": True, "copied": True, "pixels": False}
+    assert found["losses"] == [1.5, 1.25]
+    assert found["same_losses"] == {"tokens": True, "copied": False, "pixels": True}
+
+
+def test_training_without_bridge_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(offline_ways, "has_bridge", lambda: False)
+    assert offline_ways.main(["--train-steps", "1", "--data", "."]) == 2
+    assert "--train-steps needs Megatron-Bridge" in capsys.readouterr().err
 
 
 def test_a_directory_without_conversations_is_one_sentence(tmp_path, capsys):

@@ -46,7 +46,5 @@ def test_another_byte_in_a_finished_file_is_told(place, monkeypatch):
         return found
 
     monkeypatch.setattr(offline_kills, "contents", with_a_flipped_byte)
-    subject = Subject(
-        place=place, command="measure", executor="local", victim="worker", longest=0.0, workers=1, python=quick_python()
-    )
+    subject = Subject(place=place, command="measure", executor="local", victim="worker", longest=0.0, workers=1)
     assert not killed(subject, 1)["same"]

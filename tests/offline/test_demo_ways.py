@@ -39,7 +39,7 @@ def test_a_form_that_gives_another_epoch_is_reported(capsys, monkeypatch):
 
     def trained(job, log, **_):
         assert (job.steps, job.batch, set(job.ways)) == (2, 1, {"planned", "tokens", "copied", "pixels"})
-        return dict.fromkeys(job.ways, [1.5, 1.25]) | {"copied": [1.5, 1.2500000000000002]}
+        return {way: [1.5, 1.25] for way in job.ways} | {"copied": [1.5, 1.2500000000000002]}
 
     monkeypatch.setattr(offline_ways, "open_loader", one_pack_less)
     monkeypatch.setattr(offline_ways, "start", trained)

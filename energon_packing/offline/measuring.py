@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import socket
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from energon_packing.offline.tar_files import TarFiles
 from energon_packing.remote_files import shown
 
 _ROWS = 8192
-_TOGETHER = 64
-"""Samples whose texts are tokenized together: each table of the tokenizer is then read once into the cache."""
+_TOGETHER, _TOGETHER_BYTES = 64, 1 << 20
+"""Samples whose texts are tokenized together, and bytes of their records: each table of the tokenizer is then read once
+into the cache, and few texts are held."""
 
 
 def measuring_fingerprint(encoder: Any, config: AnyEncoderConfig) -> dict[str, str]:
@@ -162,7 +162,7 @@ class ShardMeasurer:
             for number, record in enumerate(self.index_of(part.root).records(shard))
             if wanted is None or number in wanted
         )
-        for some in itertools.batched(records, _TOGETHER):
+        for some in _together(records):
             cooked = [self._cooked(part, tar, *record) for record in some]
             self._encoder.prepare([sample for sample, _ in cooked])
             for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
@@ -195,6 +195,24 @@ class ShardMeasurer:
 
     def _row(self, measured: Any) -> dict[str, Any]:
         return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
+
+
+Record = tuple[str, int | None, int | None]
+"""Key of a sample, and offset and bytes of its record in the tar."""
+
+
+def _together(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Neighbours of which no more than the last exceeds the bytes."""
+    some: list[Record] = []
+    size = 0
+    for record in records:
+        some.append(record)
+        size += record[2] or 0
+        if len(some) >= _TOGETHER or size >= _TOGETHER_BYTES:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
 
 def cannot_write(path: Path, error: OSError) -> UserError:

@@ -34,6 +34,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Pla
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.dataset_info import read_dataset_info
 from energon_packing.demo import make_data, processor_path
+from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import UserError
@@ -85,7 +86,8 @@ def ways(
         plan=PlanConfig(max_data_parallel=8),
     )
     encoder = build_task_encoder(run)
-    if train_steps and tiny_family(encoder.encoder) is None:
+    own = encoder.encoder
+    if train_steps and not (isinstance(own, ConversationEncoder) and tiny_family(own)):
         raise UserError(f"--train-steps: there is no tiny model for the family of {processor}; leave it out")
     with _timed(seconds, "measure"):
         index = measure(MeasureConfig(paths=tuple(data), out=place / "index", workers=workers), run).index

@@ -52,42 +52,6 @@ def test_text_and_spans_are_those_of_the_public_function(source, messages, tools
     assert (text, list(spans)) == public(source, messages, tools, **options)
 
 
-# Fields, attributes and methods of what templates see: those that are there, that are not, and that nobody may have.
-SUBJECTS = ["messages[0]", "messages", "messages[0].content", "messages[0]['content']", "loop", "ns", "tools", "none"]
-NAMES = [
-    *("role", "content", "items", "keys", "get", "update", "pop", "append", "nothing", "__class__", "_private", "0"),
-    *("first", "last", "index", "length", "previtem", "nextitem", "cycle", "depth0", "_iterator"),
-    *("strip", "upper", "split", "format", "format_map", "encode", "join", "value"),
-]
-CALLS = ["", "()", "('a')", "('a', 'b')", "(messages[0])", "()[0]", " is defined", " is string", " | length"]
-
-
-def outcome(render, source, messages):
-    """The text, or what is raised."""
-    try:
-        return render(source, messages, None, special=SPECIAL, track=False, prompt=False)[0]
-    except Exception as error:
-        return type(error).__name__, str(error)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    subject=st.sampled_from(SUBJECTS),
-    name=st.sampled_from(NAMES),
-    call=st.sampled_from(CALLS),
-    messages=talks.filter(bool),
-    keys=st.dictionaries(st.sampled_from(NAMES), texts, max_size=3),
-)
-def test_every_attribute_is_found_or_refused_as_the_plain_sandbox_does(subject, name, call, messages, keys):
-    messages = [keys | messages[0], *messages[1:]]
-    source = (
-        "{% set ns = namespace(value='v') %}{% for message in messages %}"
-        f"[{{{{ {subject}{'[0]' if name == '0' else '.' + name}{call} }}}}]"
-        "{% endfor %}"
-    )
-    assert outcome(render_template, source, messages) == outcome(public, source, messages)
-
-
 def test_the_answer_that_a_template_marks_is_among_the_spans():
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
     source = marked(STABLE["chatml"])

@@ -178,13 +178,31 @@ def _choose(held: list[str], names: Sequence[str]) -> str:
     raise SampleRejected("no_such_tensor", f"the file holds {shown}; expected one tensor, or {' or '.join(names)}")
 
 
+def _check_parts(archive: zipfile.ZipFile, size: int) -> None:
+    """Refuses what torch's reader does not notice: it reads no checksum, and reads beyond the end of a stream for ever.
+
+    Raises:
+        SampleRejected: ``corrupt_tensor``.
+    """
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise _corrupt("a .pt file with compressed entries, which torch never writes")
+    if any(entry.compress_size != entry.file_size for entry in entries) or sum(e.file_size for e in entries) > size:
+        raise _corrupt("the parts of its zip are said to be larger than the file")
+    try:
+        damaged = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise _corrupt(f"a part of its zip cannot be read: {str(error)[:80]}") from error
+    if damaged is not None:
+        raise _corrupt(f"the checksum of its part {damaged[:80]!r} differs")
+
+
 def _load_pt(stream: BinaryIO, size: int, names: Sequence[str]) -> tuple[str, torch.Tensor]:
     import torch
 
     try:
         with zipfile.ZipFile(stream) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise _corrupt("a .pt file with compressed entries, which torch never writes")
+            _check_parts(archive, size)
     except (zipfile.BadZipFile, ValueError, OSError, EOFError, NotImplementedError) as error:
         raise SampleRejected(
             "unsafe_pickle", "not torch's zip form; save it again with torch.save, or as .npy or .safetensors"

@@ -1,4 +1,4 @@
-"""Headers of safetensors files with values of any kind: each is read or rejected as a sample, never another error."""
+"""Damaged files of tensors: each is read or rejected as a sample, never another error, and no value changes unnoticed."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import struct
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packing.errors import SampleRejected
-from energon_packing.media.tensor import tensor_info
+from energon_packing.media.tensor import read_tensor, tensor_info
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -50,3 +51,20 @@ def test_any_header_is_read_or_rejected(data: Any) -> None:
     except SampleRejected as error:
         found = error.reason
     assert found
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value(data: Any) -> None:
+    tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    stream = io.BytesIO()
+    torch.save({"latents": tensor}, stream)
+    whole = bytearray(stream.getvalue())
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        found = read_tensor(bytes(whole), "pt", ("latents",))
+    except SampleRejected as error:
+        assert error.reason in ("corrupt_tensor", "unsafe_pickle", "no_such_tensor")
+    else:
+        assert torch.equal(found, tensor)

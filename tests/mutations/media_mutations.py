@@ -238,4 +238,12 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
             ),
         ),
     ),
+    Mutation(
+        trap=38,
+        name="checksums in a torch file are not read",
+        test="tests/media/test_hostile_tensor_headers.py::"
+        "test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value",
+        oracle="the tensor before its file was changed",
+        edits=(("media/tensor.py", "    if damaged is not None:\n", "    if False:\n"),),
+    ),
 )

@@ -50,6 +50,14 @@ class MediaToDecode:
         """Returns that part of a sample."""
         return cls(media=measured.media, plans=measured.plans, settings=measured.settings)
 
+    def file_names(self) -> list[str]:
+        """Returns the files that decoding reads, each once."""
+        names: list[str] = []
+        for media, plan in zip(self.media, self.plans, strict=True):
+            frames = media.frame_names if plan.kind == "video" else ()
+            names += [frames[index] for index in plan.frame_indices] if frames else [media.name]
+        return list(dict.fromkeys(names))
+
     def is_plain(self, read: Callable[[str], bytes]) -> bool:
         """Whether all media are images whose decoders need no supervision, see `energon_packing.media.plain_files`.
 

@@ -334,14 +334,12 @@ class ConversationEncoder(SampleEncoder):
             return {"visual_inputs": {}}
         # Forms of the run's family: other limits only change sizes, and comparing with the processor takes time.
         _ = self.family.pixel_forms  # made once here, and not in every child
-        make: Callable[..., dict[str, Any]] = self._make_pixels
-        if self.config.decode_in_child:
-            needed = MediaToDecode.of(measured)
-            files = FilesRead(read)
-            if not needed.is_plain(files):
-                make, measured = self._decoding, needed
-            read = files
-        return self.joining_fields() | make(measured, read)
+        if not self.config.decode_in_child:
+            return self.joining_fields() | self._make_pixels(measured, read)
+        needed, files = MediaToDecode.of(measured), FilesRead(read)
+        if needed.is_plain(files):
+            return self.joining_fields() | self._make_pixels(measured, files)
+        return self.joining_fields() | self._decoding(needed, files, needed.file_names())
 
     def joining_fields(self) -> dict[str, Any]:
         """Returns what `energon_packing.encoders.joinable_rows` reads of a row with media."""

@@ -17,6 +17,7 @@ from energon_packing.families.frames import chosen_frames, uniform_frames
 from energon_packing.families.internvl_tiles import InternVLTiles
 from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles
+from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import PixelForm
 
 DEFAULT_VIDEO_FRAMES = 8
@@ -163,7 +164,7 @@ class InternVL(VisionFamily):
             for plan, tensor in zip(plans, media, strict=True)
         ]
         self._check_tiles(plans, counts)
-        made = torch.empty((sum(counts), 3, *self._tiles.shape), dtype=torch.uint8)
+        made = empty_result((sum(counts), 3, *self._tiles.shape), torch.uint8)
         for plan, tensor, place in zip(plans, media, made.split(counts), strict=True):
             if plan.kind == "image":
                 self._tiles.fill_image(tensor, place)

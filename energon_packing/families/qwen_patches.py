@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from energon_packing.families.pixel_forms import RAW, form_of
+from energon_packing.media.shared_room import empty_result
 from energon_packing.thd.pixels import finish
 
 PROBE_HEIGHT, PROBE_WIDTH = 57, 93
@@ -93,7 +94,7 @@ class QwenPatches:
         clips = [each if self._kind == "video" else each[None] for each in media]
         grids = [(-(-len(clip) // step), *self._grid(len(clip), *clip.shape[-2:])) for clip in clips]
         counts = [steps * rows * columns for steps, rows, columns in grids]
-        pixels = torch.empty((sum(counts), 3, step, patch * patch), dtype=torch.uint8)
+        pixels = empty_result((sum(counts), 3, step, patch * patch), torch.uint8)
         for clip, (steps, rows, columns), place in zip(clips, grids, pixels.split(counts), strict=True):
             for at in range(steps * step):
                 frame = clip[min(at, len(clip) - 1)]  # a short last time step repeats its last frame

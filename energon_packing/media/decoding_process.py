@@ -2,7 +2,8 @@
 
 Decoders are C libraries that read what strangers wrote. One that loops forever, or writes outside of its memory, would
 hold or end the process that calls it. The child is forked when the first sample needs it and serves one sample after
-another. Files are read in the parent, which has the open shards; bytes and tensors travel in memory that both map.
+another. Files are read in the parent, which has the open shards; they travel with the request, and tensors come back,
+in memory that both map (`energon_packing.media.shared_room`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import mmap
 import os
 import pickle
 import select
@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
@@ -28,17 +28,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.media.shared_room import ROOM, Place, Results, SharedRoom, make_results_in
 from energon_packing.quarantine import CRASH, TIMEOUT
 
 MOST_IN_A_ROW = 8
 """Samples that may end the child one after another before the run stops."""
 GRACE = 1.0
 """Seconds after the deadline, in which the decoder may notice it itself and say at which frame it was."""
-ROOM = 1 << 30
-"""Bytes that both processes map; what is larger goes through the pipe. The kernel provides a page when it is used."""
-_KEPT = 256 << 20
-"""Bytes of it that stay in use between two samples."""
-_ALIGN = 64
 _PR_SET_PDEATHSIG = 1
 MOST_CHILDREN = 4
 """Children of one process; the one that was idle longest ends for a new one. Encoders may be many: those of several
@@ -52,21 +48,12 @@ Read = Callable[[str], bytes]
 Work = Callable[[Any, Read], Mapping[str, Any]]
 
 
-class _Tensor(NamedTuple):
-    """Where a tensor lies in the shared memory; its bytes instead, if it does not fit."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    place: int
-    data: bytes | None
-
-
 class _Child(NamedTuple):
     pid: int
     owner: int
     connection: Connection
-    memory: mmap.mmap
+    answers: select.poll
+    room: SharedRoom
 
 
 class DecodingProcess:
@@ -88,12 +75,13 @@ class DecodingProcess:
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(DecodingProcess, named=self._named), (self._work, self._seconds)
 
-    def __call__(self, request: Any, read: Read) -> dict[str, Any]:
-        """Returns what ``work(request, read)`` returns there; its tensors are copies of their own.
+    def __call__(self, request: Any, read: Read, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Returns what ``work(request, read)`` returns there.
 
         Args:
             request: what is decoded.
             read: called in this process; its errors reach the function.
+            names: of files that the function will read: they travel with the request.
 
         Raises:
             SampleRejected: `TIMEOUT` or `CRASH`; the next call has a new child. Also whatever the function raises.
@@ -105,36 +93,40 @@ class DecodingProcess:
         with _lock:
             self._busy = True
         try:
-            return self._answer(request, read)
+            return self._answer(request, read, names)
         finally:
             self._busy = False
 
-    def _answer(self, request: Any, read: Read) -> dict[str, Any]:
+    def _answer(self, request: Any, read: Read, names: Sequence[str]) -> dict[str, Any]:
+        files: dict[str, bytes] = {}
+        for name in names:
+            with contextlib.suppress(Exception):  # the child asks for it, and is told
+                files[name] = read(name)
         child = self._started()
         try:
-            child.connection.send(("decode", request))
+            start = _ask(child, request, files)
         except OSError:  # it ended between two calls, with the thread that started it for example
             self.close()
             child = self._started()
-            child.connection.send(("decode", request))
+            start = _ask(child, request, files)
         left = None if self._seconds is None else self._seconds + GRACE
         while True:
             began = time.monotonic()
-            if not _ready(child.connection, left):
+            if not child.answers.poll(None if left is None else left * 1000):
                 self.close()
                 raise self._ended(TIMEOUT, f"decoding hung and was ended after {self._named}={self._seconds} s")
             try:
-                kind, answer = child.connection.recv()
+                kind, answer, end = _receive(child.connection)
             except (EOFError, OSError):
                 raise self._ended(CRASH, f"the decoder crashed: {_cause(self._reap())}") from None
             left = None if left is None else max(0.0, left - (time.monotonic() - began))
             if kind == "read":
-                _answer_read(child, read, answer)
+                _answer_read(child, lambda name: files[name] if name in files else read(name), answer)
                 continue
             self._in_a_row = 0
             if kind == "raised":
                 raise answer
-            return {name: _taken(value, child.memory) for name, value in answer.items()}
+            return child.room.taken(answer, start, end)
 
     def close(self) -> None:
         """Ends the child, whatever it does."""
@@ -203,7 +195,7 @@ def _idle() -> list[DecodingProcess]:
 
 
 def _fork(work: Work, seconds: float | None) -> _Child:
-    memory = mmap.mmap(-1, ROOM, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    room = SharedRoom(ROOM)
     ours, theirs = Pipe()
     owner = os.getpid()
     with warnings.catch_warnings():
@@ -213,11 +205,13 @@ def _fork(work: Work, seconds: float | None) -> _Child:
     if pid == 0:
         try:
             ours.close()
-            _serve(theirs, memory, work, seconds, owner)
+            _serve(theirs, room, work, seconds, owner)
         finally:
             os._exit(1)
     theirs.close()
-    return _Child(pid, owner, ours, memory)
+    answers = select.poll()
+    answers.register(ours, select.POLLIN)
+    return _Child(pid, owner, ours, answers, room)
 
 
 def _end(child: _Child) -> int:
@@ -242,26 +236,33 @@ def _cause(status: int) -> str:
     return f"its process ended with exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def _ready(connection: Connection, seconds: float | None) -> bool:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(None if seconds is None else max(0.0, seconds) * 1000))
+def _send(connection: Connection, message: Any) -> None:
+    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def _receive(connection: Connection) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
+def _ask(child: _Child, request: Any, files: Mapping[str, bytes]) -> int:
+    """Sends a request with its files; returns the first byte of the memory that its results may take."""
+    start = child.room.free()
+    _send(child.connection, (request, child.room.put_files(files), start))
+    return start
 
 
 def _answer_read(child: _Child, read: Read, name: str) -> None:
     try:
         data = read(name)
     except Exception as error:
-        child.connection.send((_portable(error), 0, b""))
+        _send(child.connection, (_portable(error), None, b""))
         return
-    fits = len(data) <= ROOM
-    if fits:
-        child.memory[: len(data)] = data
+    place = child.room.put_files({name: data}).get(name)
     with contextlib.suppress(OSError):  # a child that died is noticed where its answer is awaited
-        child.connection.send((None, len(data), b"" if fits else data))
+        _send(child.connection, (None, place, data if place is None else b""))
 
 
-def _serve(connection: Connection, memory: mmap.mmap, work: Work, seconds: float | None, parent: int) -> NoReturn:
+def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float | None, parent: int) -> NoReturn:
     """The child: decodes until its parent is gone."""
     for number in _OURS:
         signal.signal(number, signal.SIG_DFL)  # torch's workers say in theirs that a worker died
@@ -272,32 +273,45 @@ def _serve(connection: Connection, memory: mmap.mmap, work: Work, seconds: float
         os._exit(0)
     gc.freeze()
     torch.set_num_threads(1)  # OpenMP's other threads are not in a fork
-
-    def read(name: str) -> bytes:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(("read", name))
-        error, size, data = connection.recv()
-        _limit(seconds)
-        if error is not None:
-            raise error
-        return data or memory[:size]
-
     while True:
         try:
-            _, request = connection.recv()
+            request, files, start = _receive(connection)
         except (EOFError, OSError):
             os._exit(0)
         _limit(seconds)
+        results = Results(room, start)
+        make_results_in(results)
         try:
-            made = work(request, read)
-            answer: tuple[str, Any] = ("made", _put(made, memory))
+            made = results.put(work(request, _Reader(connection, room, files, seconds)))
+            answer: tuple[str, Any, int] = ("made", made, results.end)
         except Exception as error:
-            answer = ("raised", _portable(error))
+            answer = ("raised", _portable(error), start)
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
-            connection.send(answer)
+            _send(connection, answer)
         except OSError:
             os._exit(0)
+
+
+class _Reader:
+    """Returns the bytes of a file by its name, in the child: those that came with the request, or it asks for them."""
+
+    def __init__(
+        self, connection: Connection, room: SharedRoom, files: Mapping[str, Place], seconds: float | None
+    ) -> None:
+        self._connection, self._room, self._seconds = connection, room, seconds
+        self._files = {name: room.file(place) for name, place in files.items()}
+
+    def __call__(self, name: str) -> bytes:
+        if name in self._files:
+            return self._files[name]
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _send(self._connection, ("read", name, 0))
+        error, place, data = _receive(self._connection)
+        _limit(self._seconds)
+        if error is not None:
+            raise error
+        return data if place is None else self._room.file(place)
 
 
 def _limit(seconds: float | None) -> None:
@@ -315,54 +329,3 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-
-
-def _put(made: Mapping[str, Any], memory: mmap.mmap) -> dict[str, Any]:
-    """The values with their tensors in shared memory."""
-    at = 0
-
-    def placed(value: Any) -> Any:
-        nonlocal at
-        if isinstance(value, Mapping):
-            return {name: placed(inner) for name, inner in value.items()}
-        if not isinstance(value, torch.Tensor):
-            return value
-        stride = tuple(torch.empty_like(value, device="meta").stride())
-        size = value.numel() * value.element_size()
-        if not size or at + size > ROOM:
-            dense = torch.empty_like(value).copy_(value)
-            data = bytes(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()) if size else b""
-            return _Tensor(value.dtype, tuple(value.shape), stride, 0, data)
-        place, at = at, -(-(at + size) // _ALIGN) * _ALIGN
-        _view(memory, value.dtype, tuple(value.shape), stride, place).copy_(value)
-        return _Tensor(value.dtype, tuple(value.shape), stride, place, None)
-
-    return {name: placed(value) for name, value in made.items()}
-
-
-def _taken(value: Any, memory: mmap.mmap) -> Any:
-    """The value with its tensors in this process's own memory."""
-    if isinstance(value, _Tensor):
-        if value.data is not None:
-            flat = torch.frombuffer(bytearray(value.data), dtype=value.dtype) if value.data else torch.empty(0)
-            return flat.to(value.dtype).as_strided(value.size, value.stride)
-        taken = _view(memory, value.dtype, value.size, value.stride, value.place).clone()
-        end = value.place + taken.numel() * taken.element_size()
-        if end > _KEPT and hasattr(mmap, "MADV_REMOVE"):
-            start = max(_KEPT, value.place)
-            start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            if end > start:
-                memory.madvise(mmap.MADV_REMOVE, start, end - start)
-        return taken
-    if isinstance(value, Mapping):
-        return {name: _taken(inner, memory) for name, inner in value.items()}
-    return value
-
-
-def _view(
-    memory: mmap.mmap, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], place: int
-) -> torch.Tensor:
-    count = 1
-    for side in size:
-        count *= side
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place).as_strided(size, stride)

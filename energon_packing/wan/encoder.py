@@ -244,7 +244,12 @@ class TextToVideoEncoder:
     ) -> torch.Tensor:
         assert self.latent_encoder is not None
         plan = self._plan(video)
-        resized = (self._decoding if self.config.decode_in_child else self._frames)((video, plan), read)["frames"]
+        made = (
+            self._decoding((video, plan), read, (video.name,))
+            if self.config.decode_in_child
+            else self._frames((video, plan), read)
+        )
+        resized = made["frames"]
         latent = self.latent_encoder.encode(resized)
         if tuple(latent.shape) != latent_shape:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The price of decoding in a child process: CPU seconds of measuring and rendering with it, over those without.
 
-Both sides run in one process and take turns, sample by sample; the CPU time of the child counts. The rows of both are
-compared, tensor by tensor.
+Both sides run in one process and take turns, sample by sample; the CPU time of the child counts. ``wall_ratio`` is the
+same of the wall clock, on which the child's start adds to each sample. The rows of both are compared, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -50,15 +50,18 @@ def compare(family: str, samples: Sequence[BenchSample], sizes: str, repeat: int
         return time.process_time() + time.clock_gettime((~process.pid << 3) | 2)
 
     seconds: dict[str, list[float]] = {"own": [], "child": []}
+    walls: list[float] = []
     for turn in range(repeat + 1):
-        spent = {"own": 0.0, "child": 0.0}
+        spent, wall = {"own": 0.0, "child": 0.0}, {"own": 0.0, "child": 0.0}
         for number, sample in enumerate(samples):  # sample by sample, so that other work disturbs both sides alike
             for name in ("own", "child") if (turn + number) % 2 else ("child", "own"):
                 encoder = own if name == "own" else child
-                start = used()
+                start, clock = used(), time.perf_counter()
                 encoder.render(encoder.measure(sample.conversation), sample.read)
+                wall[name] += time.perf_counter() - clock
                 spent[name] += used() - start
         if turn:
+            walls.append(wall["child"] / wall["own"])
             for name, figures in seconds.items():
                 figures.append(spent[name])
     ratios = [with_child / without for with_child, without in zip(seconds["child"], seconds["own"], strict=True)]
@@ -70,6 +73,7 @@ def compare(family: str, samples: Sequence[BenchSample], sizes: str, repeat: int
         "own_ms": round(statistics.median(seconds["own"]) * 1e3 / len(samples), 3),
         "child_ms": round(statistics.median(seconds["child"]) * 1e3 / len(samples), 3),
         "ratio": round(statistics.median(ratios), 3),
+        "wall_ratio": round(statistics.median(walls), 3),
         "supervised": sum(not MediaToDecode.of(each).is_plain(s.read) for each, s in measured),
         "ratios": [round(each, 3) for each in sorted(ratios)],
         "target": TARGET,

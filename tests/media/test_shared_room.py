@@ -1,0 +1,106 @@
+"""Memory of a process and its decoding child: what lies in it stays as it was made for as long as it is used."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packing.media import shared_room
+from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.media.shared_room import Results, SharedRoom, empty_result
+
+SIZES = (1, 100, 5000, 70_000, 400_000)
+ROOM = 1 << 20
+
+
+def work(request, read):
+    """A tensor of one value, in the memory of results or elsewhere; the lengths of files."""
+    value, size, there = request
+    made = empty_result((size,), torch.uint8) if there else torch.empty(size, dtype=torch.uint8)
+    return {"pixels": made.fill_(value), "small": torch.tensor([value]), "files": [len(read(name)) for name in "ab"]}
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A child with little memory, so that results are copied, moved and sent through the pipe too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("energon_packing.media.decoding_process.ROOM", ROOM)
+        patch.setattr(shared_room, "FILES", 1000)
+        made = DecodingProcess(work, 60.0)
+        made((0, 1, True), lambda name: b"")
+        yield made
+    made.close()
+
+
+@settings(max_examples=40)
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(SIZES), st.booleans(), st.integers(0, 3), st.sampled_from((0, 10, 2000))), max_size=30
+    )
+)
+def test_results_keep_their_values_while_others_come_and_go(process, steps):
+    held = {}
+    for number, (size, there, forgotten, file) in enumerate(steps):
+        made = process((number, size, there), lambda name, file=file: b"x" * file, ("a",))
+        assert made["files"] == [file, file]
+        held[number] = made["pixels"], made["small"]
+        for old in list(held)[:forgotten]:
+            del held[old]
+        del made
+        for value, (pixels, small) in held.items():
+            assert pixels.unique().tolist() == small.tolist() == [value]
+
+
+def test_a_large_result_is_the_memory_itself_and_its_place_is_used_again_when_it_is_gone(process):
+    gc.collect()
+    first = process((1, 70_000, True), lambda name: b"")["pixels"]
+    second = process((2, 70_000, True), lambda name: b"")["pixels"]
+    room = process._child.room
+    assert [room.place_of(each) for each in (first, second)] == [0, 70_080]  # a small tensor lies between
+    del first
+    assert room.free() > 70_000
+    del second
+    assert room.free() == 0
+
+
+def test_what_lies_beyond_the_part_that_is_kept_is_copied(process):
+    made = process((3, ROOM // 2, True), lambda name: b"")["pixels"]
+    assert not 0 <= process._child.room.place_of(made) < ROOM
+    assert process._child.room.free() == 0
+
+
+def test_files_travel_with_the_request_and_are_read_once():
+    asked = []
+
+    def read(name):
+        asked.append(name)
+        if name == "b":
+            raise KeyError(name)
+        return b"12345"
+
+    def lengths(request, read):
+        try:
+            return {"a": len(read("a")), "again": len(read("a")), "b": len(read("b"))}
+        except KeyError as error:
+            return {"missing": error.args[0]}
+
+    process = DecodingProcess(lengths, 60.0)
+    assert process(0, read, ("a", "b")) == {"missing": "b"}
+    assert asked == ["a", "b", "b"]  # one that fails is asked for where it is missed
+    process.close()
+
+
+def test_a_view_that_is_not_whole_is_copied_and_a_transposed_one_keeps_its_order():
+    room = SharedRoom(ROOM)
+    results = Results(room, 0)
+    made = results.empty((40, 50), torch.float32)
+    made.copy_(torch.arange(2000.0).view(40, 50))
+    found = room.taken(results.put({"part": made[:, 1:], "turned": made.t()}), 0, results.end)
+    assert torch.equal(found["part"], made[:, 1:])
+    assert found["part"].data_ptr() != made[:, 1:].data_ptr()
+    assert found["turned"].stride() == (1, 50)
+    assert found["turned"].data_ptr() == made.data_ptr()

@@ -1,13 +1,14 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
 loader|handover|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert|tables|environments|offline
-|supervised|memory|metrics|page
+|supervised|memory|metrics|page|resume
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``packing`` and ``parity`` print a Markdown table instead (``--json`` prints the lines). By default ``packing`` reads
-the lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It
-installs other projects' packers from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
+``packing``, ``parity`` and ``resume`` print a Markdown table instead (``--json`` prints the lines). By default
+``packing`` reads the lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions
+from a seed. It installs other projects' packers from PyPI into an environment of their own,
+``~/.cache/energon-packing/bench``.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ NAMES = (
     "memory",
     "metrics",
     "page",
+    "resume",
 )
 
 

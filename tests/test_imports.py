@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("conversation", "packing"),
     ("config",),
-    ("chat", "media", "ledger", "wan"),
+    ("chat", "media", "ledger", "ledger_place", "wan"),
     ("families", "convert"),
     ("encoders",),
     ("energon",),

@@ -30,6 +30,7 @@ from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
+from energon_packing.ledger_place import ledger_apart, without_ledger
 from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.validate.views.container import finalised
@@ -233,6 +234,7 @@ class PackProvider(DatasetProvider):
             split = self.validation_split
             data = replace(config.data, workers=workers, path=path, split=split)
             config = replace(config, data=data, metrics=MetricsConfig())  # metrics are of the training
+            config = ledger_apart(config, "validation")
             validation = self._iterator(config, groups, Replica.of(groups), split=split)
         return train, validation, None
 
@@ -242,6 +244,7 @@ class PackProvider(DatasetProvider):
         depth = config.data.depth
         source = metrics = None
         if replica.is_reader or self.readers == "every":
+            config = config if replica.is_reader else without_ledger(config)
             loader = self.make_loader(
                 config,
                 rank=replica.rank,

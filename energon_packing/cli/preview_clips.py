@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packing.cli.counted import counted
+from energon_packing.ledger_place import without_ledger
 from energon_packing.report.excerpt import visible
 
 
@@ -30,7 +31,7 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     config = load_text_to_video_config(config_path, overrides)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     width = config.packing.seq_length
-    loader = open_loader(config)
+    loader = open_loader(without_ledger(config))
     views = [describe_clips(pack, seq_length=width).to_json() for pack in itertools.islice(loader, packs)]
     if as_json:
         click.echo(json.dumps({"dataset": dataset, "seq_length": width, "packs": views}, indent=2))

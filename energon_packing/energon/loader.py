@@ -24,6 +24,7 @@ from energon_packing.energon.shard_reads import guard_shards
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
+from energon_packing.ledger_place import LedgerLock
 
 FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
@@ -39,7 +40,7 @@ class PackLoader(LoaderBase):
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker prepares in advance.
-        epoch_end, padding, agree, group, capacity, budget: as for `LoaderBase`.
+        epoch_end, padding, agree, group, capacity, budget, lock: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
@@ -57,6 +58,7 @@ class PackLoader(LoaderBase):
         group: Any = None,
         capacity: int | None = None,
         budget: float | None = None,
+        lock: LedgerLock | None = None,
         keep_memory: bool = True,
         ahead: int = 0,
         fingerprint: Mapping[str, Any] | None = None,
@@ -70,6 +72,7 @@ class PackLoader(LoaderBase):
             group=group,
             capacity=capacity,
             budget=budget,
+            lock=lock,
         )
         # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
@@ -296,6 +299,7 @@ def build_loader(
         group=data_parallel_group,
         capacity=task_encoder.capacity,
         budget=config.packing.drop_budget,
+        lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
         fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),

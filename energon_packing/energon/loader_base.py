@@ -14,6 +14,7 @@ from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import DropBudgetExceeded, NothingToPack
+from energon_packing.ledger_place import LedgerLock
 from energon_packing.packing.statistics import PackStatistics
 
 
@@ -28,6 +29,7 @@ class LoaderBase(ABC):
         group: process group of the data-parallel ranks for ``epoch_end``; None is the default group.
         capacity: tokens of a full pack for `statistics`, such as `PackingTaskEncoder.capacity`.
         budget: share of samples that may be dropped, which a finite epoch is asked for at its end; None asks nothing.
+        lock: of the ledger, taken before the first pack.
 
     Attributes:
         capacity: tokens of a full pack, if known.
@@ -44,7 +46,9 @@ class LoaderBase(ABC):
         group: Any = None,
         capacity: int | None = None,
         budget: float | None = None,
+        lock: LedgerLock | None = None,
     ) -> None:
+        self._lock = lock
         self._told_of_hidden = False  # whether the warning about template_omits was given
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
@@ -67,6 +71,8 @@ class LoaderBase(ABC):
             DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
                 or if no sample reached a pack.
         """
+        if self._lock is not None:
+            self._lock.hold()
         report = self.epoch_report = EpochReport()
         packs = _counted(self._own_packs(report), report)
         if self._together and self._padding is not None:

@@ -16,6 +16,7 @@ from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
 from energon_packing.metrics_config import MetricsConfig
@@ -184,11 +185,12 @@ def train_valid_test_datasets_provider(
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
-    for number, split in zip(train_val_test_num_samples, splits, strict=True):
+    names = ("train", "validation", "test")
+    for number, split, name in zip(train_val_test_num_samples, splits, names, strict=True):
         if not number or not split:
             made.append(None)
             continue
-        chosen = config if split == config.data.split and not made else endless
+        chosen = ledger_apart(endless, name) if made else config
         made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel))
     train, valid, test = made
     if train is not None:

@@ -14,6 +14,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError
+from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint
 from energon_packing.offline.plan import Plan
@@ -211,6 +212,7 @@ def loader_of(
         padding=encoder.padding_pack,
         capacity=encoder.capacity,
         budget=config.packing.drop_budget,
+        lock=LedgerLock(config.packing.ledger, rank),
         agree=agree,
         group=data_parallel_group,
     )

@@ -19,6 +19,7 @@ from energon_packing.energon.loader import task_encoder_of
 from energon_packing.energon.samples import ConversationSample, MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
+from energon_packing.ledger_place import without_ledger
 from energon_packing.offline.open_loader import open_loader
 
 READ = "read"
@@ -171,6 +172,7 @@ def loader_profile(
     Raises:
         UserError: the data cannot be read, or there are too few packs.
     """
+    run = without_ledger(run)
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a loader process
     try:

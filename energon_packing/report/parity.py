@@ -12,6 +12,7 @@ from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.errors import UserError
+from energon_packing.ledger_place import without_ledger
 
 
 def compare_run(
@@ -97,7 +98,7 @@ def _with_positions_of(config: RunConfig, subject: Any) -> RunConfig:
 def _packs(config: RunConfig, count: int) -> list[Any]:
     from energon_packing.energon.loader import build_loader
 
-    batches = [pack.batch for pack in itertools.islice(build_loader(config), count)]
+    batches = [pack.batch for pack in itertools.islice(build_loader(without_ledger(config)), count)]
     if not batches:
         raise UserError(f"The data set {config.data.path} has no packs; the ledger says why.")
     return batches

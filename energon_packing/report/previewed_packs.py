@@ -14,6 +14,7 @@ from energon_packing.energon.loader import build_task_encoder, task_encoder_of
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
+from energon_packing.ledger_place import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.planned_loader import PlannedLoader
@@ -60,6 +61,7 @@ def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet)
     Raises:
         UserError: the data cannot be read, or no pack has the key.
     """
+    config = without_ledger(config)
     encoder = build_task_encoder(config)
     family = _family(encoder)
     return [
@@ -76,6 +78,7 @@ def drawn_packs(
     Raises:
         UserError: as `described`.
     """
+    config = without_ledger(config)
     encoder = task_encoder_of(config, WatchedTaskEncoder)
     family = _family(encoder)
     drawn = []

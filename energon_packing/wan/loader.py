@@ -8,6 +8,7 @@ from typing import Any, cast
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import PackLoader, build_dataset, data_fingerprint
+from energon_packing.ledger_place import LedgerLock
 from energon_packing.wan.caption_encoder import CaptionEncoder
 from energon_packing.wan.config import TextToVideoRunConfig
 from energon_packing.wan.latent_encoder import LatentEncoder
@@ -63,6 +64,7 @@ def build_text_to_video_loader(
         group=data_parallel_group,
         capacity=task_encoder.capacity,
         budget=config.packing.drop_budget,
+        lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
         fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),

@@ -136,7 +136,7 @@ def run(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
             lengths = dict(zip(measured["keys"], measured["lengths"], strict=True))
             check_lengths(path_name(job), lengths, expected, exact=job.path == "ours")
             found.setdefault(path_name(job), []).append(figures(job, measured, data))
-    results = [_median(entries) for entries in found.values()]
+    results = [median(entries) for entries in found.values()]
     yield from results
     if len(results) > 1:
         yield verdict(results)
@@ -173,6 +173,13 @@ def path_name(job: LoaderJob) -> str:
     if job.path != "ours":
         return f"bridge-mb{job.micro_batch_size}"
     return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
+
+
+def run_guards(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
+    """Measures what trust costs ours; takes the arguments of `run`, and yields as `loader_guards.run`."""
+    from bench import loader_guards
+
+    return loader_guards.run(bench, work)
 
 
 def run_memory(bench: LoaderBench, work: Path, windows: tuple[int, int] = (16, 1024)) -> Iterator[dict[str, Any]]:
@@ -286,7 +293,7 @@ def figures(job: LoaderJob, measured: dict[str, Any], data: BenchData) -> dict[s
     }
 
 
-def _median(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def median(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """Merges the entries of one path: medians of the figures that vary, the rest from the first entry."""
     varying = [name for name in (*FIGURES, "seconds") if isinstance(entries[0][name], int | float)]
     medians = {name: statistics.median(entry[name] for entry in entries) for name in varying}
@@ -321,6 +328,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--give-back", action="store_true", help="our loader gives freed memory back: keep_memory is false"
     )
+    options.add_argument(
+        "--guards", action="store_true", help="ours with ledger, checks and supervised decoding, over ours without"
+    )
     options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
@@ -351,7 +361,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
             work = given.work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
-            for result in run_memory(bench, work) if given.memory else run(bench, work):
+            measure = run_memory if given.memory else run_guards if given.guards else run
+            for result in measure(bench, work):
                 print(json.dumps(result), flush=True)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ from energon_packing.config import MAX_DROPS_WITHOUT_PACK, PackingConfig
 from energon_packing.drop_budget import BUDGET_STARTS_AT, over_budget
 from energon_packing.errors import UserError
 from energon_packing.ledger import ChangedSample, DropBudgetExceeded, DroppedSample, Ledger, NothingToPack
+from energon_packing.ledger_place import LedgerLock
 
 
 def lines(directory: Path, name: str = "w") -> list[dict[str, Any]]:
@@ -261,3 +262,35 @@ def test_no_detail_is_longer_than_two_thousand_characters(tmp_path):
     assert (len(first.detail), first.detail[-4:]) == (2000, "x...")
     assert second.detail == "y" * 2000
     assert (tmp_path / "w.jsonl").stat().st_size < 5000
+
+
+def in_another_process(directory: Path, rank: int) -> str:
+    """What a process that takes the lock of a rank is told."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        told = "taken"
+        try:
+            LedgerLock(str(directory), rank).hold()
+        except UserError as error:
+            told = str(error)
+        finally:
+            os.write(writing, told.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as stream:
+        return stream.read()
+
+
+def test_two_processes_never_write_the_ledger_of_one_rank_and_one_that_ends_leaves_nothing(tmp_path):
+    ours, again = LedgerLock(str(tmp_path), 0), LedgerLock(str(tmp_path), 0)
+    ours.hold()
+    again.hold()  # another loader of this process
+    assert in_another_process(tmp_path, 0).startswith(f"Another run that is alive writes the ledger {tmp_path}, for")
+    assert in_another_process(tmp_path, 1) == "taken"
+    del ours
+    assert in_another_process(tmp_path, 0).startswith("Another run")
+    del again
+    assert in_another_process(tmp_path, 0) == "taken"
+    LedgerLock(None, 0).hold()

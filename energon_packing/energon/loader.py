@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -99,8 +98,6 @@ class PackLoader(LoaderBase):
                     pack = next(iterator)
             except StopIteration:
                 return
-            except (UserError, PackingError) as error:
-                raise _without_worker_traceback(error) from None
             self._started = True
             if pack.ended is not None:
                 report.ended(pack)
@@ -354,16 +351,3 @@ def _no_pin_memory_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
         yield
-
-
-_WORKER_TRACEBACK = re.compile(
-    r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL
-)
-
-
-def _without_worker_traceback(error: Exception) -> Exception:
-    """Returns the error with its original message: torch puts a worker's whole traceback into it."""
-    message = str(error)
-    if not _WORKER_TRACEBACK.match(message):
-        return error
-    return type(error)(_WORKER_TRACEBACK.sub("", message).strip())

@@ -12,6 +12,7 @@ from energon_packing.drop_budget import over_budget
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.worker_errors import in_sentences
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import DropBudgetExceeded, NothingToPack
 from energon_packing.ledger_place import LedgerLock
@@ -66,7 +67,8 @@ class LoaderBase(ABC):
         """Yields packs, forever or for one epoch.
 
         Raises:
-            UserError: a mistake that only a worker could detect, with the worker's message.
+            UserError: a mistake that only a worker could detect, with the worker's message; or a worker was killed, or
+                lacks shared memory or files.
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
             DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
                 or if no sample reached a pack.
@@ -74,7 +76,7 @@ class LoaderBase(ABC):
         if self._lock is not None:
             self._lock.hold()
         report = self.epoch_report = EpochReport()
-        packs = _counted(self._own_packs(report), report)
+        packs = _counted(in_sentences(self._own_packs(report)), report)
         if self._together and self._padding is not None:
             agree = agreement(self._group) if self._agree is None else self._agree
             packs = even_packs(packs, self._epoch_end, agree, self._padding, report)

@@ -123,6 +123,7 @@ def test_the_command_shows_chinese_answers_and_emoji_at_80_columns(tmp_path, mon
     convert(ConvertConfig(sources=(source,), out=data, workers=0, split={"train": 1.0}))
     monkeypatch.setenv("COLUMNS", "80")
     settings = [f"encoder.processor={processor_path('text')}", "data.repeat=false", "packing.seq_length=1024"]
+    settings.append(f"packing.ledger={tmp_path / 'ledger'}")
     options = [part for setting in settings for part in ("--set", setting)]
     result = CliRunner().invoke(cli, ["preview", str(data), *options, "--packs", "1"])
     assert result.exit_code == 0, result.output
@@ -131,3 +132,4 @@ def test_the_command_shows_chinese_answers_and_emoji_at_80_columns(tmp_path, mon
     folded = "".join(line[1:-1].strip() for line in result.output.splitlines() if line.startswith("│"))
     assert QUESTION in folded
     assert ANSWER.replace(" ", "") in folded.replace(" ", "")
+    assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"

@@ -20,6 +20,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 from energon_packing.bridge_cpu import stand_ins
 from energon_packing.errors import ConfigError
+from energon_packing.ledger_report import merged
 
 STEPS = 4
 TEXT = {"family": "text", "steps": STEPS}
@@ -149,3 +150,17 @@ def test_bridge_itself_continues_with_the_state_and_is_stopped_without_it(data):
         [pack["digest"] for pack in report["packs"] if not pack["validation"]] for report in (found["whole"], anew)
     )
     assert list(itertools.islice(begun, 2)) == first[:2]
+
+
+def test_an_evaluation_has_a_ledger_of_its_own_and_leaves_the_trainings_as_it_is(dataset, tmp_path):
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    dataset.packing.ledger = str(tmp_path / "ledger")
+    context = DatasetBuildContext(train_samples=100, valid_samples=10, test_samples=0, pg_collection=None)
+    train, validation, _ = dataset.build_datasets(context)
+    for _ in range(2):
+        for iterator in (train, train, validation):
+            next(iterator)
+    for folder, packs in (("ledger", 4), ("ledger/validation", 2)):
+        report = merged(tmp_path / folder)
+        assert (report.workers, report.packs, report.abandoned, report.duplicates) == (1, packs, 0, [])

@@ -95,13 +95,15 @@ def test_a_slow_stage_shows_and_asks_for_workers(run, monkeypatch):
     ]
 
 
-def test_the_command_prints_it_at_80_columns(run, monkeypatch):
+def test_the_command_prints_it_at_80_columns(run, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     settings = [part for name in ("packing.seq_length=4096", "packing.window=8") for part in ("--set", name)]
     settings += ["--set", f"encoder.processor={processor_path('qwen2_5_vl')}"]
+    settings += ["--set", f"packing.ledger={tmp_path / 'ledger'}"]
     done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["hand_over_ms"] > 0
+    assert not (tmp_path / "ledger").exists(), "the ledger is that of a run, which may be alive"
     monkeypatch.setattr(module, "_handed_over", lambda *_: 0.001)
     done = CliRunner().invoke(cli, ["profile", run.data.path, *settings, "--packs", "3", "--step-seconds", "1.5"])
     assert done.exit_code == 0, done.output

@@ -1,0 +1,66 @@
+"""What ends a loader's workers, as one sentence: an error of theirs, or a death from outside."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+
+from energon_packing.errors import PackingError, UserError
+
+_TRACEBACK = re.compile(r"^Caught \w+ in DataLoader worker process \d+\.\nOriginal Traceback.*\n[\w.]+: ", re.DOTALL)
+_DIED = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: ([\w ]*))"
+)
+_FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
+_ROOM = re.compile(
+    r"unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)|No space left on device.*torch_"
+)
+
+
+def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
+    """Yields packs of workers.
+
+    Raises:
+        UserError: a worker died, shared memory is full, or too many files are open. Errors of a worker keep their class
+            and lose its traceback.
+    """
+    try:
+        yield from packs
+    except (UserError, PackingError) as error:
+        raise _without_traceback(error) from None
+    except (RuntimeError, OSError) as error:
+        if (told := _told(error)) is not None:
+            raise UserError(told) from error
+        raise
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """Returns the error with its original message: torch puts a worker's whole traceback into it."""
+    message = str(error)
+    if not _TRACEBACK.match(message):
+        return error
+    return type(error)(_TRACEBACK.sub("", message).strip())
+
+
+def _told(error: Exception) -> str | None:
+    """What a user can do about an error of torch; None for one that is not known."""
+    text = str(error)
+    if died := _DIED.search(text):
+        pids, signal = died.groups()
+        if signal == "Bus error":
+            return _shared_memory(f"a loader's worker (pid {pids}) was ended by a bus error")
+        how = f" ({signal})" if signal else ""
+        return (
+            f"A loader's worker (pid {pids}) was killed{how}, as the kernel does where memory runs out. Give the job "
+            "more memory, or lower data.workers, and continue from the last checkpoint."
+        )
+    if _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
+        return "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
+    if _ROOM.search(text):
+        return _shared_memory(text.strip().splitlines()[-1][:200])
+    return None
+
+
+def _shared_memory(what: str) -> str:
+    return f"Shared memory is full ({what}); make /dev/shm larger (docker run --shm-size=16g), or lower data.workers."

@@ -1,0 +1,63 @@
+"""What ends a loader's workers is told in a sentence that says what to do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.worker_errors import in_sentences
+from energon_packing.errors import ConfigError, UserError
+
+
+def test_a_worker_that_the_kernel_kills_ends_the_run_with_a_sentence(run_config):
+    packs = iter(build_loader(run_config(data={"workers": 1, "repeat": True}, drop_budget=1.0, seq_length=2048)))
+    next(packs)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match=rf"worker \(pid {worker.pid}\) was killed.*memory runs out.*last checkpoint"):
+        for _ in packs:
+            pass
+
+
+def raising(error):
+    yield 1
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [  # torch's and multiprocessing's own words
+        (
+            RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"),
+            "Shared memory is f",
+        ),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), r"pid 7\) was killed \(Killed\), as"),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), r"pid 7, 8\) was killed, as"),
+        (RuntimeError("received 0 items of ancdata"), "too many open files"),
+        (OSError(24, "Too many open files"), "too many open files"),
+        (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "Shared memory is full"),
+    ],
+)
+def test_errors_of_torch_say_what_to_do(error, told):
+    packs = in_sentences(raising(error))
+    assert next(packs) == 1
+    with pytest.raises(UserError, match=told) as caught:
+        next(packs)
+    assert caught.value.__cause__ is error
+    assert "\n" not in str(caught.value)
+
+
+def test_other_errors_stay_what_they_are_and_lose_only_a_workers_traceback():
+    for error in (RuntimeError("another"), OSError(5, "Input/output error")):
+        with pytest.raises(type(error)) as caught:
+            list(in_sentences(raising(error)))
+        assert caught.value is error
+    text = "Caught ConfigError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  x\n"
+    with pytest.raises(ConfigError) as told:
+        list(in_sentences(raising(ConfigError(f"{text}energon_packing.errors.ConfigError: no such prompt.\n"))))
+    assert str(told.value) == "no such prompt."

@@ -395,6 +395,7 @@ def run(cases: Sequence[Case], work: Path, *, packs: int) -> Iterator[dict[str, 
     """Makes the data and yields the row of each case."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
+    work.mkdir(parents=True, exist_ok=True)
     log = work / "data.txt"
     # In a process of its own: the others are forked from this one, which has no threads.
     child = fork(partial(_write_sources, work), log)

@@ -89,7 +89,7 @@ def _aligned(tensor: int, context: int) -> ParallelConfig:
 
 
 CASES = (
-    *(Case(name=f"{number} workers", workers=number) for number in (0, 1, 2, 4)),
+    *(Case(name=f"{number or 'no'} worker{'s' * (number != 1)}", workers=number) for number in (0, 1, 2, 4)),
     Case(name="2 data-parallel ranks, 2 workers", ranks=2, workers=2),
     Case(name="TP 2, one rank reads, 2 packs ahead", replica=2, ahead=2, workers=1, parallel=_aligned(2, 1)),
     Case(name="CP 2, one rank reads", replica=2, parallel=_aligned(1, 2)),

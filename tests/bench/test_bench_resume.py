@@ -10,13 +10,13 @@ from bench.resume import CASES, EVALUATION, FIRST, LEDGER, WINDOW, Process, end_
 def test_an_epoch_ends_when_every_sample_came_once_and_the_table_shows_each_cell():
     packs = [[step, keys, {}] for step, keys in enumerate((["a", "b"], ["c"], ["a"], ["d"], ["b", "c"]))]
     assert end_of_epoch(packs) == 4
-    row = {"what": "x", **dict.fromkeys((*resume.PLACES, LEDGER), [1, 2])}
+    row = {"what": "x", **dict.fromkeys((*resume.PLACES, LEDGER), (1, 2))}
     assert table([row]).splitlines()[-1] == "| x |" + " 1/2 |" * 5
 
 
 @pytest.mark.full
 def test_a_run_goes_on_exactly_everywhere_and_a_state_of_another_step_is_noticed(tmp_path, monkeypatch):
-    case = next(case for case in CASES if case.name == "0 workers")
+    case = next(case for case in CASES if case.name == "no workers")
     (row,) = run([case], tmp_path / "right", packs=60)
     assert all(row[name][0] == row[name][1] > 0 for name in (*resume.PLACES, LEDGER))
     original = Process._reader

@@ -80,7 +80,8 @@ def run_config(job: LoaderJob, *, workers: int, repeat: bool = False) -> RunConf
             max_pixels=high,
             video_min_pixels=low,
             video_max_pixels=high,
-            **({"decode_in_child": False, "decode_seconds": None} if job.guards == "none" else {}),
+            decode_in_child=job.guards != "none",
+            decode_seconds=None if job.guards == "none" else EncoderConfig().decode_seconds,
         ),
         packing=PackingConfig(seq_length=job.seq_length, window=job.window, drop_budget=1.0, ledger=job.ledger),
     )

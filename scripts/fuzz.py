@@ -192,7 +192,14 @@ def _tensor_seeds(folder: Path) -> list[bytes]:
     files = [io.BytesIO(), io.BytesIO()]
     np.save(files[0], tensor.numpy())
     torch.save({"latent": tensor}, files[1])
-    return [b"npy " + files[0].getvalue(), b"pt  " + files[1].getvalue(), b"safe" + save({"latent": tensor})]
+    columns = io.BytesIO()
+    np.save(columns, np.asfortranarray(tensor.numpy().astype(">f8")))
+    return [
+        *(b"npy " + each.getvalue() for each in (files[0], columns)),
+        b"pt  " + files[1].getvalue(),
+        b"safe" + save({"latent": tensor}),
+        b"safe" + save({"latent": tensor.bfloat16(), "other": tensor.half()}),
+    ]
 
 
 def _read_tensor(data: bytes, folder: Path) -> None:

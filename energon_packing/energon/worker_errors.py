@@ -13,17 +13,16 @@ _DIED = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:exited unexpectedly|is killed by signal: ([\w ]*))"
 )
 _FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
-_ROOM = re.compile(
-    r"unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)|No space left on device.*torch_"
-)
+_ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)")
+"""A full disk of the ledger is a `UserError` already."""
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
     """Yields packs of workers.
 
     Raises:
-        UserError: a worker died, shared memory is full, or too many files are open. Errors of a worker keep their class
-            and lose its traceback.
+        UserError: a worker died, shared memory is full, too many files are open, or the data cannot be read any more.
+            Other errors of a worker keep their class, and ours lose its traceback.
     """
     try:
         yield from packs
@@ -58,8 +57,17 @@ def _told(error: Exception) -> str | None:
     if _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
         return "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
     if _ROOM.search(text):
-        return _shared_memory(text.strip().splitlines()[-1][:200])
+        return _shared_memory(_last_line(text))
+    if isinstance(error, OSError):
+        return (
+            f"The data cannot be read any more: {_last_line(text)}. See whether the data set and its storage are there, "
+            "and continue from the last checkpoint."
+        )
     return None
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1][:300] if text.strip() else "no reason was given"
 
 
 def _shared_memory(what: str) -> str:

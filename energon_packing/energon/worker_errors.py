@@ -60,7 +60,7 @@ def _told(error: Exception) -> str | None:
         return _shared_memory(_last_line(text))
     if isinstance(error, OSError):
         return (
-            f"The data cannot be read any more: {_last_line(text)}. See whether the data set and its storage are there, "
+            f"The data cannot be read any more: {_last_line(text)}. See whether the data set and its storage are there "
             "and continue from the last checkpoint."
         )
     return None

@@ -273,6 +273,10 @@ class _Source:
         return next(self._packs).batch
 
 
+def _be_process(life: Life, encoders: tuple[Any, Any], rank: int, member: int, port: int) -> None:
+    Process(life, encoders, rank, member, port).run()
+
+
 def live(life: Life, encoders: tuple[Any, Any]) -> None:
     """Runs the processes of a life to their end.
 
@@ -285,8 +289,7 @@ def live(life: Life, encoders: tuple[Any, Any]) -> None:
     log = life.folder / "log.txt"
     children = []
     for rank, member in itertools.product(range(life.case.ranks), range(life.case.replica)):
-        process = (life, encoders, rank, member, port + rank)
-        children.append(fork(lambda process=process: Process(*process).run(), log))
+        children.append(fork(partial(_be_process, life, encoders, rank, member, port + rank), log))
     codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
     if codes != {-signal.SIGKILL if life.killed else 0}:
         raise SystemExit(f"{life.case.name}: processes ended with {sorted(codes)}:\n{log.read_text()[-3000:]}")

@@ -143,7 +143,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a decoder may take for ever",
         test=CHILD + "test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample",
         oracle="a decoder that hangs",
-        edits=(("media/decoding_process.py", "if not _ready(child.connection, left):", "if False:"),),
+        edits=(
+            (
+                "media/decoding_process.py",
+                "if not child.answers.poll(None if left is None else left * 1000):",
+                "if False:",
+            ),
+        ),
     ),
     Mutation(
         trap=60,

@@ -228,7 +228,7 @@ class Process:
                 batch = getattr(batch, "batch", batch)
                 print(json.dumps([step, list(batch.sample_keys), field_digests(batch)]), file=out, flush=True)
             if life.evaluates:
-                data = dataclasses.replace(life.config.data, split="val", repeat=False)
+                data = dataclasses.replace(life.config.data, split="val")
                 packing = dataclasses.replace(life.config.packing, ledger=None)
                 config = dataclasses.replace(life.config, data=data, packing=packing)
                 evaluation = iter(self._reader(config, self._encoders[1], split="val"))
@@ -345,7 +345,7 @@ def row_of(case: Case, source: Path, work: Path, epoch: int) -> dict[str, Any]:
     for folder in (whole, killed):
         folder.mkdir(parents=True)
     configs = [case.config(source, folder / "ledger") for folder in (whole, killed)]
-    validating = dataclasses.replace(configs[1], data=dataclasses.replace(configs[1].data, split="val", repeat=False))
+    validating = dataclasses.replace(configs[1], data=dataclasses.replace(configs[1].data, split="val"))
     validating = dataclasses.replace(validating, packing=dataclasses.replace(validating.packing, ledger=None))
     encoders = build_task_encoder(configs[1]), build_task_encoder(validating)
     live(Life(case=case, config=configs[0], folder=whole, first=0, last=epoch, killed=False, evaluates=False), encoders)

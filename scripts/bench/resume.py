@@ -97,7 +97,7 @@ CASES = (
     *(Case(name=f"{kind} only", kind=kind, workers=1) for kind in ("texts", "images", "videos")),
     Case(name="preference pairs", kind="pairs", workers=1),
     Case(name="blend of two data sets", kind="blend", workers=2),
-    Case(name="long samples split", kind="texts", workers=1, packing=(("seq_length", 96), ("oversize", "split"))),
+    Case(name="long samples split", kind="texts", workers=1, packing=(("seq_length", 768), ("oversize", "split"))),
     Case(name="packs ordered by cost", workers=1, packing=(("balance_window", 3),)),
 )
 

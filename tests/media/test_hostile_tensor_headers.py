@@ -1,4 +1,4 @@
-"""Damaged files of tensors: each is read or rejected as a sample, never another error, and no value changes unnoticed."""
+"""Damaged files of tensors: each is read or rejected as a sample, never another error, and no value changes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ def test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value(data: An
     whole[at] ^= data.draw(st.integers(1, 255))
     try:
         found = read_tensor(bytes(whole), "pt", ("latents",))
-    except SampleRejected as error:
-        assert error.reason in ("corrupt_tensor", "unsafe_pickle", "no_such_tensor")
-    else:
-        assert torch.equal(found, tensor)
+    except SampleRejected:
+        return
+    assert torch.equal(found, tensor)

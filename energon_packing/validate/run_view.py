@@ -168,8 +168,7 @@ class RunView:
 
         A pre-release counts as the release: the development branch calls itself 0.7.0.
         """
-        numbers = re.match(r"(\d+)\.(\d+)", self.versions.bridge_version or "")
-        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
+        return _release(self.versions.bridge_version or "")
 
     @property
     def goes_through_gpt_step(self) -> bool:
@@ -280,6 +279,13 @@ def smallest_world_size(
 ) -> int:
     """Fewest GPUs that hold one replica, in training and in evaluation."""
     return tensor_parallel * pipeline_parallel * math.lcm(context_parallel, eval_context_parallel or context_parallel)
+
+
+@functools.cache
+def _release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version of Bridge; asked for by every rule of every run."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 6)
 
 
 _SOURCES = {"megatron-bridge": "bridge", "megatron-core": "core"}

@@ -238,6 +238,7 @@ def test_ctrl_c_ends_all_processes_and_the_next_command_goes_on(sources, run_of,
     written = None
     while written is None and time.monotonic() < deadline:
         written = next(iter(out.rglob(".*.parquet.*")), None)
+        time.sleep(0 if written else 0.003)
     worker = int(written.name.rpartition(".")[2])
     os.killpg(os.getpgid(worker), signal.SIGINT)  # the command and its workers, as from a terminal
     _, stderr = running.communicate(timeout=200)

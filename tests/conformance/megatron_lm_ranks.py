@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import json
+import logging
 import os
 import shlex
 import signal
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import PIL.Image
 import torch
 
 COMMON = shlex.split(
@@ -347,6 +349,9 @@ def main(name: str) -> None:
     """Imports what the ranks need, then forks them, case after case."""
     folder = Path(name)
     prepare()
+    PIL.Image.init()
+    # A rank sets the levels of many of a thousand loggers, and each time the caches of all of them would be cleared.
+    logging.root.manager._clear_cache = lambda: None  # type: ignore[attr-defined]
     # Else the first collection of garbage in every rank copies all pages of these imports.
     gc.collect()
     gc.freeze()

@@ -68,10 +68,13 @@ class Recorder:
 
 
 class OneCase:
-    """Pytest plugin: keeps one case of each parametrized test."""
+    """Pytest plugin: keeps one case of one test of each file, of the fast tier where there is one."""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        kept: dict[Path, Any] = {}
+        for item in sorted(items, key=lambda item: item.get_closest_marker("full") is not None):
+            kept.setdefault(item.path, item)
+        items[:] = kept.values()
 
 
 def edited(mutation: Mutation) -> dict[str, str]:
@@ -162,7 +165,7 @@ def run_tests(folder: Path, tests: Sequence[str], *, one_case: bool) -> None:
 
 
 def start(folder: Path, tests: Sequence[str], *, one_case: bool) -> int:
-    """Forks a process group that runs `tests`, each with one of its cases or all; gives its id."""
+    """Forks a process group that runs `tests`, or one case of one test of each of their files; gives its id."""
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -205,7 +208,7 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
     # Without mutation one test of each file, in one case: that it passes here, as the tests' own run says of all, shows
     # that what fails below does not fail for want of a file, a fixture or a variable. In two parts, because tests that
     # fork ranks need a process in which no backward pass has run before.
-    names = sorted({mutation.test.partition("::")[0]: mutation.test for mutation in usable}.values())
+    names = sorted({mutation.test for mutation in usable})
     forking = [name for name in names if "gloo" in name]
     todo += [(None, part) for part in (forking, [name for name in names if name not in forking]) if part]
     todo += [(mutation, [mutation.test]) for mutation in usable]

@@ -70,7 +70,7 @@ def said(measure, conversation):
     except (SampleRejected, ConfigError) as error:
         return type(error), str(error)
     return {
-        name: value.tobytes() if isinstance(value := getattr(found, name), np.ndarray) else value
+        name: value.tobytes() if isinstance(value := getattr(found, name), np.ndarray) else repr(value)
         for name in found.__dataclass_fields__
     }
 
@@ -96,7 +96,7 @@ def test_conversations_that_are_prepared_together_are_measured_as_each_is_alone(
     encoder.prepare(talks)
     assert [said(encoder.measure, each) for each in talks] == alone
     assert [said(encoder.measure, each) for each in talks] == alone  # nothing is kept after its use
-    assert said(limited().measure, dialogue(1))["length"] > 12
+    assert int(said(limited().measure, dialogue(1))["length"]) > 12
 
 
 def reads(conversation: Conversation):

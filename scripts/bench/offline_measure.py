@@ -11,7 +11,7 @@ those of the CPU, so that other load disturbs little. The line names the load of
 * ``processes``: wall seconds of two processes beside one, over many shards, from the call of `measure` to its index.
   Modules are imported before, the processor is loaded by each call. ``cpu_seconds_2`` are those of all processes of the
   call with two, ``parent_cpu_seconds_2`` those of the calling one, while no other works. On a machine with other
-  load the wall says how many cores were left; the CPU seconds say what a second process costs.
+  load the wall says how many cores were left; ``two_of_one_by_cpu`` is the ratio if both processes had a core.
 """
 
 from __future__ import annotations
@@ -91,22 +91,23 @@ def figures(work: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
             "cpu_seconds_1": round(cpu_1, 2),
             "cpu_seconds_2": round(cpu_2, 2),
             "parent_cpu_seconds_2": round(parent_2, 2),
+            "two_of_one_by_cpu": round(cpu_1 / (parent_2 + (cpu_2 - parent_2) / 2), 2),
             **common,
         },
     ]
 
 
 def _import() -> None:
-    """Imports what all forks need, so that none pays for it."""
+    """Imports what all forks need, by using it, so that none pays for it."""
     import torch
-    import transformers  # noqa: F401
 
-    import energon_packing.energon.task_encoder
     import energon_packing.offline.measure  # noqa: F401
     from energon_packing.encoders.tokenized import use_one_thread
+    from energon_packing.offline.measuring import ShardMeasurer
 
     use_one_thread()  # as the command does; the bare tokenizer is quicker so, too
     torch.set_num_threads(1)
+    ShardMeasurer(config_of(Path()).encoder)
     gc.collect()
     gc.freeze()
 
@@ -254,7 +255,7 @@ def write_dataset(path: Path, samples: int, *, images: int) -> None:
             media_root=source,
             out=path,
             split={"train": 1.0},
-            samples_per_shard=max(1, samples // 64),
+            samples_per_shard=max(1, samples // 24),  # a file for fewer samples would count for much
             workers=2,
         )
     )

@@ -295,9 +295,10 @@ def _import() -> None:
     import energon_packing.cli.pack
     import energon_packing.energon.task_encoder  # noqa: F401
 
+    os.environ |= ONE_THREAD
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # as in the cluster that Ray starts; read when Ray is imported
     with contextlib.suppress(ImportError):
         import ray  # noqa: F401
-    os.environ |= ONE_THREAD
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # else a fork's first collection of garbage writes to every page that it shares with this process

@@ -279,6 +279,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         except (EOFError, OSError):
             os._exit(0)
         _limit(seconds)
+        room.leave_alone(start)
         results = Results(room, start)
         make_results_in(results)
         try:

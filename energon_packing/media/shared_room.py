@@ -2,11 +2,13 @@
 
 A tensor is made where the parent reads it (`empty_result`), and the parent's tensors are that memory: nothing is
 copied, and the same pages serve one sample after another, in the caches of both processes. A part of it is used again
-when the last tensor in it is gone. Small tensors, and those beyond `KEPT`, are copied.
+when the last tensor in it is gone; until then the child can only read it. Small tensors, and those beyond `KEPT`, are
+copied.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections import deque
@@ -25,6 +27,13 @@ _KEPT_FILES = 64 << 20
 _SMALL = 4096
 """Bytes: a smaller tensor is copied, which takes less time than to follow it."""
 _ALIGN = 64
+_GUARD = 1 << 20
+"""Bytes before and after the rest that nobody may touch: a decoder that writes beyond the end of its memory may reach
+the next mapping."""
+_NONE, _READ, _WRITE = 0, 1, 2
+"""Protections of mprotect(2)."""
+
+_mprotect: Any = getattr(ctypes.CDLL(None), "mprotect", None)
 
 Place = tuple[int, int]
 """Where a file lies in the memory, and its bytes."""
@@ -54,9 +63,11 @@ class SharedRoom:
 
     def __init__(self, room: int = ROOM) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        self._memory = mmap.mmap(-1, room + FILES, flags=flags)
-        self._view = memoryview(self._memory)
-        self._address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
+        self._memory = mmap.mmap(-1, room + FILES + 2 * _GUARD, flags=flags)
+        self._view = memoryview(self._memory)[_GUARD:-_GUARD]
+        self._address = torch.frombuffer(self._view, dtype=torch.uint8, count=1).data_ptr()
+        self._protect(-_GUARD, 0, _NONE)
+        self._protect(room + FILES, room + FILES + _GUARD, _NONE)
         self.room, self._kept = room, min(KEPT, room // 3)
         self._held: dict[int, int] = {}  # first byte -> last one of each part that tensors of the parent lie in
         self._gone: deque[int] = deque()  # first bytes of those that no tensor lies in any more
@@ -67,7 +78,7 @@ class SharedRoom:
         while self._gone:
             self._held.pop(self._gone.popleft())
         self._used = self._given_back(self._kept, self._used)
-        return max(self._held.values(), default=0)
+        return _whole_pages(max(self._held.values(), default=0))
 
     def put_files(self, files: Mapping[str, bytes]) -> dict[str, Place]:
         """Writes files; the next call overwrites them.
@@ -88,7 +99,7 @@ class SharedRoom:
 
     def file(self, place: Place) -> bytes:
         """Returns a copy of a file."""
-        return self._memory[place[0] : place[0] + place[1]]
+        return bytes(self._view[place[0] : place[0] + place[1]])
 
     def taken(self, made: Mapping[str, Any], start: int, end: int) -> dict[str, Any]:
         """Returns what a child described, with its tensors.
@@ -120,17 +131,30 @@ class SharedRoom:
 
     def tensor(self, placed: Placed) -> torch.Tensor:
         """Returns the memory of a tensor, as a tensor."""
-        return _tensor(self._memory, placed, placed.place)
+        return _tensor(self._view, placed, placed.place)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """Returns where the first byte of a tensor lies, if it lies in this memory."""
         return tensor.data_ptr() - self._address
 
+    def leave_alone(self, start: int) -> None:
+        """Lets this process, the child, write nowhere but from byte `start` on, and not to files.
+
+        A decoder that writes where it should not then ends its process, and changes no tensor of another sample.
+        """
+        self._protect(0, start, _READ)
+        self._protect(start, self.room, _READ | _WRITE)
+        self._protect(self.room, self.room + FILES, _READ)
+
+    def _protect(self, first: int, last: int, allowed: int) -> None:
+        if last > first and _mprotect is not None:
+            _mprotect(ctypes.c_void_p(self._address + first), ctypes.c_size_t(last - first), allowed)
+
     def _given_back(self, first: int, last: int) -> int:
         """Returns pages to the kernel, from byte `first` on; returns `first`."""
-        whole = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = _whole_pages(first)
         if last > whole and hasattr(mmap, "MADV_REMOVE"):
-            self._memory.madvise(mmap.MADV_REMOVE, whole, last - whole)
+            self._memory.madvise(mmap.MADV_REMOVE, _GUARD + whole, last - whole)
         return first
 
 
@@ -194,6 +218,10 @@ def empty_result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor with any values, for pixels of a sample: in a decoding child, in the parent's memory."""
     made = None if _results is None else _results.empty(shape, dtype)
     return torch.empty(tuple(shape), dtype=dtype) if made is None else made
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _tensor(memory: Any, placed: Placed, offset: int) -> torch.Tensor:

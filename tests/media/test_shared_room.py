@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from energon_packing.errors import SampleRejected
 from energon_packing.media import shared_room
 from energon_packing.media.decoding_process import DecodingProcess
 from energon_packing.media.shared_room import Results, SharedRoom, empty_result
+from energon_packing.quarantine import CRASH
 
 SIZES = (1, 100, 5000, 70_000, 400_000)
 ROOM = 1 << 20
@@ -60,7 +64,8 @@ def test_a_large_result_is_the_memory_itself_and_its_place_is_used_again_when_it
     first = process((1, 70_000, True), lambda name: b"")["pixels"]
     second = process((2, 70_000, True), lambda name: b"")["pixels"]
     room = process._child.room
-    assert [room.place_of(each) for each in (first, second)] == [0, 70_080]  # a small tensor lies between
+    pages = -(-70_080 // mmap.PAGESIZE) * mmap.PAGESIZE  # a small tensor lies between
+    assert [room.place_of(each) for each in (first, second)] == [0, pages]
     del first
     assert room.free() > 70_000
     del second
@@ -104,3 +109,29 @@ def test_a_view_that_is_not_whole_is_copied_and_a_transposed_one_keeps_its_order
     assert found["part"].data_ptr() != made[:, 1:].data_ptr()
     assert found["turned"].stride() == (1, 50)
     assert found["turned"].data_ptr() == made.data_ptr()
+
+
+@pytest.mark.parametrize("where", ["the sample before", "before all", "after all", "a file"])
+def test_a_decoder_that_writes_outside_of_its_results_ends_and_changes_nothing(where):
+    def work(request, read):
+        made = empty_result((70_000,), torch.uint8).fill_(1)
+        if request:
+            ctypes.memset(shared_room._results._room._address + request, 9, 1)
+        return {"pixels": made}
+
+    process = DecodingProcess(work, 60.0)
+    try:
+        held = process(0, lambda name: b"abc", ("a",))["pixels"]
+        room = process._child.room
+        places = {
+            "the sample before": 69_999,
+            "before all": -1,
+            "after all": room.room + shared_room.FILES,
+            "a file": room.room,
+        }
+        with pytest.raises(SampleRejected) as caught:
+            process(places[where], lambda name: b"abc", ("a",))
+        assert caught.value.reason == CRASH
+        assert held.unique().tolist() == [1]
+    finally:
+        process.close()

@@ -82,8 +82,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "encoders/encoder.py",
-                "        family = self._resizer.family(settings)\n        plans = family.plans(conversation.media)\n",
-                "        plans = self.family.plans(conversation.media)\n",
+                "plans, chat = self._rendered(conversation, self._resizer.family(settings))\n",
+                "plans, chat = self._rendered(conversation, self.family)\n",
             ),
         ),
     ),

@@ -5,7 +5,7 @@ A sample that was emitted in a form other than its source (media resized, last t
 Each loader worker keeps one ledger. Dropped samples travel to the training process with the next pack. If a directory
 is set, each worker also appends to its own file there, one JSON object per line::
 
-    {"run": "5e0c", "rank": 0, "worker": 1, "from": 17, "resumed": true, "samples": 25000}
+    {"run": "5e0c", "rank": 0, "worker": 1, "from": 17, "resumed": true, "samples": 25000, "times": 1}
     {"pack": 17, "keys": ["a", "b"], "read": 412}
     {"changed": "b", "how": "truncated", "detail": "too_many_tokens: 9000 tokens of at most 8192; kept 4 of 6 turns"}
     {"dropped": "c", "reason": "oversize", "detail": "5120 tokens, seq_length is 4096", "data": "text", "read": 412}
@@ -119,8 +119,8 @@ class Ledger:
 
         Args:
             marks: ``run`` (of all workers the same), ``rank``, ``worker``, and either ``from`` (number of the next
-                pack), ``resumed``, ``samples`` (of the worker's part of the data) and ``ahead`` (most samples in its
-                shuffle buffer), or ``packs_of_plan``.
+                pack), ``resumed``, ``samples`` (after which one may come again where data repeat), ``times`` (that one
+                may come in a finite epoch) and ``ahead`` (most samples in its shuffle buffer), or ``packs_of_plan``.
         """
         self._marked = True
         self._write(marks)

@@ -32,7 +32,7 @@ class LedgerReport:
         dropped: samples by reason.
         dropped_by_data: samples by data set and reason; data set "" where the ledger does not say.
         changed: samples emitted in another form, by how.
-        duplicates: keys that came more often than the data were read, or twice in a finite epoch.
+        duplicates: keys that came more often than the data can have been read, or than once in a finite epoch.
         cut: lines that a kill left unfinished.
         quarantined: samples in the quarantine list.
     """
@@ -73,7 +73,7 @@ def merged(directory: Path) -> LedgerReport:
                 packs_of_plan = own.packs_of_plan
                 positions |= own.by_position()
             else:
-                _count(own.lines, own.samples, report, ahead=own.ahead)
+                _count(own.lines, own.samples, report, ahead=own.ahead, times=own.times)
         report.cut = sum(file.read_bytes().count(b"\n") for file in directory.glob("*.cut"))
         report.quarantined = len(
             {
@@ -104,7 +104,7 @@ class _Worker:
     def __init__(self, report: LedgerReport) -> None:
         self.lines: list[dict[str, Any]] = []
         self.samples: int | None = None
-        self.ahead = 0
+        self.ahead, self.times = 0, 1
         self.packs_of_plan = 0
         self._run: Any = None
         self._report = report
@@ -116,6 +116,7 @@ class _Worker:
             return
         self.packs_of_plan = entry.get("packs_of_plan", 0)
         self.samples, self.ahead = entry.get("samples"), int(entry.get("ahead", 0))
+        self.times = int(entry.get("times", 1))
         if self.packs_of_plan:
             self._report.restarts += self._run is not None
         elif entry.get("resumed"):
@@ -150,12 +151,14 @@ class _Worker:
         return found
 
 
-def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerReport, *, ahead: int = 0) -> None:
+def _count(
+    lines: list[dict[str, Any]], samples: int | None, report: LedgerReport, *, ahead: int = 0, times: int = 1
+) -> None:
     """Counts the lines of a worker, or of an epoch of a plan.
 
     Args:
-        samples: of the worker's part of the data; None for an epoch of a plan. In a finite epoch each key comes once,
-            otherwise as often as the part was read.
+        samples: after which a key may come again where data repeat; None for an epoch of a plan.
+        times: that a key may come in a finite epoch.
         ahead: samples that a shuffle buffer may have read besides, of the next epoch too.
     """
     before = 0
@@ -176,7 +179,7 @@ def _count(lines: list[dict[str, Any]], samples: int | None, report: LedgerRepor
                 seen[str(line["dropped"])] += 1
             elif "changed" in line:
                 report.changed[str(line.get("how"))] += 1
-        most = 1 if ended or not samples else max(1, math.ceil((read + ahead - before) / samples))
+        most = times if ended or not samples else max(1, math.ceil((read + ahead - before) / samples))
         before += ended
         report.duplicates += [key for key, times in seen.items() if times > most]
 

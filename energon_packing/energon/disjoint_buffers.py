@@ -37,6 +37,7 @@ from energon_packing.energon.samples import (
     Pack,
     RenderedSample,
     account_for,
+    comes_again,
     data_of,
     end_of_epoch,
     shuffled_ahead,
@@ -205,12 +206,14 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
 
     def __iter__(self) -> Iterator[Pack]:
         own = self.worker_config.rank_worker_id()
+        samples, times = comes_again(self.dataset, own)
         self.accounts.ledger.begin(
             run=self._run,
             rank=self.worker_config.rank,
             worker=own,
             **{"from": self._pack_index.current_idx, "resumed": self._restored is not None},
-            samples=self.len_worker(own),
+            samples=samples,
+            times=times,
             ahead=shuffled_ahead(self.dataset),
         )
         if self._restored is not None:

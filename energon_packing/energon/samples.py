@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -122,11 +124,37 @@ def forget_open_tars(store: Any) -> None:
 def shuffled_ahead(dataset: Any) -> int:
     """Most samples that shuffle buffers beneath a data set hold; these may be of an epoch after the current one."""
     own = int(dataset.size) if type(dataset).__name__ == "ShuffleBufferDataset" else 0
-    # Energon's wrappers have `datasets`, and a property `dataset` that fails where these are several.
+    return own + sum(shuffled_ahead(each) for each in _beneath(dataset))
+
+
+def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
+    """How often a sample may come without being a duplicate.
+
+    Args:
+        dataset: one data set or a blend, with Energon's wrappers.
+        worker: its place among all workers of all ranks.
+
+    Returns:
+        Samples of the worker's share of the smallest data set with any, after which one may come again where data
+        repeat, because no more is said of a blend's order; and how often a sample comes in one finite epoch.
+    """
+    inner = _beneath(dataset)
+    if not inner:
+        return int(dataset.len_worker(worker)), 1
+    found = [each for each in (comes_again(each, worker) for each in inner) if each[0]]
+    times = max((most for _, most in found), default=1)
+    if type(dataset).__name__ == "RepeatDataset" and dataset.repeats is not None:
+        times *= max(1, math.ceil(dataset.repeats))
+    return min((samples for samples, _ in found), default=0), times
+
+
+def _beneath(dataset: Any) -> Sequence[Any]:
+    """The data sets that one of Energon's wrappers reads; none if it is no wrapper."""
+    # They have `datasets`, and a property `dataset` that fails where these are several.
     inner = getattr(dataset, "datasets", None)
     if inner is None:
-        inner = (dataset.dataset,) if hasattr(dataset, "dataset") else ()
-    return own + sum(shuffled_ahead(each) for each in inner)
+        return (dataset.dataset,) if hasattr(dataset, "dataset") else ()
+    return tuple(inner)
 
 
 def forget_members(reader: Any) -> None:

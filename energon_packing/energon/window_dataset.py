@@ -31,6 +31,7 @@ from energon_packing.energon.samples import (
     Pack,
     RenderedSample,
     account_for,
+    comes_again,
     end_of_epoch,
     shuffled_ahead,
 )
@@ -116,12 +117,14 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         resumed = self._restored is not None
         before = self._wake()
         own = self.worker_config.rank_worker_id()
+        samples, times = comes_again(self.dataset, own)
         self.ledger.begin(
             run=self._run,
             rank=self.worker_config.rank,
             worker=own,
             **{"from": self._pack_index.current_idx, "resumed": resumed},
-            samples=self.len_worker(own),
+            samples=samples,
+            times=times,
             ahead=shuffled_ahead(self.dataset),
         )
         source = None if self._draining else iter(self.dataset)

@@ -12,7 +12,10 @@ import sys
 from collections import Counter
 
 import pytest
+import yaml
 
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
 from energon_packing.ledger_report import merged
@@ -104,3 +107,26 @@ def test_a_full_disk_stops_a_loader_with_one_sentence(config, tmp_path, workers)
     (tmp_path / "ledger" / "rank0-worker0.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"rank0-worker0\.jsonl cannot be written \(No space left on device\)"):
         list(build_loader(config(workers)))
+
+
+@pytest.mark.parametrize("form", ["blend", "blend_epochized"])
+def test_a_data_set_that_a_blend_reads_more_often_than_another_has_no_duplicates(form, tmp_path, run_config):
+    entries = []
+    for letter, count, weight, repetitions in (("a", 12, 1, 3), ("b", 60, 1, 1)):
+        turns = [{"from": "human", "value": "Say it"}, {"from": "gpt", "value": f"{letter} says so. " * 20}]
+        source = tmp_path / f"{letter}.jsonl"
+        source.write_text(
+            "".join(json.dumps({"id": f"{letter}-{n}", "conversations": turns}) + "\n" for n in range(count))
+        )
+        convert(ConvertConfig(sources=(source,), out=tmp_path / letter, split={"train": 1.0}, workers=1))
+        rate = {"weight": weight} if form == "blend" else {"repetitions": repetitions}
+        entries.append(rate | {"path": dataset_entry(tmp_path / letter)})
+    meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {form: entries}}}
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(meta))
+    data = {"path": str(tmp_path / "blend.yaml"), "repeat": form == "blend"}
+    loader = build_loader(run_config(data=data, seq_length=1024, window=8, ledger=str(tmp_path / "ledger")))
+    found = Counter(key for pack in itertools.islice(loader, 60) for key in pack.keys)
+    report = merged(tmp_path / "ledger")
+    assert max(found.values()) >= 3
+    assert report.emitted == found.total()
+    assert report.duplicates == []

@@ -203,7 +203,7 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its
     assert dropped == shared
     assert sample.key in dropped
     assert sample.key not in packs[number].keys
-    (written,) = ledger.iterdir()
+    (written,) = ledger.glob("*.jsonl")
     assert sample.key in written.read_text()
 
 

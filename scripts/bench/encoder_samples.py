@@ -103,18 +103,20 @@ def _size(data: bytes) -> tuple[int, int]:
         return image.size
 
 
-def build_encoder(family: str, pixels: tuple[int, int] | None) -> ConversationEncoder:
+def build_encoder(family: str, pixels: tuple[int, int] | None, *, in_child: bool = False) -> ConversationEncoder:
     """Returns an encoder with a family's offline processor (``text``: the demo's tokenizer) and limits of image areas.
 
     Args:
         family: its name.
         pixels: smallest and largest area; None leaves the processor's own limits.
+        in_child: whether it decodes in a child, whose CPU time this process does not see.
     """
     if family == "text":
         return ConversationEncoder(EncoderConfig(processor=str(processor_path("text"))))
     low, high = pixels or (None, None)
     # No lower limit on the share of targets: the pixels of a sample are measured whatever its answer.
     settings: dict[str, Any] = {"min_pixels": low, "max_pixels": high, "limits": LimitsConfig(min_active_ratio=0.0)}
+    settings["decode_in_child"] = in_child
     name = family if family in ("qianfan_vl", "llava_onevision_1_5", "qwen3_5_vl", "huggingface") else "auto"
     return ConversationEncoder(EncoderConfig(family=name, **settings), processor=processor_of(family))
 

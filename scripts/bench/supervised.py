@@ -36,7 +36,7 @@ def compare(family: str, samples: Sequence[BenchSample], sizes: str, repeat: int
     Raises:
         PackingError: the rows differ.
     """
-    child = encoder_samples.build_encoder(family, PIXELS.get(family))
+    child = encoder_samples.build_encoder(family, PIXELS.get(family), in_child=True)
     samples = [entry for entry in encoder_samples.shown_by(child, samples) if kinds is None or _has(entry, kinds)]
     own = ConversationEncoder(dataclasses.replace(child.config, decode_in_child=False), processor=child.processor)
     measured = [(child.measure(sample.conversation), sample) for sample in samples]

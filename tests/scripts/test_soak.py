@@ -43,7 +43,7 @@ def test_a_sample_that_is_lost_doubled_or_judged_wrongly_is_found(change, found)
 
 
 def test_samples_that_wait_while_the_next_epoch_begins_are_no_fault():
-    emitted = Counter({key: 2 for key in SOUND})
+    emitted = Counter(dict.fromkeys(SOUND, 2))
     emitted.update(SOUND[:5])  # of the next epoch
     emitted.subtract(SOUND[-20:])  # of the one before, in the buffer
     assert soak.unexpected(KEYS, {"worker": emitted}, FAULTY) == []

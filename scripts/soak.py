@@ -25,7 +25,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from bench.forked_work import fork  # noqa: E402
 
 STAGES = ("cook", "measure", "read", "decode", "render")
 ERRORS = ("OSError", "ValueError", "KeyError", "MemoryError", "RecursionError", "SampleRejected")
@@ -197,25 +198,6 @@ def be_rank(soak: Soak, rank: int, port: int) -> None:
         if "gloo" not in str(error) and "Connection" not in str(error):
             raise
         os._exit(LOST_PEER)
-
-
-def fork(work: Callable[[], None], log: Path) -> int:
-    """Runs `work` in a process of its own, which has imported what this one has; its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        with log.open("a") as stream:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def run_ranks(soak: Soak, kills: int, mean: float, rng: random.Random, workers: Sequence[int]) -> int:

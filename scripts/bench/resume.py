@@ -19,9 +19,8 @@ import signal
 import socket
 import sys
 import tempfile
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 
+from bench.forked_work import fork
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
@@ -293,26 +293,6 @@ def live(life: Life, encoders: tuple[Any, Any]) -> None:
     codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
     if codes != {-signal.SIGKILL if life.killed else 0}:
         raise SystemExit(f"{life.case.name}: processes ended with {sorted(codes)}:\n{log.read_text()[-3000:]}")
-
-
-def fork(work: Callable[[], None], log: Path) -> int:
-    """Runs `work` in a process of its own, which has imported what this one has; its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        with log.open("a") as stream:
-            os.dup2(stream.fileno(), 1)
-            os.dup2(stream.fileno(), 2)
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def packs_of(folder: Path, case: Case) -> list[list[list[Any]]]:

@@ -14,6 +14,8 @@ from energon_packing.encoders.byte_lengths import byte_lengths
 from energon_packing.errors import SampleRejected
 
 _THREADS = "TOKENIZERS_PARALLELISM"
+_KEPT_WORDS = 50_000
+"""Words whose tokens the library keeps; its own 10,000 are full after a few thousand texts, and never change again."""
 
 
 class TextTokenizer:
@@ -26,6 +28,9 @@ class TextTokenizer:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
+        resize = getattr(backend.model, "_resize_cache", None)  # tokenizers 0.21
+        if resize is not None:
+            resize(_KEPT_WORDS)
         if _one_thread():
             _ = self._lengths  # before a fork, which shares them
         self._is_nfc = backend.normalizer is not None

@@ -4,8 +4,8 @@ two processes beside one.
 Every figure is of processes that run alone, one after the other, in several rounds; medians count, and seconds are
 those of the CPU, so that other load disturbs little. The line names the load of the machine.
 
-* ``text``: samples of the demo's conversations without media. ``tokenizer`` is the time in which the same tokenizer
-  encodes the same rendered texts, one call each, and nothing else.
+* ``text``: conversations whose turns are passages of Python's reference, without media. ``tokenizer`` is the time in
+  which the same tokenizer encodes the same rendered texts, one call each, and nothing else.
 * ``media``: the same texts with images whose sizes are in their records. ``images_per_second`` are those beyond the
   text: images over the difference between the seconds with them and the seconds without.
 * ``processes``: wall seconds of two processes beside one, over many shards, from the call of `measure` to its index.
@@ -20,6 +20,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import resource
 import statistics
 import sys
@@ -27,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from pydoc_data.topics import topics
 from random import Random
 from typing import Any
 
@@ -43,25 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=20_000, help="of text; a quarter of them for images")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--processor", default=processor_path(FAMILY), type=Path, help="of Qwen2.5-VL, a directory; default: the demo's"
+    )
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
-        for row in figures(Path(name), given.samples, given.rounds):
+        for row in figures(Path(name), given.processor.resolve(), given.samples, given.rounds):
             print(json.dumps({"bench": "offline measure", **row}), flush=True)
     return 0
 
 
-def figures(work: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
+def figures(work: Path, processor: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
     """All rows, see the module's docstring."""
     text, plain, pictures = work / "text", work / "plain", work / "pictures"
     write_dataset(text, samples, images=0)
     write_dataset(plain, samples // 4, images=0)
     write_dataset(pictures, samples // 4, images=IMAGES)
-    _import()
+    _import(processor)
     load = os.getloadavg()[0]
-    alone, bare = medians((measured, text), (tokenized, text), rounds=rounds)
-    base, media = medians((measured, plain), (measured, pictures), rounds=rounds)
+    alone, bare = medians((measured, text, processor), (tokenized, text, processor), rounds=rounds)
+    base, media = medians((measured, plain, processor), (measured, pictures, processor), rounds=rounds)
     wall_1, cpu_1, _, wall_2, cpu_2, parent_2 = medians(
-        (whole_command, text, 0), (whole_command, text, 2), rounds=rounds
+        (whole_command, text, processor, 0), (whole_command, text, processor, 2), rounds=rounds
     )
     images = samples // 4 * IMAGES
     common = {"load_before": round(load, 2), "cores": os.cpu_count(), "rounds": rounds}
@@ -97,7 +102,7 @@ def figures(work: Path, samples: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def _import() -> None:
+def _import(processor: Path) -> None:
     """Imports what all forks need, by using it, so that none pays for it."""
     import torch
 
@@ -107,7 +112,7 @@ def _import() -> None:
 
     use_one_thread()  # as the command does; the bare tokenizer is quicker so, too
     torch.set_num_threads(1)
-    ShardMeasurer(config_of(Path()).encoder)
+    ShardMeasurer(config_of(Path(), processor).encoder)
     gc.collect()
     gc.freeze()
 
@@ -141,28 +146,28 @@ def in_a_fork(function: Any, *arguments: Any) -> list[float]:
     return found if isinstance(found, list) else [found]
 
 
-def config_of(path: Path) -> RunConfig:
+def config_of(path: Path, processor: Path) -> RunConfig:
     """A run on a data set, whose drops do not matter."""
     return RunConfig(
         data=DataConfig(path=str(path)),
-        encoder=EncoderConfig(processor=str(processor_path(FAMILY))),
+        encoder=EncoderConfig(processor=str(processor)),
         packing=PackingConfig(seq_length=8192, drop_budget=1.0),
     )
 
 
-def whole_command(path: Path, workers: int) -> tuple[float, float, float]:
+def whole_command(path: Path, processor: Path, workers: int) -> tuple[float, float, float]:
     """What `measure` of a data set takes: seconds by the clock, CPU seconds of all processes, and of this one alone."""
     from energon_packing.offline.measure import MeasureConfig, measure
 
     with tempfile.TemporaryDirectory() as out:
         start, cpu = time.perf_counter(), time.process_time()
-        measure(MeasureConfig(paths=(path,), out=Path(out) / "index", workers=workers), config_of(path))
+        measure(MeasureConfig(paths=(path,), out=Path(out) / "index", workers=workers), config_of(path, processor))
         seconds, own = time.perf_counter() - start, time.process_time() - cpu
     others = resource.getrusage(resource.RUSAGE_CHILDREN)
     return seconds, own + others.ru_utime + others.ru_stime, own
 
 
-def measured(path: Path) -> float:
+def measured(path: Path, processor: Path) -> float:
     """CPU seconds of measuring a data set in this process, from the open index to the finished files.
 
     The processor is loaded before.
@@ -170,7 +175,7 @@ def measured(path: Path) -> float:
     from energon_packing.offline.measuring import ShardMeasurer
     from energon_packing.offline.source_part import source_parts
 
-    config = config_of(path)
+    config = config_of(path, processor)
     with tempfile.TemporaryDirectory() as out:
         measurer = ShardMeasurer(config.encoder)
         (part,) = source_parts(path, "train")
@@ -180,7 +185,7 @@ def measured(path: Path) -> float:
         return time.process_time() - cpu
 
 
-def tokenized(path: Path) -> float:
+def tokenized(path: Path, processor: Path) -> float:
     """CPU seconds in which the tokenizer encodes the rendered text of every sample, one call each."""
     from transformers import AutoTokenizer
 
@@ -188,7 +193,7 @@ def tokenized(path: Path) -> float:
     from energon_packing.offline.source_part import source_parts
 
     (part,) = source_parts(path, "train")
-    tokenizer = AutoTokenizer.from_pretrained(str(processor_path(FAMILY)))
+    tokenizer = AutoTokenizer.from_pretrained(str(processor))
     texts = []
     index = ShardIndex(Path(part.root))
     for shard in part.shards:
@@ -209,8 +214,14 @@ def rendered(tokenizer: Any, record: dict[str, Any]) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
 
+def prose() -> list[str]:
+    """The words of Python's reference, each with the white space after it; a few words drawn over and over would cost
+    the tokenizer less than any text that people write."""
+    return re.findall(r"\S+\s*", "\n".join(topics[name] for name in sorted(topics)))
+
+
 def write_dataset(path: Path, samples: int, *, images: int) -> None:
-    """Converts generated conversations of two to eight turns, each with that many images."""
+    """Converts conversations of two to eight turns, passages of `prose`, each conversation with that many images."""
     from PIL import Image
 
     from energon_packing.convert import ConvertConfig, convert
@@ -222,27 +233,13 @@ def write_dataset(path: Path, samples: int, *, images: int) -> None:
     for number in range(16 if images else 0):
         names.append(f"{number}.jpg")
         Image.new("RGB", (random.randrange(200, 1600), random.randrange(200, 1600))).save(source / names[-1])
-    words = (
-        "the",
-        "model",
-        "reads",
-        "what",
-        "a",
-        "page",
-        "says",
-        "and",
-        "answers",
-        "in",
-        "its",
-        "own",
-        "numbers",
-        "3.14",
-    )
+    words = prose()
     with (source / "records.jsonl").open("w", encoding="utf-8") as stream:
         for number in range(samples):
             messages = []
             for turn in range(2 * random.randrange(1, 5)):
-                text = " ".join(random.choice(words) for _ in range(random.randrange(5, 120)))
+                first = random.randrange(len(words) - 120)
+                text = "".join(words[first : first + random.randrange(5, 120)]).strip()
                 messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
             messages[0]["content"] = "<image>" * images + messages[0]["content"]
             record: dict[str, Any] = {"id": f"s{number}", "messages": messages}

@@ -176,3 +176,12 @@ def test_half_of_a_surrogate_pair_is_a_rejected_text():
 def test_a_few_ids_are_found_as_numpy_finds_them(ids, wanted):
     row = np.array(ids, dtype=np.int32)
     assert any_of(row, wanted).tolist() == np.isin(row, wanted).tolist()
+
+
+def test_words_that_the_library_keeps_have_the_tokens_of_words_that_it_does_not():
+    words = [f" w{number:x}é" for number in range(60_000)]
+    texts = ["".join(words[at : at + 600]) for at in range(0, len(words), 600)]
+    fresh = Tokenizer.from_file(str(processor_path("text") / "tokenizer.json"))
+    fresh.model._resize_cache(0)
+    for text in (*texts, *texts):
+        assert quick("bytes")(text, add_special_tokens=False).ids.tolist() == fresh.encode(text).ids

@@ -96,3 +96,25 @@ def one_line(error: BaseException) -> str:
     """The message of an exception, short and without line breaks."""
     text = str(error) or type(error).__name__
     return " ".join(text.split())[:300]
+
+
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
+_SHORT, _LONG = 0.05, 0.5
+"""Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
+
+
+class ChunkSize:
+    """Bytes of the next chunk: few at first, then what takes a worker a moment."""
+
+    def __init__(self) -> None:
+        self._bytes = _SMALLEST_CHUNK
+
+    def __call__(self) -> int:
+        return self._bytes
+
+    def learn(self, seconds: float) -> None:
+        """Takes note of how long a chunk took."""
+        if seconds < _SHORT:
+            self._bytes = min(2 * self._bytes, _LARGEST_CHUNK)
+        elif seconds > _LONG:
+            self._bytes = max(self._bytes // 2, _SMALLEST_CHUNK)

@@ -9,31 +9,24 @@ What is kept per record is on disk, except for 8 bytes that stand for its key.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import numpy as np
-
-from energon_packing.convert.audit import ChunkAudit
-from energon_packing.convert.chunks import Chunk, SourceFile
+from energon_packing.convert.chunks import Chunk, ChunkSize, SourceFile
 from energon_packing.convert.config import ConvertConfig
-from energon_packing.convert.key_names import key_digest
-from energon_packing.convert.keys import KeyAssigner
 from energon_packing.convert.layout import DATASET_FILE
 from energon_packing.convert.media_checks import journal_entries
-from energon_packing.convert.media_table import MediaTable, media_metadata
-from energon_packing.convert.plan import PlannedFile, PlannedSamples, SamplePlan
+from energon_packing.convert.media_table import MediaTable
+from energon_packing.convert.plan import SamplePlan
 from energon_packing.convert.ray_workers import RayProcesses
+from energon_packing.convert.read_records import Logs, ReadRecords
 from energon_packing.convert.remote_out import local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
@@ -43,11 +36,10 @@ from energon_packing.convert.report import (
     ignored_entries,
     read_report,
 )
+from energon_packing.convert.source_copies import FULL, UNWRITABLE, copy_of, delete_copies, fetch_source
 from energon_packing.convert.source_list import find_sources, source_digest
 from energon_packing.convert.sources import find_chunks
-from energon_packing.convert.splits import Positions, SplitAssigner, positions_of
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
-from energon_packing.convert.tar_samples import unpacked_tar
 from energon_packing.convert.worker import Assignment, Task
 from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
 from energon_packing.convert.workspace import (
@@ -60,7 +52,7 @@ from energon_packing.convert.workspace import (
 )
 from energon_packing.errors import UserError
 from energon_packing.executors.on_ray import RayWorkers
-from energon_packing.remote_files import fetch, remote_address, shown, status
+from energon_packing.remote_files import remote_address, shown, status
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards), and
@@ -68,15 +60,6 @@ Progress = Callable[[str, int, int], None]
 
 Before each ``read``, ``records`` says how many records have been read; their total, which is not known, is 0.
 """
-OTHER_COLUMNS = "(other columns)"
-OTHER_SOURCES = "(other sources)"
-_MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
-_MOST_SOURCES = 1000  # whose layouts the report names
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 19
-_SHORT, _LONG = 0.05, 0.5
-"""Seconds for a chunk below which chunks grow, and above which they shrink. Media take far longer than text."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_UNWRITABLE = (*_FULL, errno.EROFS, errno.EIO, errno.EFBIG)
 
 
 def convert(config: ConvertConfig, progress: Progress | None = None) -> ConversionReport:
@@ -115,7 +98,7 @@ def convert(config: ConvertConfig, progress: Progress | None = None) -> Conversi
         try:
             report = _build(config, sources, build.absolute(), journal.absolute(), fingerprint, tell)
         except (OSError, sqlite3.OperationalError) as error:
-            if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+            if isinstance(error, OSError) and error.errno not in UNWRITABLE:
                 raise
             if isinstance(error, sqlite3.OperationalError) and not _is_about_the_disk(error):
                 raise
@@ -163,34 +146,8 @@ def _unwritable(config: ConvertConfig, build: Path, error: OSError | sqlite3.Ope
     why = str(error) if code is None else os.strerror(code)
     if config.dry_run:
         return f"a dry run keeps its notes in {build.parent}, which cannot be written ({why}); point TMPDIR elsewhere"
-    what = "make room" if code in _FULL else "make it writable"
+    what = "make room" if code in FULL else "make it writable"
     return f"--out {config.out} cannot be written ({why}); {what}, and add --resume to reuse the media checks so far"
-
-
-def _fetched(source: SourceFile, scratch: Path) -> SourceFile:
-    """A source as a file of this machine: itself, or where the copy of one in an object store will be."""
-    if source.address is None:
-        return source
-    digest = sha256(source.address.encode()).hexdigest()[:32]
-    return replace(source, path=scratch / "sources" / digest / source.path.name)
-
-
-def _fetch(source: SourceFile) -> None:
-    if source.address is None:
-        return
-    try:
-        fetch(source.address, source.path)
-    except OSError as error:
-        if error.errno in _UNWRITABLE and error.errno != errno.EIO:
-            raise
-        raise UserError(f"{source.address} cannot be read: {error.strerror or error}") from error
-
-
-def _let_go(source: SourceFile, scratch: Path) -> None:
-    """Deletes the copies of a source that has been read."""
-    unpacked_tar(scratch, source).unlink(missing_ok=True)
-    if source.address is not None:
-        source.path.unlink(missing_ok=True)
 
 
 def _build(
@@ -208,7 +165,7 @@ def _build(
         stack.callback(media.close)
         media.remember(journal_entries(journal))
         workers = stack.enter_context(_workers(config, scratch, journal, media))
-        reading = _Reading(config, media, SamplePlan(scratch / "plan"))
+        reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
         stack.callback(reading.plan.close)
         digests = _read(config, sources, workers, reading, build, tell)
         fingerprint["sources"] = digests
@@ -259,7 +216,7 @@ def _workers(config: ConvertConfig, scratch: Path, journal: Path, media: MediaTa
     return CallingProcess(assignment, media.recall)
 
 
-def _counted(reading: _Reading) -> tuple[StoredShards, dict[str, int]]:
+def _counted(reading: ReadRecords) -> tuple[StoredShards, dict[str, int]]:
     """What `_write` would store, without shards."""
     reading.splits.finish()
     media = sum(file.size for file, _ in reading.media.rows())
@@ -267,152 +224,23 @@ def _counted(reading: _Reading) -> tuple[StoredShards, dict[str, int]]:
     return StoredShards(media_bytes=media, record_bytes=reading.record_bytes, shards=0), counts
 
 
-@dataclass(slots=True)
-class _Logs:
-    """The files of rejected records and of warnings."""
-
-    rejects: TextIO
-    warnings: TextIO
-
-
-class _Reading:
-    """What the first half has found, chunk by chunk in the order of the records."""
-
-    def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
-        self._config = config
-        self.media = media
-        self._keys = KeyAssigner()
-        self._written_of_origin: Counter[int] = Counter()
-        self._first_reject: dict[int, str] = {}
-        self._media_names = sha256()
-        self.plan = plan
-        self.splits = SplitAssigner(config.split)
-        self.read = 0
-        self.rejected: Counter[str] = Counter()
-        self.warnings: Counter[str] = Counter()
-        self.ignored: Counter[str] = Counter()
-        self.layouts: dict[str, Counter[str]] = {}
-        self.first_rejects: dict[str, str] = {}
-        self.record_bytes = 0
-        self.mentions: Counter[str] = Counter()
-
-    def add(self, chunk: Chunk, audit: ChunkAudit, logs: _Logs) -> None:
-        """Adds the records of the next chunk.
-
-        Raises:
-            UserError: see `MediaTable.add`.
-        """
-        source = chunk.source
-        keys, positions, duplicates = self._unique(audit)
-        self.read += len(keys)
-        for reject in audit.rejects:
-            self.rejected[reject.reason] += 1
-            first = f"{reject.where}: {reject.reason}: {reject.detail}"
-            self._first_reject.setdefault(source.origin, first)
-            self.first_rejects.setdefault(reject.reason, f"{reject.where}: {reject.detail}")
-            entry = {"source": source.name, "record": audit.numbers[reject.index], "key": keys[reject.index]}
-            logs.rejects.write(json.dumps({**entry, "reason": reject.reason, "detail": reject.detail}) + "\n")
-        bad = [reject.index for reject in audit.rejects]
-        self._warn(source, audit, keys, duplicates.difference(bad), logs)
-        if bad:
-            good = np.delete(np.arange(len(keys)), bad)
-            keys, positions = [keys[index] for index in good.tolist()], positions[good]
-        self.media.remember(audit.checks)
-        self._written_of_origin[source.origin] += len(keys)
-        self.mentions.update(audit.mentions)
-        self.record_bytes += sum(audit.sizes)
-        named = source.name in self.layouts or len(self.layouts) < _MOST_SOURCES
-        self.layouts.setdefault(source.name if named else OTHER_SOURCES, Counter()).update(audit.layouts)
-        for name, count in audit.ignored.items():
-            known = name in self.ignored or len(self.ignored) < _MOST_IGNORED
-            self.ignored[name if known else OTHER_COLUMNS] += count
-        planned = PlannedSamples(
-            spool=audit.spool,
-            offset=audit.offset,
-            keys=keys,
-            sizes=audit.sizes,
-            splits=self.splits.add(positions).tolist(),
-        )
-        for number, names in audit.named.items():
-            self._add_media(audit, number, names, planned)
-        if keys:
-            self.plan.add(planned)
-
-    def _unique(self, audit: ChunkAudit) -> tuple[list[str], Positions, set[int]]:
-        """Final keys, their positions, and the indices of records whose own id another record has already."""
-        hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
-        positions = positions_of(audit.digests)
-        changed = self._keys.assign_all(audit.keys, hashes)
-        for index, key in changed.items():
-            audit.keys[index] = key
-            positions[index] = positions_of(key_digest(key))[0]
-        return audit.keys, positions, set(changed).difference(audit.unnamed)
-
-    def _warn(self, source: SourceFile, audit: ChunkAudit, keys: list[str], duplicates: set[int], logs: _Logs) -> None:
-        found = audit.warnings
-        for index in duplicates:
-            names = found.get(index, [])
-            at = 1 if names[:1] == ["sanitised_id"] else 0
-            found[index] = [*names[:at], "duplicate_id", *names[at:]]
-        for index in sorted(found):
-            self.warnings.update(found[index])
-            place = {"source": source.name, "record": audit.numbers[index], "key": keys[index]}
-            entry = {**place, "warnings": found[index]}
-            logs.warnings.write(json.dumps(entry) + "\n")
-
-    def _add_media(self, audit: ChunkAudit, number: int, names: list[str], planned: PlannedSamples) -> None:
-        distinct = list(dict.fromkeys(names))
-        for name in distinct:
-            self.media.add(*audit.files[name])
-            self._media_names.update(name.encode())
-        if self._config.layout == "monolithic":
-            planned.files[number] = [
-                PlannedFile(name=name, path=file.path, stamp=stamp, metadata=media_metadata(file))
-                for name, (file, stamp) in ((name, audit.files[name]) for name in distinct)
-            ]
-
-    def unusable_source(self) -> str | None:
-        """A sentence about the first source without any sample; None if each has one."""
-        for origin, named in enumerate(self._config.sources):
-            if self._written_of_origin[origin] == 0:
-                first = self._first_reject.get(origin, "it is an empty list")
-                return f"{named} holds no usable record; the first problem: {first}"
-        return None
-
-    def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
-        """A digest of all that decides the content of the data set."""
-        return sha256(json.dumps(fingerprint, sort_keys=True).encode() + self._media_names.digest()).digest()
-
-
-class _ChunkSize:
-    """Bytes of the next chunk: few at first, then what takes a worker a moment."""
-
-    def __init__(self) -> None:
-        self._bytes = _SMALLEST_CHUNK
-
-    def __call__(self) -> int:
-        return self._bytes
-
-    def learn(self, seconds: float) -> None:
-        """Takes note of how long a chunk took."""
-        if seconds < _SHORT:
-            self._bytes = min(2 * self._bytes, _LARGEST_CHUNK)
-        elif seconds > _LONG:
-            self._bytes = max(self._bytes // 2, _SMALLEST_CHUNK)
-
-
 def _read(
-    config: ConvertConfig, sources: list[SourceFile], workers: Workers, reading: _Reading, build: Path, tell: Progress
+    config: ConvertConfig,
+    sources: list[SourceFile],
+    workers: Workers,
+    reading: ReadRecords,
+    build: Path,
+    tell: Progress,
 ) -> dict[str, str]:
     """The first half; returns the digest of each source."""
     total = sum(source.size for source in sources)
-    sources = [_fetched(source, build.parent) for source in sources]
-    size = _ChunkSize()
+    sources = [copy_of(source, build.parent) for source in sources]
+    size = ChunkSize()
     digests: dict[str, str] = {}
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            _fetch(source)
+            fetch_source(source)
             yield from find_chunks(
                 source,
                 max_record_bytes=config.max_record_bytes,
@@ -426,27 +254,27 @@ def _read(
         (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
         ExitStack() as stack,
     ):
-        logs = _Logs(rejects, warnings)
+        logs = Logs(rejects, warnings)
         done, before = 0, sources[0]
         for task, audit in stack.enter_context(closing(workers.results(chunks()))):
             assert isinstance(task, Chunk)
             assert audit is not None
             if task.source is not before:
                 done += before.size
-                _let_go(before, build.parent)
+                delete_copies(before, build.parent)
                 before = task.source
             reading.add(task, audit, logs)
             size.learn(audit.seconds)
             tell("records", reading.read, 0)
             tell("read", min(done + (task.end if task.position < 0 else task.position), total), total)
-    _let_go(before, build.parent)
+    delete_copies(before, build.parent)
     tell("read", total, total)
     return digests
 
 
 def _write(
     config: ConvertConfig,
-    reading: _Reading,
+    reading: ReadRecords,
     workers: Workers,
     build: Path,
     fingerprint: Mapping[str, Any],

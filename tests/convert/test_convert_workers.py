@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from source_files import rejects, sharegpt, write_image, write_json, write_lines, write_video
 
-from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks, pipeline, shards, stores
+from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, media_checks, shards, stores
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import UserError
 
@@ -128,8 +128,8 @@ def test_where_chunks_and_pieces_of_shards_end_shows_in_no_file(
     monkeypatch.setattr(stores, "_ROWS", 64)  # the index is written in many steps, as that of a large data set
     _, whole = converted(many, tmp_path / "out", workers=1, layout=layout)
     for chunk in (300, 7000, 1 << 20):
-        monkeypatch.setattr(pipeline, "_SMALLEST_CHUNK", chunk)
-        monkeypatch.setattr(pipeline, "_LARGEST_CHUNK", chunk)
+        monkeypatch.setattr(chunks, "_SMALLEST_CHUNK", chunk)
+        monkeypatch.setattr(chunks, "_LARGEST_CHUNK", chunk)
         monkeypatch.setattr(stores, "_PIECE_SAMPLES", chunk)
         assert converted(many, tmp_path / "out", workers=1, layout=layout)[1] == whole
 

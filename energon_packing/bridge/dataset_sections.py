@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, from_mapping
+from energon_packing.config.metrics import MetricsConfig
 from energon_packing.errors import ConfigError
-from energon_packing.metrics_config import MetricsConfig
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig
 
 SECTIONS: dict[str, type] = {}

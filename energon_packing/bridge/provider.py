@@ -25,13 +25,13 @@ from energon_packing.bridge.elastic_states import provide_states
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
 from energon_packing.bridge.resumed_state import expected_state
 from energon_packing.config import ParallelConfig
+from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import ledger_apart, without_ledger
-from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.validate.views.container import finalised
 
@@ -70,7 +70,7 @@ class PackProvider(DatasetProvider):
     """With ``readers="every"``: interval of the comparison, in packs."""
 
     metrics: Any = field(default_factory=MetricsSection)
-    """What the run writes about its packs. The fields of `energon_packing.metrics_config.MetricsConfig`."""
+    """What the run writes about its packs. The fields of `energon_packing.config.metrics.MetricsConfig`."""
 
     _run = None
     """The ``ConfigContainer`` of the run, see `follow`. Without an annotation, because it is not a setting."""

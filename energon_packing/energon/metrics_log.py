@@ -12,8 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from energon_packing.config.metrics import MetricsConfig
 from energon_packing.errors import UserError
-from energon_packing.metrics_config import MetricsConfig
 from energon_packing.metrics_report import RunLines, figures, merged
 
 PREFIX = "packing/"

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.packing_monitor import sums_of
 from energon_packing.energon.samples import Pack
 from energon_packing.line_file import LineFile
-from energon_packing.metrics_config import MetricsConfig
 from energon_packing.pack_sums import PackSums
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from energon_packing.config import RunConfig
+from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.metrics_log import MetricsLog
 from energon_packing.energon.pack_metrics import PackMetrics
@@ -19,7 +20,6 @@ from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
-from energon_packing.metrics_config import MetricsConfig
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.thd.batch import PackedBatch

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from energon_packing.config.plan import PlanConfig, PlannedDatasetConfig
 from energon_packing.energon.packing_groups import group_name
 from energon_packing.errors import ConfigError
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.index import IndexedDataset
-from energon_packing.plan_config import PlanConfig, PlannedDatasetConfig
 
 _ROUNDING = 1e-9
 

@@ -176,7 +176,7 @@ def markdown() -> str:
 _HEAD = """# Settings
 
 Every setting of a configuration file. `python scripts/manual.py write` makes this page of the classes of
-`energon_packing/config.py`, `plan_config.py` and `metrics_config.py`; a test keeps it in step.
+`energon_packing/config/`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
   one, and `--set section.key=value` changes one value of any command.

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, DataConfig, ParallelConfig, from_mapping, load_values
+from energon_packing.config.metrics import MetricsConfig
+from energon_packing.config.plan import PlanConfig
 from energon_packing.errors import ConfigError
-from energon_packing.metrics_config import MetricsConfig
-from energon_packing.plan_config import PlanConfig
 from energon_packing.thd.alignment import alignment_multiple
 
 Longer = Literal["middle", "spread"]

@@ -1,0 +1,76 @@
+"""The configuration that a YAML file, the command line and the Python classes share. Imports neither torch nor Energon.
+
+A file has up to seven sections, each a frozen dataclass in a module of its name, but for ``parallel``, which is with
+``training``. An unknown key is an error that names the nearest known key::
+
+    data:     {path: out/demo, workers: 2}
+    encoder:  {processor: path/or/name, train_on: assistant}
+    packing:  {seq_length: 8192, window: 256}
+    parallel: {tensor_parallel: 2, context_parallel: 2, sequence_parallel: true}
+    training: {micro_batch_size: 1, global_batch_size: 32}
+    plan:     {epochs: 3, max_data_parallel: 512}
+    metrics:  {directory: run/metrics, interval: 10}
+"""
+
+from __future__ import annotations
+
+from energon_packing.config.data import DataConfig, EpochEnd
+from energon_packing.config.encoder import (
+    MODALITIES,
+    EncoderConfig,
+    LimitsConfig,
+    LossWeighting,
+    Modality,
+    Pixels,
+    PositionIds,
+    Thinking,
+    ToolDefinitions,
+    TrainLineBreak,
+    TrainOn,
+    WhenOver,
+)
+from energon_packing.config.mapping import from_mapping, to_mapping
+from energon_packing.config.metrics import MetricsConfig
+from energon_packing.config.packing import (
+    MAX_DROPS_WITHOUT_PACK,
+    PACK_LIMITS,
+    Oversize,
+    PackingConfig,
+    SplitAt,
+    SplitPositions,
+)
+from energon_packing.config.plan import PlanConfig
+from energon_packing.config.run import RunConfig, load_config, load_values
+from energon_packing.config.training import ParallelConfig, TrainingConfig
+
+__all__ = [
+    "MAX_DROPS_WITHOUT_PACK",
+    "MODALITIES",
+    "PACK_LIMITS",
+    "DataConfig",
+    "EncoderConfig",
+    "EpochEnd",
+    "LimitsConfig",
+    "LossWeighting",
+    "MetricsConfig",
+    "Modality",
+    "Oversize",
+    "PackingConfig",
+    "ParallelConfig",
+    "Pixels",
+    "PlanConfig",
+    "PositionIds",
+    "RunConfig",
+    "SplitAt",
+    "SplitPositions",
+    "Thinking",
+    "ToolDefinitions",
+    "TrainLineBreak",
+    "TrainOn",
+    "TrainingConfig",
+    "WhenOver",
+    "from_mapping",
+    "load_config",
+    "load_values",
+    "to_mapping",
+]

@@ -1,0 +1,63 @@
+"""The section ``data`` of a configuration: where the conversations come from and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from energon_packing.config.bounds import at_least
+from energon_packing.errors import ConfigError
+
+EpochEnd = Literal["uneven", "drop", "pad"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Where the conversations come from and how they are read."""
+
+    path: str = ""
+    """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
+    split: str = "train"
+    """Part of the data set to read."""
+    workers: int = 2
+    """Loader processes of one rank; 0 reads in the training process."""
+    shuffle_buffer: int = 100
+    """Samples shuffled before encoding; 1 keeps the order of the shards."""
+    shuffle_over_epochs: int = 1
+    """Epochs over which shards are shuffled together; 1 and 0 keep every epoch apart."""
+    repeat: bool = True
+    """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
+    epoch_end: EpochEnd = "uneven"
+    """What to do when ranks run out of packs at different steps, which happens with ``repeat: false``; a training step
+    hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
+    a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
+    seed: int = 0
+    """Of the order of shards and samples."""
+    packs_ahead: int = 2
+    """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
+    transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
+    there is a GPU. 0 reads and transfers each pack when it is asked for, as ``workers: 0`` always does."""
+    keep_memory: bool = True
+    """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
+    they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
+    (docs/bench.md). Takes effect with glibc only."""
+    accept_changed: tuple[str, ...] = ()
+    """What may differ between a restored loader state and this run, by the names in the message that refuses it, such
+    as ``encoder.max_pixels`` or ``data set``; a section's name stands for all its settings. ``missing_state`` lets a
+    run that continues begin its data anew. docs/resume.md says what is then still exact."""
+
+    @property
+    def depth(self) -> int:
+        """Packs that are made ahead of use. None without workers, since Energon then reads in the training process and
+        admits one reader at a time; and none where ranks agree on an epoch's end, which they do on the trainer's own
+        process group."""
+        return self.packs_ahead if self.workers and self.epoch_end == "uneven" else 0
+
+    def __post_init__(self) -> None:
+        if self.repeat and self.epoch_end != "uneven":
+            raise ConfigError(
+                f"data.epoch_end is {self.epoch_end!r}, but no epoch ends while data.repeat is true; set it to false."
+            )
+        counts = {"workers": self.workers, "packs_ahead": self.packs_ahead}
+        at_least("data", counts | {"shuffle_over_epochs": self.shuffle_over_epochs}, 0)
+        at_least("data", {"shuffle_buffer": self.shuffle_buffer}, 1)

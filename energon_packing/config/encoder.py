@@ -1,0 +1,187 @@
+"""The section ``encoder`` of a configuration: how a conversation becomes tokens, labels and pixels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from energon_packing.config.bounds import at_least
+from energon_packing.errors import ConfigError
+
+TrainOn = Literal["assistant", "last_assistant", "all"]
+
+WhenOver = Literal["resize", "truncate", "drop", "raise"]
+
+LossWeighting = Literal["token", "sample", "square"]
+
+Pixels = Literal["bytes", "float32", "bfloat16"]
+
+Thinking = Literal["keep", "strip", "mask", "trim_empty"]
+
+TrainLineBreak = Literal["as_marked", "always", "never"]
+
+ToolDefinitions = Literal["required", "optional"]
+
+PositionIds = Literal["auto", "1d", "mrope"]
+
+Modality = Literal["mixed", "text", "text_image", "text_video"]
+
+MODALITIES: dict[str, tuple[str, ...]] = {
+    "mixed": ("image", "video"),
+    "text": (),
+    "text_image": ("image",),
+    "text_video": ("video",),
+}
+"""Kinds of media that each modality accepts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LimitsConfig:
+    """What one sample may hold; None sets no limit. See docs/limits.md."""
+
+    max_images: int | None = None
+    """Images of the conversation."""
+    max_frames: int | None = None
+    """Sampled frames, summed over all videos."""
+    max_visual_tokens: int | None = None
+    """Placeholder tokens, summed over all images and videos."""
+    max_tokens: int | None = None
+    """Tokens of the whole sample."""
+    when_over: tuple[WhenOver, ...] = ("drop",)
+    """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
+    ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
+    min_active_ratio: float = 1 / 256
+    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps all samples."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_images", "max_frames", "max_visual_tokens"):
+            at_least("encoder.limits", {name: getattr(self, name)}, 0)
+        at_least("encoder.limits", {"max_tokens": self.max_tokens}, 2)
+        if not self.when_over or len(set(self.when_over)) != len(self.when_over):
+            raise ConfigError(
+                f"encoder.limits.when_over is {list(self.when_over)}; name one or more of resize, truncate, drop and "
+                "raise, each once."
+            )
+        if any(last in self.when_over[:-1] for last in ("drop", "raise")):
+            raise ConfigError(
+                f"encoder.limits.when_over is {list(self.when_over)}; nothing can be tried after 'drop' or 'raise'."
+            )
+        if not 0.0 <= self.min_active_ratio < 1.0:
+            raise ConfigError(
+                f"encoder.limits.min_active_ratio is {self.min_active_ratio}; it must be at least 0 and below 1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderConfig:
+    """How a conversation becomes tokens, labels and pixels."""
+
+    processor: str = ""
+    """Directory or hub name of a Hugging Face processor or tokenizer."""
+    family: str = "auto"
+    """Vision family by name; ``auto`` infers it from the processor's class."""
+    modality: Modality = "mixed"
+    """Media that samples may have: ``text`` none, ``text_image`` images, ``text_video`` videos, ``mixed`` both. A
+    sample with another kind is dropped as ``other_modality``."""
+    chat_template: str | None = None
+    """Replaces the processor's own chat template: the name of a built-in prompt format (chatml, qwen, llama3, ...), or
+    the path of a YAML prompt format or a Jinja file; see docs/prompts.md."""
+    thinking: Thinking = "keep"
+    """How to treat the assistant's ``<think>`` spans: ``keep`` trains them like any text, ``strip`` removes them,
+    ``mask`` keeps them in the input but does not train them, ``trim_empty`` removes empty ones, including those that
+    the chat template writes (Qwen3's)."""
+    train_on: TrainOn = "assistant"
+    """Turns that are trained: all answers, the last answer only, or every turn."""
+    train_line_break: TrainLineBreak = "as_marked"
+    """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
+    marks it with ``{% generation %}``, ``always``, or ``never``."""
+    tool_definitions: ToolDefinitions = "required"
+    """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
+    trains it without them. Calls and results are always required."""
+    loss_weighting: LossWeighting = "token"
+    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
+    loss_scale: int | None = None
+    """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
+    ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
+    trust_remote_code: bool = False
+    """Whether code that comes with the processor may run."""
+    position_ids: PositionIds = "auto"
+    """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
+    own positions."""
+    tokens_per_second: int = 2
+    """The value from Qwen2.5-VL's vision config; used for ``mrope`` positions only."""
+    min_pixels: int | None = None
+    """Smallest area of a resized image in pixels; None keeps the processor's value."""
+    max_pixels: int | None = None
+    """Largest area of a resized image in pixels; None keeps the processor's value."""
+    video_min_pixels: int | None = None
+    """Smallest size of a resized video; see ``video_max_pixels``."""
+    video_max_pixels: int | None = None
+    """Bounds for a resized video, in the processor's own unit: one frame for Qwen2.5-VL, the whole clip for
+    Qwen3-VL."""
+    video_fps: float | None = None
+    """Frames per second sampled from a video; None keeps the processor's rate, or 2.0 if it has none."""
+    video_min_frames: int | None = None
+    """Fewest frames sampled from a video; None keeps the processor's value."""
+    video_max_frames: int | None = None
+    """Most frames sampled from a video; None keeps the processor's value."""
+    pan_and_scan: bool | None = None
+    """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
+    no."""
+    pixels: Pixels = "bytes"
+    """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
+    float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
+    rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
+    jpeg_scaled_decoding: float | None = None
+    """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
+    in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
+    decodes the whole image."""
+    max_source_pixels: int = 120_000_000
+    """An image or frame with more pixels than this is rejected before it is decoded."""
+    max_decoded_bytes: int = 5 * 2**30
+    """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
+    decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
+    decode_seconds: float | None = 120.0
+    """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
+    decode_in_child: bool = True
+    """Whether media are decoded in a child process of the loader's worker. A decoder that hangs or crashes then costs
+    its sample; else it holds or ends the run. See docs/reliability.md."""
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    extra_fields: tuple[str, ...] = ()
+    """Per-token values from a record's ``extras`` that batches carry, ``[1, T]`` float32, aligned with ``labels``.
+    ``preference`` is computed here: 1 on chosen targets, -1 on rejected ones. See docs/limits.md."""
+
+    def __post_init__(self) -> None:
+        names = (
+            "tokens_per_second",
+            "min_pixels",
+            "max_pixels",
+            "video_min_pixels",
+            "video_max_pixels",
+            "video_min_frames",
+            "video_max_frames",
+            "max_source_pixels",
+            "max_decoded_bytes",
+        )
+        at_least("encoder", {name: getattr(self, name) for name in names}, 1)
+        for low, high in (
+            ("min_pixels", "max_pixels"),
+            ("video_min_pixels", "video_max_pixels"),
+            ("video_min_frames", "video_max_frames"),
+        ):
+            small, large = getattr(self, low), getattr(self, high)
+            if small is not None and large is not None and small > large:
+                raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
+        at_least("encoder", {"loss_scale": self.loss_scale}, 1)
+        if len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields):
+            raise ConfigError(f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.")
+        scaled = self.jpeg_scaled_decoding
+        if scaled is not None and (isinstance(scaled, bool) or not 1 <= scaled < math.inf):
+            raise ConfigError(
+                f"encoder.jpeg_scaled_decoding is {scaled}; it must be a number of at least 1, or null to decode all."
+            )
+        for name in ("video_fps", "decode_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (0 < value < math.inf):
+                raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")

@@ -1,0 +1,85 @@
+"""The section ``packing`` of a configuration: how samples share a row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from energon_packing.config.bounds import at_least
+from energon_packing.errors import ConfigError
+
+Oversize = Literal["drop", "raise", "truncate", "split"]
+
+SplitAt = Literal["turn", "token"]
+
+SplitPositions = Literal["restart", "continue"]
+
+MAX_DROPS_WITHOUT_PACK = 20_000
+"""Default for how many samples may be dropped since the last pack before the run stops."""
+
+PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_pack", "max_cost_per_pack")
+"""The fields of `PackingConfig` that limit a pack in addition to its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackingConfig:
+    """How samples share a row."""
+
+    seq_length: int = 4096
+    """Tokens of a row, alignment padding included: no pack is ever longer."""
+    window: int = 256
+    """Measured samples held for selection. A larger window fills packs better but delays samples longer; each sample
+    costs about 3 KB."""
+    policy: str = "window"
+    """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
+    ``balanced``, or a name registered with ``register_policy``; see docs/packing.md."""
+    max_images_per_pack: int | None = None
+    """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
+    by itself is handled according to ``oversize``, with the reason ``over_limit``."""
+    max_patches_per_pack: int | None = None
+    """Rows of vision input per pack; bounds the memory of the vision encoder."""
+    max_segments_per_pack: int | None = None
+    """Samples per pack, not counting the masked tail of a fixed-width row."""
+    max_cost_per_pack: float | None = None
+    """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
+    0.098."""
+    balance_window: int = 1
+    """Number of finished plans sorted by cost before they are emitted; 1 keeps the order of selection."""
+    oversize: Oversize = "drop"
+    """A sample longer than a row is dropped and entered in the ledger, stops the run, is cut after the last turn that
+    fits, or is split without loss into pieces ``KEY#0``, ``KEY#1`` and so on; see docs/packing.md."""
+    split_at: SplitAt = "turn"
+    """Where ``oversize: split`` cuts: ``turn`` cuts after the last answer that fits, and inside an exchange only if the
+    exchange is longer than a row; ``token`` fills every piece."""
+    split_positions: SplitPositions = "restart"
+    """Positions of a piece: ``restart`` counts each piece from 0; ``continue`` continues from the end of the previous
+    piece."""
+    pad_to_max_length: bool = False
+    """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
+    dummy_image: bool = False
+    """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
+    has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""
+    drop_budget: float = 0.1
+    """Share of the samples read that may be dropped. The run stops once the share is above this beyond doubt; 1.0 never
+    stops it."""
+    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
+    """Samples that a worker may drop without making a pack in between before the run stops."""
+    ledger: str | None = None
+    """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""
+
+    def __post_init__(self) -> None:
+        names = ("seq_length", "window", "balance_window", "max_drops_without_pack")
+        at_least("packing", {name: getattr(self, name) for name in names}, 1)
+        limits = {name: getattr(self, name) for name in PACK_LIMITS}
+        at_least("packing", limits, 1)
+        if self.max_cost_per_pack is not None and not math.isfinite(self.max_cost_per_pack):
+            raise ConfigError(
+                f"packing.max_cost_per_pack is {self.max_cost_per_pack}; it must be finite, or None for no limit."
+            )
+        if self.policy != "window":  # the registry needs numpy
+            from energon_packing.packing.online import check_online_policy
+
+            check_online_policy(self.policy)
+        if not 0.0 <= self.drop_budget <= 1.0:
+            raise ConfigError(f"packing.drop_budget is {self.drop_budget}; it must be a share between 0 and 1.")

@@ -129,7 +129,9 @@ class HostLeader:
         head = _HEAD.pack(message.kind, message.number, size, len(blocks))
         head += b"".join(_PLACE.pack(block.start, block.size) for block in blocks)
         sent = socket.send_fds(member, [head], [block.descriptor for block in blocks])
-        member.sendall(head[sent:])
+        # `sendall` calls the kernel for no bytes too, which fails where a member has closed after its last message.
+        if sent < len(head):
+            member.sendall(head[sent:])
         if message.text is not None:
             member.sendall(memoryview(message.text.numpy()))
         self._outstanding[rank] += 1

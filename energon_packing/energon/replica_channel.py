@@ -172,11 +172,13 @@ class StageSpread:
         """Sends a message from the stage's leader to the other ranks of the stage.
 
         Raises:
-            PackingError: a rank is gone; all others of its host have the message.
+            PackingError: a rank is gone; all others have the message.
         """
-        self._share(message)
-        if self._hosts_group is not None:
-            self._broadcast(message)
+        try:
+            self._share(message)
+        finally:  # other hosts wait for it, whoever is missing on this one
+            if self._hosts_group is not None:
+                self._broadcast(message)
 
     def receive(self) -> Message:
         """The next message; called on every rank but the stage's leader.

@@ -6,6 +6,7 @@ from mutation_table import Mutation
 
 BUDGET_TRAPS: dict[int, str] = {
     31: "a saved state belongs to another pack than the last one used",
+    64: "ranks of another host wait for the end of the data, which a rank that had left kept from them",
     37: "pixels become other numbers, a turned TIFF or a one-frame clip is lost without its reason",
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
@@ -216,6 +217,19 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
                 "energon/replica_reader.py",
                 "error=made.error, state=None if self._last is None else self._last.state)",
                 "error=made.error, state=None)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=64,
+        name="a rank that has left keeps the last message from other hosts",
+        test="tests/energon/test_host_link.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
+        oracle="the broadcast of the message",
+        edits=(
+            (
+                "energon/replica_channel.py",
+                "finally:  # other hosts wait for it, whoever is missing on this one\n",
+                "except ZeroDivisionError:\n            raise\n        else:\n",
             ),
         ),
     ),

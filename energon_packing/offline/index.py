@@ -86,7 +86,8 @@ class IndexedShard:
         name: of the tar, relative to the data set.
         samples, dropped: rows of its file, and how many of them have a reason.
         tokens: of all samples that are not dropped.
-        identity: what the tar was when it was measured, see `shard_identity`.
+        identity: what the tar was when it was measured, see `shard_identity`; with ``media_uuid``, the identifier of
+            the index of its media, if these are in a data set of their own.
     """
 
     name: str
@@ -169,6 +170,8 @@ def _shard(values: Mapping[str, Any]) -> IndexedShard:
     identity = mapping(values, "identity")
     count(identity, "bytes")
     text(identity, "index_uuid")
+    if "media_uuid" in identity:
+        text(identity, "media_uuid")
     return IndexedShard(
         name=inner_path(values, "name"),
         **{name: count(values, name) for name in ("samples", "dropped", "tokens")},

@@ -141,11 +141,14 @@ class ShardMeasurer:
     def _identity(self, part: SourcePart, shard: str) -> dict[str, Any]:
         path = Path(part.root) / shard
         try:
-            return shard_identity(path, self.index_of(part.root).uuid)
+            found = shard_identity(path, self.index_of(part.root).uuid)
         except OSError as error:
             raise UserError(
                 f"{shown(path)}, a shard of the data set, cannot be read ({said(error)}); put it back, or convert again"
             ) from error
+        if part.media_root != part.root:  # its rows name places in shards that may change alone
+            found["media_uuid"] = self.index_of(part.media_root).uuid
+        return found
 
     def rows(self, part: SourcePart, shard: str, wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
         """Measures samples of a shard, in order; each row has the columns of its kind.

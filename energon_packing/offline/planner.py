@@ -169,7 +169,10 @@ def _facts(
 
 def _content(dataset: IndexedDataset) -> dict[str, Any]:
     """What a data set holds, wherever it is."""
-    shards = [(shard.name, shard.identity["bytes"], shard.identity["index_uuid"]) for shard in dataset.shards]
+    names = ("bytes", "index_uuid", "media_uuid")
+    shards = [
+        (shard.name, *(shard.identity[name] for name in names if name in shard.identity)) for shard in dataset.shards
+    ]
     return {"split": dataset.split, "subflavors": dict(dataset.subflavors), "shards": shards}
 
 

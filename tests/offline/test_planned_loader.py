@@ -207,6 +207,26 @@ def test_a_sample_that_cannot_be_decoded_is_dropped_and_every_position_keeps_its
     assert sample.key in written.read_text()
 
 
+def test_media_that_were_prepared_again_are_refused_and_measured_again(dataset, run_of, tmp_path):
+    """Their places in the plan are those of other files then."""
+    copied = tmp_path / "data"
+    shutil.copytree(dataset, copied)
+    base = run_of(copied)
+    run = planned(base, copied, tmp_path)
+    before = Plan.open(run.data.path).facts
+    (source,) = before.datasets
+    uuid = Path(source.media_root) / ".nv-meta" / "index.uuid"
+    uuid.write_text("12345678-1234-1234-1234-123456789abc")
+    with pytest.raises(UserError, match=r"media of the plan, changed since .* 'energon-packing measure' and"):
+        list(open_loader(run))
+    again = measure(MeasureConfig(paths=(copied,), out=tmp_path / "index", workers=0), base)
+    assert (again.measured, again.reused) == (len(source.shards), 0)
+    Path(run.data.path).unlink()
+    run = planned(base, copied, tmp_path)
+    assert Plan.open(run.data.path).facts.id != before.id
+    assert list(open_loader(run))
+
+
 @pytest.mark.both_layouts
 def test_a_plan_whose_data_or_settings_changed_is_refused_by_name(dataset, run_of, tmp_path):
     copied = tmp_path / "data"

@@ -93,7 +93,9 @@ class PlannedLoader(LoaderBase):
         """Returns the state after the last yielded pack; it is the same on every rank."""
         if not self._started:
             raise PackingError("the loader has no state before its first pack; read a pack first")
-        return planned_state(self._position, self._fingerprint)
+        # Where ranks do not divide the packs, the last step ends beyond the plan for those that had a pack in it.
+        position = self._position if self._repeat else min(self._position, len(self._packs))
+        return planned_state(position, self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
         """Returns a function that gives the state after the last yielded pack, also when more were read since."""

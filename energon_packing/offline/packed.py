@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from energon_packing.errors import UserError
+from energon_packing.offline.checked_fields import count, counts, mapping
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.parquet import replacing
 from energon_packing.offline.plan import Plan
@@ -61,6 +62,18 @@ class ShardEntry:
     media_checksum: str
     samples: int
     drops: Mapping[str, int]
+
+
+def _entry(values: Mapping[str, Any]) -> ShardEntry:
+    """An entry of a manifest.
+
+    Raises:
+        KeyError, TypeError, ValueError: a field is missing or has another form.
+    """
+    numbers = ("number", "first", "packs", "bytes", "media_bytes", "samples")
+    return ShardEntry(
+        **{**values, **{name: count(values, name) for name in numbers}, "drops": mapping(values, "drops")}
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +147,11 @@ class PackedFacts:
             facts = cls(
                 **{
                     **found,
-                    "firsts": tuple(int(first) for first in found["firsts"]),
+                    "firsts": counts(found, "firsts"),
+                    "packs": count(found, "packs"),
+                    "encoder": mapping(found, "encoder"),
                     "media_uuids": tuple(found["media_uuids"]),
-                    "shards": tuple(ShardEntry(**each) for each in found["shards"]),
+                    "shards": tuple(_entry(each) for each in found["shards"]),
                 }
             )
             ends = (*facts.firsts[1:], facts.packs)
@@ -178,7 +193,8 @@ class Packed:
         if not facts.shards:
             raise UserError(f"{path} is not complete; run 'energon-packing pack' again with the same arguments")
         plan = Plan.open(path / PLAN_FILE)
-        if (plan.facts.id, len(plan)) != (facts.plan, facts.packs):
+        known = plan.facts.id, len(plan), len(plan.facts.datasets)
+        if known != (facts.plan, facts.packs, len(facts.media_uuids)):
             raise UserError(f"{plan.path} is not the plan that {path} was packed from; pack again")
         return cls(directory=path, facts=facts, plan=plan)
 

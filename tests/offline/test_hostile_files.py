@@ -23,6 +23,7 @@ from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline import planner
 from energon_packing.offline.index import INDEX_FILE, Index
+from energon_packing.offline.packed import PackedFacts, ShardEntry
 from energon_packing.offline.parquet import METADATA
 from energon_packing.offline.plan import SCHEMA, Plan
 from energon_packing.offline.plan_changes import changes
@@ -209,3 +210,22 @@ def test_a_shard_that_becomes_shorter_while_it_is_open_is_a_sentence(tmp_path: P
     os.truncate(tmp_path / "shard", size + 10)
     with pytest.raises(UserError, match="put it back as it was"):
         opened.record(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("encoder", None), ("encoder", []), ("firsts", [0, float("inf")]), ("packs", 2.5), ("samples", "x")],
+)
+def test_a_manifest_of_other_types_is_a_sentence(tmp_path: Path, name: str, value: Any) -> None:
+    entry = ShardEntry(
+        number=0, first=0, packs=2, bytes=9, checksum="", media_bytes=0, media_checksum="", samples=4, drops={}
+    )
+    told = {"plan": "p", "store": "tokens", "media": "copy", "shard_packs": 2, "firsts": (0,), "packs": 2}
+    facts = PackedFacts(**told, padded_rows=False, encoder={}, media_uuids=(None,), shards=(entry,))  # type: ignore[arg-type]
+    facts.save(tmp_path)
+    assert PackedFacts.read(tmp_path) == facts
+    content = json.loads((tmp_path / "packed.json").read_text())
+    (content["shards"][0] if name == "samples" else content)[name] = value
+    (tmp_path / "packed.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"packed\.json is damaged"):
+        PackedFacts.read(tmp_path)

@@ -94,6 +94,36 @@ def merged(directory: Path) -> LedgerReport:
     return report
 
 
+def standing_lines(directory: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The lines of a ledger that still hold, with their files: not those of runs that nobody continued, nor of packs
+    that a resumed run made again or has yet to make again.
+
+    Raises:
+        UserError: the directory holds no ledger, or cannot be read.
+    """
+    files = sorted(directory.glob("*.jsonl")) if directory.is_dir() else []
+    if not files:
+        raise UserError(f"{directory} holds no ledger; name the directory of packing.ledger.")
+    positions: dict[int, list[tuple[Path, dict[str, Any]]]] = {}
+    known = False
+    for file in files:
+        own = _Worker(LedgerReport())
+        try:
+            for entry in read_lines(file):
+                known = known or _is_of_ledger(entry)
+                own.take(entry)
+        except OSError as error:
+            raise UserError(f"The ledger {error.filename or file} cannot be read ({error.strerror}).") from error
+        if own.packs_of_plan:
+            positions |= {at: [(file, line) for line in lines] for at, lines in own.by_position().items()}
+        else:
+            yield from ((file, line) for line in own.lines)
+    if not known:
+        raise UserError(f"{directory} holds no line of a ledger; name the directory of packing.ledger.")
+    for at in sorted(positions):
+        yield from positions[at]
+
+
 def _is_of_ledger(entry: dict[str, Any]) -> bool:
     return not entry.keys().isdisjoint(("from", "packs_of_plan", "epoch_read", "dropped", "keys", "changed"))
 

@@ -18,6 +18,7 @@ from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.ledger_report import standing_lines
 from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
@@ -260,51 +261,40 @@ def _rendered(
 
 
 def _in_ledger(key: str, directory: Path | None) -> Iterator[Event]:
-    """What the ledger of a run says; a pack that was made again counts once, by its last line."""
+    """What the ledger of a run says of a sample, or of all pieces of it if the key names none."""
     if directory is None:
         yield Event(stage="pack", outcome="unknown", text="no ledger: give --ledger DIR of a run (packing.ledger)")
         return
-    files = sorted(directory.glob("*.jsonl"))
-    if not files:
-        raise UserError(f"{directory} holds no ledger; packing.ledger names the directory of a run.")
+    source = _source_key(key)
+
+    def concerns(entered: Any) -> bool:
+        return entered in (key, source) or (key == source and _source_key(str(entered)) == source)
+
     told = False
-    names = {key, _source_key(key)}
-    for file in files:
-        packs: dict[int, list[str]] = {}
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                if not any(name in line for name in names):
-                    if '"pack"' in line and packs:
-                        entry = _entry(line)
-                        packs.pop(entry.get("pack", -1), None)
-                    continue
-                entry = _entry(line)
-                if "pack" in entry and names & set(entry["keys"]):
-                    packs[entry["pack"]] = entry["keys"]
-                elif entry.get("changed") in names:
-                    told = True
-                    text = f"{entry['how']}: {entry['detail']} ({file.name})"
-                    setting = deciding_setting(entry["how"], entry["detail"])
-                    yield Event(stage="ledger", outcome="changed", text=text, setting=setting)
-                elif entry.get("dropped", "").split("#")[0] in names or entry.get("dropped") in names:
-                    told = True
-                    text = f"{entry['reason']}: {entry['detail']} ({file.name})"
-                    setting = deciding_setting(entry["reason"], entry["detail"])
-                    yield Event(stage="ledger", outcome="dropped", text=text, setting=setting)
-        for number, keys in packs.items():
+    packs: dict[tuple[str, int], list[str]] = {}
+    for file, entry in standing_lines(directory):
+        if "pack" in entry:
+            place = (file.stem, int(entry["pack"]))
+            packs.pop(place, None)  # a pack that was made again counts once, by its last line
+            if any(concerns(each) for each in entry.get("keys", ())):
+                packs[place] = entry["keys"]
+        elif concerns(entry.get("changed")) or concerns(entry.get("dropped")):
             told = True
-            beside = [each for each in keys if each not in names]
-            more = f" and {len(beside) - 5} more" if len(beside) > 5 else ""
-            text = f"pack {number} of {file.stem}, beside {', '.join(beside[:5]) or 'nothing'}{more}"
-            yield Event(stage="pack", outcome="ok", text=text)
-    if not told:
+            named = entry.get("changed", entry.get("dropped"))
+            how, outcome = (entry["how"], "changed") if "changed" in entry else (entry["reason"], "dropped")
+            piece = "" if named in (key, source) else f"{named}: "
+            yield Event(
+                stage="ledger",
+                outcome=outcome,  # type: ignore[arg-type]
+                text=f"{piece}{how}: {entry['detail']} ({file.name})",
+                setting=deciding_setting(how, entry["detail"]),
+            )
+    for (worker, number), keys in packs.items():
+        pieces = [each for each in keys if concerns(each) and each not in (key, source)]
+        beside = [each for each in keys if not concerns(each)]
+        more = f" and {len(beside) - 5} more" if len(beside) > 5 else ""
+        held = f"{', '.join(pieces)}: " if pieces else ""
+        text = f"{held}pack {number} of {worker}, beside {', '.join(beside[:5]) or 'nothing'}{more}"
+        yield Event(stage="pack", outcome="ok", text=text)
+    if not packs and not told:
         yield Event(stage="pack", outcome="unknown", text=f"{directory} does not mention it: not read so far")
-
-
-def _entry(line: str) -> dict[str, Any]:
-    """A line of a ledger; empty if a kill cut it off."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -12,7 +12,8 @@ from energon_packing.config import load_config
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.report.sample_story import deciding_setting, story_in_dataset
+from energon_packing.errors import UserError
+from energon_packing.report.sample_story import _in_ledger, deciding_setting, story_in_dataset
 from energon_packing.report.settings import settings
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -65,6 +66,49 @@ def test_outcomes_are_those_of_the_loader(dataset, run):
         assert f"pack {pack.index} " in events["pack"].text
         assert all(event.outcome in ("ok", "changed") for event in events.values())
         assert all(other in events["pack"].text for other in pack.keys[1:5])
+
+
+def _marked(run: str, resumed: bool = False, first: int = 0) -> dict[str, object]:
+    return {"run": run, "rank": 0, "worker": 0, "from": first, "resumed": resumed, "samples": 9, "times": 1}
+
+
+def test_the_pieces_of_a_split_sample_are_found_in_the_ledger(tmp_path):
+    lines = [
+        _marked("a"),
+        {"pack": 0, "keys": ["x", "long#0", "y"]},
+        {"changed": "long#0", "how": "split", "detail": "piece 1 of 2"},
+        {"pack": 1, "keys": ["long#1"]},
+        {"dropped": "long#2", "reason": "over_limit", "detail": "3 images"},
+        {"pack": 2, "keys": ["longer#0", "z"]},
+    ]
+    (tmp_path / "rank0-worker0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = [event.text for event in _in_ledger("long", tmp_path)]
+    assert told == [
+        "long#0: split: piece 1 of 2 (rank0-worker0.jsonl)",
+        "long#2: over_limit: 3 images (rank0-worker0.jsonl)",
+        "long#0: pack 0 of rank0-worker0, beside x, y",
+        "long#1: pack 1 of rank0-worker0, beside nothing",
+    ]
+    assert [event.text for event in _in_ledger("long#1", tmp_path)] == ["pack 1 of rank0-worker0, beside nothing"]
+
+
+def test_packs_that_a_restart_takes_back_are_not_told(tmp_path):
+    lines = [
+        _marked("a"),
+        {"pack": 0, "keys": ["gone"]},
+        _marked("b"),
+        {"pack": 0, "keys": ["kept"]},
+        {"pack": 1, "keys": ["ahead"]},
+        {"dropped": "bad", "reason": "oversize", "detail": "9 tokens"},
+        _marked("b", resumed=True, first=1),
+        {"dropped": "bad", "reason": "oversize", "detail": "9 tokens"},
+    ]
+    (tmp_path / "rank0-worker0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcomes = {key: [event.outcome for event in _in_ledger(key, tmp_path)] for key in ("gone", "ahead", "kept", "bad")}
+    assert outcomes == {"gone": ["unknown"], "ahead": ["unknown"], "kept": ["ok"], "bad": ["dropped"]}
+    (tmp_path / "rank0-worker0.jsonl").write_text('{"key": "bad", "reason": "unknown_role"}\n')
+    with pytest.raises(UserError, match="no line of a ledger"):
+        list(_in_ledger("bad", tmp_path))
 
 
 def test_rejects_other_splits_and_unknown_keys_are_told(dataset, run, tmp_path):

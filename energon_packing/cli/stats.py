@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from energon_packing.cli.progress import ShownProgress
@@ -52,7 +53,9 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--html", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page.")
 @click.option("--png", "png", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture (matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.pass_context
 def stats(
+    ctx: click.Context,
     path: Path,
     config_path: str | None,
     overrides: tuple[str, ...],
@@ -84,13 +87,14 @@ def stats(
 
         check_matplotlib()
     run = load_config(config_path, overrides)
+    given = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     with ShownProgress(
         Console(stderr=True),
         {"sample": "measuring", "measure": "measuring"},
         quiet=as_json,
         units={"sample": "samples"},
     ) as shown:
-        samples = _samples(path, split, run, most, full, workers, seed, shown)
+        samples = _samples(path, split, run, most, full, workers, seed, shown, given)
     report = stats_report(samples, run, seq_lengths=seq_lengths, multiples=multiples, windows=windows, seed=seed)
     if html is not None:
         from energon_packing.report.page import write_page
@@ -121,6 +125,7 @@ def _samples(
     workers: int | None,
     seed: int,
     shown: ShownProgress,
+    given: set[str],
 ) -> StatsSamples:
     from energon_packing.offline.data_paths import is_packed, is_plan
     from energon_packing.offline.index import INDEX_FILE, Index
@@ -130,8 +135,12 @@ def _samples(
     if is_packed(path):
         raise UserError(f"{path} holds packs; give the plan that it was packed from, or its data set.")
     known = is_plan(path) or (path / INDEX_FILE).is_file()
-    if known and (full or workers is not None):
-        raise UserError(f"--full and --workers are for data sets; {path} is measured already.")
+    if known and given & {"full", "workers", "split", "most"}:
+        raise UserError(f"--full, --workers, --split and --samples are for data sets; {path} is measured already.")
+    if full and "most" in given:
+        raise UserError("--full measures all samples; leave out --samples, or --full.")
+    if workers is not None and not full:
+        raise UserError("--workers is for --full; a drawn part is measured in one process.")
     if is_plan(path):
         return stats_samples.samples_of_plan(Plan.open(path))
     if known:

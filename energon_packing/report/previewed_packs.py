@@ -135,6 +135,8 @@ def _packs(
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} "
             f"{config.data.path}` says what became of it."
         )
+    if wanted.first and empty:
+        raise UserError(f"The epoch of {config.data.path} ends before pack {wanted.first}; packs are numbered from 0.")
 
 
 def _after(loader: Any, first: int, progress: Progress) -> Iterator[Pack]:

@@ -118,6 +118,13 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
             f"packing.oversize=split: {best['lost']:.2%} of the tokens would be dropped with their samples. "
             "Splitting keeps them."
         )
+    splits = run.packing.oversize != "drop" or "packing.oversize" in settings
+    if best["oversize"] and splits and "text_tokens" not in samples.columns:
+        reasons.append(
+            "Fill, packs and steps are those without samples that are longer than a row; with "
+            f"packing.oversize={settings.get('packing.oversize', run.packing.oversize)} a run has them too, and so "
+            "more packs and steps."
+        )
     dropped = (samples.dropped.total() * samples.total / samples.measured + best["oversize"]) / samples.total
     if best["oversize"] and "packing.oversize" in settings:
         dropped = samples.dropped.total() / samples.measured

@@ -201,6 +201,9 @@ def test_the_command_writes_real_packs_with_pictures_and_places(dataset, tmp_pat
     assert all(key in [segment["key"] for segment in pack["segments"]] for pack in shown_by(file)["packs"])
     later = json.loads(preview(dataset, "--packs", 2, "--pack", 1, "--json").stdout)["packs"]
     assert later == listed[1:]
+    beyond = preview(dataset, "--set", "data.repeat=false", "--pack", 999)
+    assert beyond.exit_code == 2
+    assert "ends before pack 999" in beyond.output
     nothing = preview(dataset, "--key", "nobody")
     assert nothing.exit_code == 2
     assert "energon-packing explain nobody" in nothing.output

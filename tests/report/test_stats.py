@@ -172,6 +172,7 @@ def test_recommended_rows_are_the_shortest_that_lose_hardly_anything(samples):
     assert found["recommendation"]["settings"]["packing.seq_length"] == 4096
     found = stats_report(long, RunConfig(), seq_lengths=(1024,), windows=(16,))
     assert found["recommendation"]["settings"]["packing.oversize"] == "split"
+    assert any("oversize=split a run has them too" in reason for reason in found["recommendation"]["reasons"])
     nothing = stats_report(long, RunConfig(), seq_lengths=(128,))["recommendation"]
     assert nothing["settings"] == {}
     assert "--seq-length" in nothing["reasons"][0]
@@ -247,7 +248,10 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     ("arguments", "sentence"),
     [
         (("nothing",), "There is no nothing"),
-        (("INDEX", "--full"), "--full and --workers are for data sets"),
+        (("INDEX", "--full"), "--full, --workers, --split and --samples are for data sets"),
+        (("INDEX", "--split", "val"), "--full, --workers, --split and --samples are for data sets"),
+        (("DATASET", "--set", "encoder.processor=p", "--full", "--samples", "5"), "--full measures all samples"),
+        (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),
         (("DATASET",), "--set encoder.processor"),
         (("INDEX", "--html", "no/where.html"), "no/where.html cannot be written: there is no directory no."),

@@ -38,7 +38,8 @@ def encoder_fingerprint(
         family.processor,
         *(getattr(family.processor, name, None) for name in ("image_processor", "video_processor")),
     ]
-    limits = repr([_limits(part) for part in parts])
+    names = (*LIMITS, *family.processor_settings)
+    limits = repr([_limits(part, names) for part in parts])
     return {
         "tokenizer": backend,
         "chat_template": hashlib.sha256(template.source.encode()).hexdigest()[:16],
@@ -66,5 +67,5 @@ def encoder_fingerprint(
     }
 
 
-def _limits(processor: Any) -> dict[str, str]:
-    return {name: repr(getattr(processor, name)) for name in LIMITS if getattr(processor, name, None) is not None}
+def _limits(processor: Any, names: tuple[str, ...]) -> dict[str, str]:
+    return {name: repr(getattr(processor, name)) for name in names if getattr(processor, name, None) is not None}

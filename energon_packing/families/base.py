@@ -2,8 +2,7 @@
 
 A new family is one file. Subclass `VisionFamily` and define how many tokens an image or video of a given size costs
 (`plan`), which text stands for it (`replacement`), how its pixels are made (`pixels`) and the positions of its tokens
-(`positions`). Then add it to `registry.py`. Geometry is never guessed: it is tested against the family's Hugging Face
-processor.
+(`positions`). Then add it to `registry.py`. Geometry is never guessed: a test compares it with the family's processor.
 """
 
 from __future__ import annotations
@@ -53,6 +52,8 @@ class VisionFamily(ABC):
     shared_placeholder: ClassVar[bool] = False
     """Whether the model cannot distinguish placeholders of images from those of videos, so that no row may hold both;
     see `energon_packing.encoders.shared_placeholder`."""
+    processor_settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes of the processor or its parts that rows depend on, besides `encoders.encoder_fingerprint.LIMITS`."""
     token_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the model inputs that `token_values` returns: one integer per token, 0 on padding."""
     mrope: ClassVar[bool] = True

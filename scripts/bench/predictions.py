@@ -28,6 +28,7 @@ from energon_packing.errors import SampleRejected, UserError
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.gemma3 import Gemma3
 from energon_packing.families.glm4v import Glm4v
+from energon_packing.families.hugging_face import HuggingFace
 from energon_packing.families.internvl import InternVL
 from energon_packing.families.llava import Llava
 from energon_packing.families.llava_onevision import LlavaOneVision
@@ -191,8 +192,15 @@ def _count(family: VisionFamily, height: int, width: int, plan: MediaPlan | None
         said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(said["num_image_tokens"][0]), plan.tokens + len(plan.runs) if plan else -1
     said = family.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
-    around = 2 if isinstance(family, InternVL) else 0  # it also counts <img> and </img>
+    # Those of Gemma 3 and MiniMax-M3 count placeholders alone; all others what they write.
+    around = 0 if isinstance(family, Gemma3 | HuggingFace) or plan is None else _around(family, plan)
     return int(said["num_image_tokens"][0]) - around, plan.tokens if plan else -1
+
+
+def _around(family: VisionFamily, plan: MediaPlan) -> int:
+    """Returns the tokens that a family writes besides placeholders, such as a start and an end, which count too."""
+    ids = family.tokenizer(family.replacement(plan), add_special_tokens=False)["input_ids"]
+    return sum(token != family.placeholder_ids[plan.kind] for token in ids)
 
 
 def _squares(family: Gemma3, height: int, width: int) -> int:
@@ -229,7 +237,9 @@ def _planned_rows(family: VisionFamily, plan: MediaPlan) -> int:
         return plan.tiles
     if isinstance(family, Qwen25VL | Pixtral):
         return plan.patches
-    return plan.tokens * family.processor.image_processor.merge_size**2  # a plan of the generic family counts tokens
+    merge = getattr(family.processor.image_processor, "merge_size", None)
+    # A plan of the generic family counts tokens; without merged patches the rows are tiles.
+    return plan.tiles if merge is None else plan.tokens * merge**2
 
 
 def _same_reason(family: VisionFamily, error: Exception, rejected: SampleRejected, height: int, width: int) -> bool:

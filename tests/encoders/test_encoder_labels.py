@@ -277,6 +277,22 @@ CHANGES: list[dict[str, Any]] = [
     {"train_on": "last_assistant"},
     {"position_ids": "mrope"},
 ]
+ELSEWHERE = {
+    *("processor", "family", "chat_template", "modality", "thinking", "train_line_break", "tool_definitions"),
+    *("loss_weighting", "loss_scale", "tokens_per_second", "pan_and_scan", "pixels", "jpeg_scaled_decoding"),
+    *("limits", "extra_fields"),
+}
+"""Settings that are in the encoder's fingerprint and changed by other tests."""
+NO_ROW = {
+    *("trust_remote_code", "max_source_pixels", "max_decoded_bytes", "decode_seconds", "decode_in_child"),
+}
+"""Settings that change no row: they refuse samples, or say how media are decoded."""
+
+
+def test_every_setting_of_the_encoder_is_in_its_fingerprint_or_changes_no_row() -> None:
+    """Plans and stored lengths compare this fingerprint alone, so a setting that it lacks would go unseen there."""
+    told = [name for change in CHANGES for name in change]
+    assert {*told, *ELSEWHERE, *NO_ROW} == {entry.name for entry in dataclasses.fields(EncoderConfig)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,6 +20,7 @@ from energon_packing import thd
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.families import registry
+from energon_packing.families.internvl import InternVL
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
@@ -139,3 +140,12 @@ def test_bridge_takes_what_its_container_has_a_field_for_and_names_what_it_has_n
 def test_a_processors_settings_are_part_of_the_fingerprint():
     few, many = (encoder(internvl(28, 4, max_patches=count)).fingerprint() for count in (4, 12))
     assert few["vision_limits"] != many["vision_limits"]
+
+
+def test_a_setting_that_only_one_family_reads_is_part_of_its_fingerprint(monkeypatch):
+    def limits(cut):
+        return encoder(internvl(28, 4, crop_to_patches=cut)).fingerprint()["vision_limits"]
+
+    assert limits(True) == limits(False)  # InternVL always cuts
+    monkeypatch.setattr(InternVL, "processor_settings", ("crop_to_patches",))
+    assert limits(True) != limits(False)

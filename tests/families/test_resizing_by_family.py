@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from bench.offline_processors import internvl, llava_next, processor_of
+from bench.offline_processors import PROCESSORS, internvl, llava_next, processor_of
 from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig, LimitsConfig
@@ -16,10 +16,6 @@ from energon_packing.encoders.resizing import Resizer, frames_of, tokens_of
 from energon_packing.errors import SampleRejected
 
 PAGE = Path(__file__).parents[2] / "docs/families.md"
-FAMILIES = [
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "qianfan_vl", "llava", "llava_next", "llava_onevision"),
-    *("llava_onevision_1_5", "gemma3", "pixtral", "glm4v", "qwen3_5_vl", "ernie4_5_vl", "huggingface"),
-]
 
 
 def documented() -> dict[str, str]:
@@ -47,7 +43,7 @@ def about(medium):
     return Conversation(key="k", turns=turns, media=(medium,))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PROCESSORS)
 def test_the_page_says_what_a_family_can_make_smaller(name):
     family = of_family(name).family
     resizer = Resizer(family)

@@ -122,7 +122,7 @@ def test_constraints_that_cannot_be_kept_are_refused_by_name(constraint: object,
         pack_lengths([1, 1, 1], 8, constraints={"images": constraint})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("policy", ["window", "best_fit", "first_fit", "next_fit", "balanced", "internvl"])
+@pytest.mark.parametrize("policy", policy_module.BUILT_IN)
 def test_an_empty_list_has_no_packs(policy: str) -> None:
     assert pack_lengths([], 8, policy) == []
 

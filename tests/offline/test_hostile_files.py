@@ -214,7 +214,7 @@ def test_a_shard_that_becomes_shorter_while_it_is_open_is_a_sentence(tmp_path: P
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("encoder", None), ("encoder", []), ("firsts", [0, float("inf")]), ("packs", 2.5), ("samples", "x")],
+    [("encoder", None), ("encoder", []), ("firsts", [0, float("inf")]), ("samples", "x")],
 )
 def test_a_manifest_of_other_types_is_a_sentence(tmp_path: Path, name: str, value: Any) -> None:
     entry = ShardEntry(

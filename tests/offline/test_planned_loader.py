@@ -136,7 +136,7 @@ def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of, ranks
 
 
 def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):
-    """Packs that the ranks do not divide leave some ranks a pack short; a run that repeats may go on from any."""
+    """Packs that the ranks do not divide leave some ranks a pack short; a run that repeats may go on from each."""
     packs = len(Plan.open(plan_of.data.path))
     ranks = next(number for number in range(2, packs) if packs % number)
     first, last = (open_loader(plan_of, rank=rank, world_size=ranks) for rank in (0, ranks - 1))

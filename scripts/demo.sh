@@ -10,4 +10,5 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/scripts/setup.sh"
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 export PYTHONUNBUFFERED=1
+unset PYTHONDONTWRITEBYTECODE # or each command compiles all that it imports
 exec "$root/.venv/bin/python" "$root/scripts/demo.py" "$@"

@@ -25,6 +25,8 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 # The tests need no hub. A test that asks for one should fail here, not only on a machine without a network.
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export PYTHONUNBUFFERED=1
+# Where bytecode may not be written, as in many containers, each of the hundreds of interpreters compiles all it imports.
+unset PYTHONDONTWRITEBYTECODE
 # Memory of tensors stays with the process: giving it back to the kernel after each one was half of the kernel's time.
 export MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432
 

@@ -147,7 +147,7 @@ def first_use_without_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def threads_end_with_their_test() -> Iterator[None]:
-    """Collects what a test leaves of process groups, each with three threads that wake a hundred times a second.
+    """Collects what a test leaves of process groups, each with three threads that wake a hundred times per second.
 
     A model and its groups refer to each other, so only the garbage collector ends them; imports are out of its reach.
     """

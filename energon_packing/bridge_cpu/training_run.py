@@ -95,9 +95,9 @@ def process_groups() -> Iterator[None]:
 def _release_models() -> None:
     """Frees the models of a run, and with them some twenty gloo groups.
 
-    Each group has three threads that wake a hundred times a second for as long as an object refers to it. Models refer
-    to theirs in cycles, two of which the garbage collector cannot see: the tokens that a dispatcher of experts keeps
-    lead to the model through their gradient functions, and a rotary embedding is in a cache of its own method.
+    Each group has three threads that wake a hundred times per second for as long as an object refers to it. Models
+    refer to theirs in cycles, two of which the garbage collector cannot see: the tokens that a dispatcher of experts
+    keeps lead to the model through their gradient functions, and a rotary embedding is in a cache of its own method.
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher

@@ -182,12 +182,12 @@ def convert(
 ) -> None:
     """Convert conversation files to an Energon data set.
 
-    SRC are JSON arrays, JSON Lines files or directories of them. The layout of each record is detected: ShareGPT,
-    OpenAI, Alpaca and others; docs/convert.md has the table. Bad records go to OUT/rejects.jsonl with their reason; the
-    others are converted.
+    SRC are JSON, JSON Lines, Parquet, Arrow or tar files, directories of them, or patterns in quotes. The layout of
+    each record is detected: ShareGPT, OpenAI, Alpaca and others; docs/convert.md has the table. Bad records go to
+    OUT/rejects.jsonl with their reason; the others are converted.
 
-    Exit code 0: done. 1: more records were rejected than --max-rejects allows, or a JSON array breaks off. 2: nothing
-    usable, or a bad option.
+    Exit code 0: done. 1: more records were rejected than --max-rejects allows, or a source is damaged or breaks off.
+    2: nothing usable, or a bad option.
     """
     column_map = ColumnMap(columns=parse_names("--columns", columns), roles=parse_names("--roles", roles))
     if (dataset_info is None) != (dataset is None):

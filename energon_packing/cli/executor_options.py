@@ -29,7 +29,7 @@ def executor_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--address",
             default=None,
-            help="Of a running Ray cluster. Default: RAY_ADDRESS, else a cluster on this machine for this command.",
+            help="Address of a Ray cluster. Default: RAY_ADDRESS, else a cluster on this machine for this command.",
         ),
     )
     for option in reversed(options):

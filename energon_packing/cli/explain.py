@@ -33,8 +33,8 @@ def explain(
 ) -> None:
     """Say what happened to the sample KEY, from its source to its pack or drop.
 
-    Of a data set, the sample is read, measured and decoded again as training would, and the ledger of a run tells its
-    pack. A plan tells pack, place and neighbours.
+    In a data set, the sample is read, measured and decoded again as in training, and the ledger of a run says which
+    pack it went to. A plan gives its pack, place and neighbours.
     """
     from energon_packing.offline.data_paths import is_packed, is_plan
     from energon_packing.report.sample_story import story_in_dataset, story_in_plan

@@ -29,7 +29,9 @@ Examples:
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the index.")
 @click.option("--split", default="train", show_default=True, help="Part of each data set.")
 @executor_options
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, help="Number of this one among --world-size such commands, from 0."
+)
 @click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
 def measure(

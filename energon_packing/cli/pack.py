@@ -59,7 +59,9 @@ Examples:
     help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
 )
 @executor_options
-@click.option("--rank", type=click.IntRange(min=0), default=0, help="Of several such commands, the number of this one.")
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=0, help="Number of this one among --world-size such commands, from 0."
+)
 @click.option("--world-size", type=click.IntRange(min=1), default=1, help="Number of such commands.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON and nothing else.")
 def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:

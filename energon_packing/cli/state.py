@@ -45,7 +45,7 @@ def convert(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Make a plan of what an online run has still to give, for any number of ranks and workers.
+    """Make a plan of the samples that an online run has not given yet, for any number of ranks and workers.
 
     STATE are the states of all data-parallel ranks in their order, or the folder of a Bridge checkpoint that holds
     them. The plan begins with the rest of the running epoch, in new packs; `plan.epochs` whole epochs follow. Every

@@ -49,7 +49,9 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--seq-length", "seq_lengths", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
 @click.option("--multiple", "multiples", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
 @click.option("--window", "windows", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of everything drawn at random.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of everything drawn at random."
+)
 @click.option("--html", "html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page.")
 @click.option("--png", "png", type=click.Path(path_type=Path, dir_okay=False), help="Write a picture (matplotlib).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
@@ -73,7 +75,7 @@ def stats(
 ) -> None:
     """Show how samples are distributed, and compare row lengths, alignments and windows.
 
-    An index (`energon-packing measure`) is read in seconds. Of a data set, a random part is measured, and figures have
+    An index (`energon-packing measure`) is read in seconds. A data set is measured in part, at random, and figures have
     error bars. A plan knows tokens only.
     """
     from energon_packing.report.page import check_place

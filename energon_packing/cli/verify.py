@@ -31,7 +31,7 @@ Exit code 1 if anything differs. With --share 0 neither the data sets nor the pr
     type=click.FloatRange(0, 1),
     default=0.01,
     show_default=True,
-    help="Of the packs, how many are made anew and compared.",
+    help="Share of the packs to make anew and compare.",
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Chooses these packs.")
 @executor_options

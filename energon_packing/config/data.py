@@ -32,11 +32,12 @@ class DataConfig:
     hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
     a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
     seed: int = 0
-    """Of the order of shards and samples."""
+    """Seed of the order of shards and samples."""
     packs_ahead: int = 2
     """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
-    there is a GPU. 0 reads and transfers each pack when it is asked for, as ``workers: 0`` always does."""
+    there is a GPU. 0 reads and transfers each pack when it is asked for; so do ``workers: 0`` and any
+    ``epoch_end`` but ``uneven``."""
     keep_memory: bool = True
     """Loader processes reuse the memory of finished pixels instead of returning it to the kernel after each image, so
     they stay as large as their largest pack made them. The busier the machine's memory, the more CPU time this saves
@@ -44,7 +45,8 @@ class DataConfig:
     accept_changed: tuple[str, ...] = ()
     """What may differ between a restored loader state and this run, by the names in the message that refuses it, such
     as ``encoder.max_pixels`` or ``data set``; a section's name stands for all its settings. ``missing_state`` lets a
-    run that continues begin its data anew. docs/resume.md says what is then still exact."""
+    run that continues begin its data anew. ``ranks`` and ``workers`` cannot be accepted.
+    docs/resume.md says what is then still exact."""
 
     @property
     def depth(self) -> int:

@@ -92,7 +92,7 @@ class EncoderConfig:
     ``mask`` keeps them in the input but does not train them, ``trim_empty`` removes empty ones, including those that
     the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
-    """Turns that are trained: all answers, the last answer only, or every turn."""
+    """What is trained: all answers, the last answer only, or every token."""
     train_line_break: TrainLineBreak = "as_marked"
     """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
     marks it with ``{% generation %}``, ``always``, or ``never``."""
@@ -118,10 +118,11 @@ class EncoderConfig:
     video_min_pixels: int | None = None
     """Smallest size of a resized video; see ``video_max_pixels``."""
     video_max_pixels: int | None = None
-    """Bounds for a resized video, in the processor's own unit: one frame for Qwen2.5-VL, the whole clip for
+    """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
     video_fps: float | None = None
-    """Frames per second sampled from a video; None keeps the processor's rate, or 2.0 if it has none."""
+    """Frames per second sampled from a video; None keeps the processor's rate; without one, families of Qwen and GLM
+    take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its maximum."""
     video_min_frames: int | None = None
     """Fewest frames sampled from a video; None keeps the processor's value."""
     video_max_frames: int | None = None
@@ -145,7 +146,8 @@ class EncoderConfig:
     decode_seconds: float | None = 120.0
     """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
     decode_in_child: bool = True
-    """Whether media are decoded in a child process of the loader's worker. A decoder that hangs or crashes then costs
+    """Whether videos, and images other than PNG and sequential JPEG, are decoded in a child process of the loader's
+    worker. A decoder that hangs or crashes then costs
     its sample; else it holds or ends the run. See docs/reliability.md."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     extra_fields: tuple[str, ...] = ()

@@ -45,10 +45,11 @@ class PackingConfig:
     """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
     0.098."""
     balance_window: int = 1
-    """Number of finished plans sorted by cost before they are emitted; 1 keeps the order of selection."""
+    """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
-    """A sample longer than a row is dropped and entered in the ledger, stops the run, is cut after the last turn that
-    fits, or is split without loss into pieces ``KEY#0``, ``KEY#1`` and so on; see docs/packing.md."""
+    """What happens to a sample that is longer than a row: ``drop`` enters it in the ledger, ``raise`` stops the run,
+    ``truncate`` cuts it after the last turn that fits, ``split`` makes pieces ``KEY#0``, ``KEY#1`` and so on; see
+    docs/packing.md."""
     split_at: SplitAt = "turn"
     """Where ``oversize: split`` cuts: ``turn`` cuts after the last answer that fits, and inside an exchange only if the
     exchange is longer than a row; ``token`` fills every piece."""

@@ -45,7 +45,7 @@ class PlanConfig:
     """What the weights of data sets share out: ``samples`` or ``tokens``."""
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
     """Settings of single data sets, by their name in the index, their path or that of their shards; the others occur
-    once an epoch."""
+    once per epoch."""
     max_data_parallel: int = 512
     """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
     seed: int = 0

@@ -141,7 +141,7 @@ def _way_out(name: str) -> str:
     if name == "rank":
         return "give each data-parallel rank the state that it saved"
     if name in READERS:
-        return "restore the number"
+        return "restore the number, make a plan of the rest (energon-packing state convert, docs/resume.md)"
     # A comma would end the element of a list on the command line.
     return f"restore it, set data.accept_changed=[{json.dumps(name)}] to go on regardless (docs/resume.md)"
 

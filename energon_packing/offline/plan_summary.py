@@ -1,4 +1,4 @@
-"""Figures about a plan, for readers: histogram, fill, balance of steps, steps an epoch."""
+"""Figures about a plan, for readers: histogram, fill, balance of steps, steps per epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the loader is on a user's own data: samples and tokens a second, CPU by stage, memory, workers needed."""
+"""How fast the loader is on a user's own data: samples and tokens per second, CPU by stage, memory, workers needed."""
 
 from __future__ import annotations
 

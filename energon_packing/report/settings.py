@@ -175,11 +175,11 @@ def markdown() -> str:
 
 _HEAD = """# Settings
 
-Every setting of a configuration file. `python scripts/manual.py write` makes this page of the classes of
-`energon_packing/config/`; a test keeps it in step.
+Every setting of a configuration file for conversations; [text to video](wan.md) has settings of its own.
+`python scripts/manual.py write` makes this page of the classes of `energon_packing/config/`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges
-  one, and `--set section.key=value` changes one value of any command.
+  one, and `--set section.key=value` of a command that reads one changes a value.
 * [settings.schema.json](settings.schema.json) is the JSON Schema, for editors: put
   `# yaml-language-server: $schema=PATH` into the first line of a file.
 * An unknown key is an error that names the nearest known one.

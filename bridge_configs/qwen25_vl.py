@@ -14,7 +14,8 @@ from energon_packing.bridge.recipe import use_packed_data
 
 DATA = "data/packed"
 CHECKPOINTS = "checkpoints"
-"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it."""
+"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it. For full training, set
+``checkpoint.pretrained_checkpoint`` on the command line: without it, weights are random, and ``validate`` warns."""
 
 GPUS = {
     "qwen25_vl_3b_sft": 8,

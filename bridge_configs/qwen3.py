@@ -10,7 +10,8 @@ from energon_packing.bridge.recipe import use_packed_data
 
 DATA = "data/packed"
 CHECKPOINTS = "checkpoints"
-"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it."""
+"""Where ``NAME`` lies that Bridge imported from the hub; adapters are trained on top of it. For full training, set
+``checkpoint.pretrained_checkpoint`` on the command line: without it, weights are random, and ``validate`` warns."""
 
 GPUS = {"qwen3_8b_sft": 8, "qwen3_8b_sft_long": 32, "qwen3_8b_peft": 8}
 

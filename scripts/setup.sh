@@ -9,7 +9,8 @@
 # PYTHON=/path/to/python3.12 chooses the interpreter. The full output of the installers is in .venv/install.log.
 #
 # uv installs in half a minute what takes pip three, since it unpacks in parallel and leaves bytecode to the first import.
-# Where it cannot be had, or does not get what pip gets, pip installs.
+# Where imports may not write it (PYTHONDONTWRITEBYTECODE, as in many containers), it is compiled at once, in another half:
+# else every command would compile all that it imports. Where uv cannot be had, or does not get what pip gets, pip installs.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -158,6 +159,7 @@ index=$("$python" -m pip config get global.index-url 2>/dev/null || true)
 index=${PIP_INDEX_URL:-$index}
 [[ -n "$index" ]] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$index}"
 [[ -n "${PIP_CERT:-}" ]] && export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+[[ -n "${PYTHONDONTWRITEBYTECODE:-}" ]] && export UV_COMPILE_BYTECODE="${UV_COMPILE_BYTECODE:-1}"
 
 for i in "${!steps[@]}"; do
   IFS='|' read -r name what files arguments <<<"${steps[$i]}"

@@ -108,12 +108,20 @@ def configuration(run: str, overrides: tuple[str, ...]) -> Any:
 
 
 def broken_rules(config: Any, step: str) -> list[str]:
-    """Returns what our rules say about the run on its ranks, one sentence per violated rule."""
-    from energon_packing.validate.rules.registry import violations
+    """Returns what our rules say about the run on its ranks, one sentence per violated rule; prints their warnings."""
+    from energon_packing.validate.rules.registry import judge
     from energon_packing.validate.views.container import view_of
 
-    found = violations(view_of(config, world_size=_world_size(), step=step.partition(":")[0]))
-    return [f"{one.rule.id}: {one.finding.why}; {one.finding.fix}" for one in found if one.finding is not None]
+    broken = []
+    for one in judge(view_of(config, world_size=_world_size(), step=step.partition(":")[0])):
+        if one.finding is None:
+            continue
+        sentence = f"{one.rule.id}: {one.finding.why}; {one.finding.fix}"
+        if one.outcome == "error":
+            broken.append(sentence)
+        elif one.outcome == "warning" and os.environ.get("RANK", "0") == "0":
+            click.echo(f"Warning: {sentence}", err=True)
+    return broken
 
 
 def _world_size() -> int:

@@ -261,7 +261,10 @@ def convert(
         click.echo(f"{message}was not read; see {where}, fix the source, or add --allow-truncated", err=True)
         context.exit(1)
     if not as_json and not dry_run and config.format != "text-to-video":
-        click.echo(f"Next: energon-packing init {config.out} --processor NAME")
+        if remote_address(config.out) is None:
+            click.echo(f"Next: energon-packing init {config.out} --processor NAME")
+        else:  # init reads local data sets only
+            click.echo(f"Next: write data.path: {shown(config.out)} into a configuration")
 
 
 def _print_report(report: ConversionReport) -> None:

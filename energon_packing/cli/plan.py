@@ -146,7 +146,8 @@ def print_summary(result: dict[str, Any]) -> None:
     )
     console.print(
         f"{escape(result['plan'])}: {result['rows']:,} samples in {result['packs']:,} packs "
-        f"({result['samples_per_pack']:.1f} a pack), {size}"
+        f"({result['samples_per_pack']:.1f} per pack), {size}",
+        soft_wrap=True,
     )
     console.print(
         f"fill {result['fill']:.2%}, with alignment {result['aligned_fill']:.2%}; any packing needs "
@@ -154,6 +155,11 @@ def print_summary(result: dict[str, Any]) -> None:
     )
     dropped = ", ".join(f"{reason} {count:,}" for reason, count in result["drops"].items())
     console.print(f"dropped: {dropped or 'none'}")
+    if any(each["per_epoch"] != 1 for each in result["datasets"]):
+        table = Table("data set", "times in an epoch")
+        for each in result["datasets"]:
+            table.add_row(escape(each["root"]), f"{each['per_epoch']:.4g}")
+        console.print(table)
     table = Table(f"{unit} of a sample", "samples")
     for line in result["histogram"]:
         table.add_row(f"{line['from']:,} to {line['below'] - 1:,}", f"{line['samples']:,}")

@@ -9,7 +9,7 @@ from typing import Literal
 
 from energon_packing.errors import ConfigError
 
-WeightsBy = Literal["samples", "tokens"]
+WeightsBy = Literal["samples", "tokens", "none"]
 LARGEST_EPOCHS = 1000
 """Bound on ``epochs``, against a plan of unintended size."""
 
@@ -20,10 +20,12 @@ class PlannedDatasetConfig:
 
     weight: float | None = None
     """Share of the data set in an epoch relative to the others' weights, in the unit of ``weights_by``. Set it for all
-    data sets or for none. None for all: every data set occurs ``epochs`` times."""
-    epochs: float = 1.0
+    data sets or for none. None for all takes the weights of the ``blend`` of a metadataset that was measured; without
+    one, every data set occurs ``epochs`` times."""
+    epochs: float | None = None
     """How often each sample occurs in one epoch of the plan; with weights, how often at most. 0.5 takes every sample in
-    every second epoch; 0 leaves the data set out."""
+    every second epoch; 0 leaves the data set out. None takes the ``repetitions`` of a ``blend_epochized`` that was
+    measured, else 1."""
     group: str | None = None
     """Data sets of one group share packs; those of different groups never do. None takes ``group`` of the data set's
     subflavors, as online."""
@@ -31,7 +33,7 @@ class PlannedDatasetConfig:
     def __post_init__(self) -> None:
         if self.weight is not None and not 0 < self.weight < math.inf:
             raise ConfigError(f"plan.datasets: weight is {self.weight}; it must be a number above 0.")
-        if not 0 <= self.epochs <= LARGEST_EPOCHS:
+        if self.epochs is not None and not 0 <= self.epochs <= LARGEST_EPOCHS:
             raise ConfigError(f"plan.datasets: epochs is {self.epochs}; it must be from 0 to {LARGEST_EPOCHS}.")
 
 
@@ -42,10 +44,11 @@ class PlanConfig:
     epochs: int = 1
     """Passes over the blend of all data sets that the plan holds; each has other packs."""
     weights_by: WeightsBy = "samples"
-    """What the weights of data sets share out: ``samples`` or ``tokens``."""
+    """What the weights of data sets share out: ``samples`` (as the ``blend`` of a metadataset does) or ``tokens``.
+    ``none``: weights of a metadataset do not count, and every data set occurs ``epochs`` times."""
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
-    """Settings of single data sets, by their name in the index, their path or that of their shards; the others occur
-    once per epoch."""
+    """Settings of single data sets, by their name in the index, their path, that of their shards, or the last part of
+    one of these paths."""
     max_data_parallel: int = 512
     """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
     seed: int = 0
@@ -58,3 +61,6 @@ class PlanConfig:
             raise ConfigError(f"plan.max_data_parallel is {self.max_data_parallel}; it must be at least 1.")
         if self.seed < 0:
             raise ConfigError(f"plan.seed is {self.seed}; it must be at least 0.")
+        weighted = [name for name, setting in self.datasets.items() if setting.weight is not None]
+        if weighted and self.weights_by == "none":
+            raise ConfigError(f"plan.datasets: {weighted[0]} has a weight, but plan.weights_by is none; leave one out.")

@@ -44,6 +44,8 @@ RECORD_COLUMNS = frozenset(
 )
 """Columns of a record with a meaning of their own."""
 _INSTEAD = "mount the storage, or copy the files with its own tool, and name the local path"
+_ROUNDED = 0.02
+"""How much less than 1 the shares of a split may be together."""
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -60,7 +62,8 @@ class ConvertConfig:
             kind of data (docs/wan.md).
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
-        split: name -> share, at most 1 together; normalised to 1. A hash of the sample's key decides its split.
+        split: name -> share, 1 together; what rounding leaves is shared out. A hash of the sample's key decides its
+            split.
         samples_per_shard: samples per tar; Energon slices inside shards, so this only sets file sizes.
         media_shard_bytes: bytes after which the next media tar begins (polylithic).
         workers: processes that parse, check and write; 0 and 1 do everything in the calling process, and None takes as
@@ -182,7 +185,7 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
 
     Raises:
         ConfigError: no split, a name that cannot start a file name, a negative or non-finite share, all shares zero, or
-            more than 1 together.
+            more or less than 1 together (thirds may be written 0.33).
     """
     for name, share in split.items():
         if not _SPLIT_NAME.fullmatch(name):
@@ -194,6 +197,11 @@ def normalised_split(split: Mapping[str, float]) -> dict[str, float]:
         raise ConfigError("split has no share above 0; write for example train=0.98,val=0.02")
     if total > 1 + 1e-9:
         raise ConfigError(f"split adds up to {total:g}; shares may not exceed 1 together, as in train=0.98,val=0.02")
+    if total < 1 - _ROUNDED:
+        raise ConfigError(
+            f"split adds up to {total:g}, and every sample is in one of its parts; name a part for the rest, as in "
+            "train=0.98,val=0.02"
+        )
     return {name: share / total for name, share in split.items() if share > 0}
 
 

@@ -7,18 +7,17 @@ occurred.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from energon_packing.config.plan import PlanConfig, PlannedDatasetConfig
+from energon_packing.config.plan import PlanConfig
 from energon_packing.energon.packing_groups import group_name
-from energon_packing.errors import ConfigError
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.index import IndexedDataset
+from energon_packing.offline.shares import Share, shares_of
 
 _ROUNDING = 1e-9
 
@@ -51,19 +50,19 @@ class Blend:
             source_ends: ``[data sets]``, the number of sources up to the end of each data set.
 
         Raises:
-            ConfigError: an unknown or ambiguous name, or weights for only some of the data sets.
+            ConfigError: as `shares_of`.
         """
-        settings = settings_of(datasets, config)
+        shares = shares_of(datasets, config)
         ends = np.searchsorted(samples.source, source_ends, side="left").tolist()
         amount = _tokens if config.weights_by == "tokens" else _samples
         amounts = [amount(samples, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         groups: dict[str, list[int]] = {}
-        for number, setting in enumerate(settings):
-            group = group_name(datasets[number].subflavors) if setting.group is None else setting.group
+        for number, share in enumerate(shares):
+            group = group_name(datasets[number].subflavors) if share.group is None else share.group
             groups.setdefault(group, []).append(number)
         return cls(
             ends=tuple(ends),
-            repeats=_repeats(settings, amounts),
+            repeats=_repeats(shares, amounts),
             groups={name: tuple(numbers) for name, numbers in groups.items()},
             samples=samples,
             config=config,
@@ -110,51 +109,6 @@ class Blend:
         return start + np.repeat(rows[chosen], counts) + inside
 
 
-def settings_of(datasets: Sequence[IndexedDataset], config: PlanConfig) -> list[PlannedDatasetConfig]:
-    """The settings of each data set.
-
-    Raises:
-        ConfigError: a name that no data set has, or that two have; weights for only some of the data sets.
-    """
-    names: dict[str, list[int]] = {}
-    for number, dataset in enumerate(datasets):
-        for name in {dataset.name, dataset.path, dataset.root}:
-            names.setdefault(name, []).append(number)
-    found = [PlannedDatasetConfig()] * len(datasets)
-    named: dict[int, str] = {}
-    for name, setting in config.datasets.items():
-        numbers = names.get(name, [])
-        if not numbers:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"known: {', '.join(dataset.name for dataset in datasets)}."
-            )
-            raise ConfigError(f"plan.datasets: no index has the data set {name!r}; {hint}")
-        if len(numbers) > 1:
-            paths = ", ".join(f"{datasets[at].path} ({datasets[at].split})" for at in numbers)
-            raise ConfigError(
-                f"plan.datasets: {name!r} names several data sets ({paths}); give a name that only one has."
-            )
-        if numbers[0] in named:
-            raise ConfigError(f"plan.datasets: {named[numbers[0]]!r} and {name!r} are the same data set; name it once.")
-        named[numbers[0]] = name
-        found[numbers[0]] = setting
-    used = [setting for setting in found if setting.epochs > 0]
-    if not used:
-        raise ConfigError("plan.datasets: epochs is 0 for every data set; nothing is left to plan.")
-    weighted = [setting.weight is not None for setting in used]
-    if any(weighted) and not all(weighted):
-        missing = [
-            dataset.name
-            for dataset, setting in zip(datasets, found, strict=True)
-            if setting.epochs > 0 and setting.weight is None
-        ]
-        raise ConfigError(
-            f"plan.datasets: {', '.join(missing)} has no weight, but others have; give a weight to all, or to none."
-        )
-    return found
-
-
 def _tokens(samples: Samples, start: int, end: int) -> float:
     return float(samples.sizes.take(slice(start, end)).tokens.sum())
 
@@ -164,20 +118,19 @@ def _samples(samples: Samples, start: int, end: int) -> float:
     return float(np.count_nonzero(np.diff(samples.source[start:end], prepend=-1)))
 
 
-def _repeats(settings: Sequence[PlannedDatasetConfig], amounts: Sequence[float]) -> tuple[float, ...]:
+def _repeats(shares: Sequence[Share], amounts: Sequence[float]) -> tuple[float, ...]:
     """How often each data set occurs in an epoch: with weights, as often as the first that reaches its ``epochs``."""
-    weights = [setting.weight for setting in settings if setting.epochs > 0]
-    if not any(weights):
-        return tuple(setting.epochs for setting in settings)
+    if not any(share.weight for share in shares if share.epochs > 0):
+        return tuple(share.epochs for share in shares)
     scales = [
-        setting.epochs * amount / setting.weight
-        for setting, amount in zip(settings, amounts, strict=True)
-        if setting.weight and setting.epochs > 0 and amount > 0
+        share.epochs * amount / share.weight
+        for share, amount in zip(shares, amounts, strict=True)
+        if share.weight and share.epochs > 0 and amount > 0
     ]
     scale = min(scales, default=0.0)
     return tuple(
-        scale * (setting.weight or 0.0) / amount if amount > 0 and setting.epochs > 0 else 0.0
-        for setting, amount in zip(settings, amounts, strict=True)
+        scale * (share.weight or 0.0) / amount if amount > 0 and share.epochs > 0 else 0.0
+        for share, amount in zip(shares, amounts, strict=True)
     )
 
 

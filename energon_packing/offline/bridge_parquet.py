@@ -203,7 +203,7 @@ class ParquetWriter:
             if bool(((weights != 0) & (ids == self._end)).any()):
                 raise UserError(
                     f"sample {key} learns the token after an end of text, which Bridge masks; set "
-                    "encoder.train_line_break to false if it is a line break."
+                    "encoder.train_line_break to never if it is a line break."
                 )
             padding = -(len(ids) - 1) % self._multiple
             row["seq_start_id"].append(len(row["input_ids"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os.path
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -57,6 +58,14 @@ def counts(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not isinstance(found, list):
         raise TypeError(f"{name} is {found!r:.80}, which is no list of counts")
     return tuple(count({name: each}, name) for each in found)
+
+
+def amount(values: Mapping[str, Any], name: str) -> float:
+    """A finite number of 0 or more; raises as `text`."""
+    found = values[name]
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        raise TypeError(f"{name} is {found!r:.80}, which is no amount")
+    return float(found)
 
 
 def mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import count, inner_path, mapping, text
+from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 from energon_packing.remote_files import check_local, remote_address, status
 
@@ -116,6 +116,8 @@ class IndexedDataset:
         media_shards: names of these, whose positions `MEDIA` counts.
         shards: in order.
         subflavors: of its samples, such as limits of its own.
+        weight: its share of the samples in the blend of the metadataset at ``path``; None if that has no weights.
+        repetitions: how often an epoch of that metadataset has each sample; None if it does not say.
     """
 
     name: str
@@ -126,6 +128,8 @@ class IndexedDataset:
     media_shards: tuple[str, ...]
     shards: tuple[IndexedShard, ...]
     subflavors: Mapping[str, Any] = field(default_factory=dict)
+    weight: float | None = None
+    repetitions: float | None = None
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> IndexedDataset:
@@ -140,6 +144,8 @@ class IndexedDataset:
             media_shards=tuple(inner_path({"media_shards": each}, "media_shards") for each in values["media_shards"]),
             shards=tuple(_shard(each) for each in values["shards"]),
             subflavors=mapping(values, "subflavors"),
+            weight=None if values.get("weight") is None else amount(values, "weight"),  # older indexes have neither
+            repetitions=None if values.get("repetitions") is None else amount(values, "repetitions"),
         )
 
 

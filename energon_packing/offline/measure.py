@@ -171,6 +171,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
                 media_shards=measurer.index_of(part.media_root).shards,
                 shards=tuple(done[number, shard] for shard in part.shards),
                 subflavors=part.subflavors,
+                weight=part.weight,
+                repetitions=part.repetitions,
             )
             for number, (name, part) in enumerate(zip(names, parts, strict=True))
         ]

@@ -27,6 +27,7 @@ class OrderedPacks:
         epoch_ends: for each epoch, the number of packs up to its end.
         costs: ``[packs]`` int64, as `pack_cost`.
         bound: packs that no packer can do without, over all epochs.
+        repeats: ``[data sets]``, how often each occurs in an epoch.
     """
 
     order: np.ndarray
@@ -34,6 +35,7 @@ class OrderedPacks:
     epoch_ends: tuple[int, ...]
     costs: np.ndarray
     bound: int
+    repeats: tuple[float, ...]
 
     @property
     def count(self) -> int:
@@ -84,7 +86,14 @@ def ordered_packs(
         ends.append(start + chosen.size)
     offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
     shown = show_padding(np.concatenate(order), offsets, samples.sizes, limits.multiple)
-    return OrderedPacks(order=shown, offsets=offsets, epoch_ends=tuple(ends), costs=np.concatenate(costs), bound=bounds)
+    return OrderedPacks(
+        order=shown,
+        offsets=offsets,
+        epoch_ends=tuple(ends),
+        costs=np.concatenate(costs),
+        bound=bounds,
+        repeats=whole.repeats,
+    )
 
 
 def _packed_epoch(

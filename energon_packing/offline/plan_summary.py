@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from energon_packing.config import RunConfig
 from energon_packing.offline import array_limits
 from energon_packing.offline.array_limits import AnyLimits
 from energon_packing.offline.fitting_samples import Samples
+from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.ordered_packs import OrderedPacks
 from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.packing.balance import step_efficiency
@@ -18,13 +20,16 @@ BATCH_SIZES = (8, 32, 64, 128, 256, 512, 1024)
 """Global batch sizes, in packs, for which steps are counted, besides that of the configuration."""
 
 
-def summary_of(samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun) -> dict[str, Any]:
+def summary_of(
+    datasets: Sequence[IndexedDataset], samples: Samples, packs: OrderedPacks, limits: AnyLimits, config: AnyRun
+) -> dict[str, Any]:
     """The figures, as plain values.
 
     ``fill`` is the share of real tokens in all rows of ``seq_length``; ``aligned_fill`` counts alignment padding too;
     ``of_bound`` is the share of packs that no packer can do without. ``balance`` gives, for data-parallel sizes, the
     share of the time in which ranks do not wait for the slowest. ``steps`` gives, for global batch sizes, the whole
     steps of each epoch when epochs follow each other without a gap: the last step of an epoch may end in the next.
+    ``datasets`` gives, for each data set, how often an epoch has each of its samples (``per_epoch``).
     Of clips, ``tokens`` are latent patches, and ``text_tokens`` are there too.
     """
     sizes = samples.sizes
@@ -47,6 +52,10 @@ def summary_of(samples: Samples, packs: OrderedPacks, limits: AnyLimits, config:
         "fill": round(tokens / room, 6),
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.count, 6),
+        "datasets": [
+            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 6)}
+            for dataset, repeats in zip(datasets, packs.repeats, strict=True)
+        ],
         "histogram": [
             {"from": 1 << power, "below": 2 << power, "samples": int(count)}
             for power, count in enumerate(lengths.tolist())

@@ -162,7 +162,7 @@ def _facts(
     return PlanFacts(
         id=digest.hexdigest()[:32],
         datasets=sources.datasets,
-        summary=summary_of(samples, packs, limits, config),
+        summary=summary_of(sources.datasets, samples, packs, limits, config),
         **values,
     )
 

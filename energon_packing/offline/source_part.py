@@ -36,6 +36,7 @@ class SourcePart:
         media_root: directory of the shards with the media; `root` itself for a monolithic data set.
         shards: names of the part's tars, in order.
         subflavors: of its samples.
+        weight, repetitions: that a metadataset gives it, see `Leaf`.
     """
 
     path: str
@@ -44,6 +45,8 @@ class SourcePart:
     media_root: str
     shards: tuple[str, ...]
     subflavors: Mapping[str, Any] = field(default_factory=dict)
+    weight: float | None = None
+    repetitions: float | None = None
 
     def sample(self, key: str, record: bytes, store: FileStore[bytes]) -> Any:
         """Cooks a record as the loader does; a bad one carries its problem."""
@@ -138,6 +141,11 @@ def _parts(path: str, named: str, split: str, kind: Kind) -> list[SourcePart]:
                 f"{leaf.path} does not hold {kind} that 'energon-packing convert' wrote; offline commands read "
                 "no other records"
             )
+        if leaf.subset:
+            raise UserError(
+                f"{leaf.named_in or path} takes a subset of {leaf.path}, and offline commands read data sets whole; "
+                "make the part a split of its own with 'energon-packing convert --split'"
+            )
         media = leaf.aux.get(MEDIA_AUX, leaf.path)
         if REMOTE in media:
             raise UserError(f"{leaf.path} keeps its media as files in {media}; convert it again, into shards")
@@ -149,6 +157,8 @@ def _parts(path: str, named: str, split: str, kind: Kind) -> list[SourcePart]:
                 media_root=os.path.abspath(media),
                 shards=inspected.names,
                 subflavors=inspected.subflavors,
+                weight=leaf.weight,
+                repetitions=leaf.repetitions,
             )
         )
     return parts

@@ -109,6 +109,8 @@ class Network:
     recompute_granularity: str | None = None
     vision_frozen: bool = False
     """Whether both the vision encoder and its projection are frozen."""
+    has_weights: bool | None = None
+    """Whether the run names trained weights to begin with, or continues from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

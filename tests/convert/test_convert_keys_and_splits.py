@@ -78,8 +78,15 @@ def test_shares_are_met_and_more_data_moves_no_old_sample() -> None:
     assert assign_splits(positions[:1000], split) == assigned[:1000]
 
 
+@pytest.mark.parametrize("text", ["train=0.1", "train=0.6,val=0.3"])
+def test_a_split_that_leaves_samples_without_a_part_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="every sample is in one of its parts; name a part for the rest"):
+        parse_split(text)
+
+
 def test_a_split_reads_as_written_and_is_normalised() -> None:
-    assert parse_split("train=0.4, val=0.05,test=0.05") == {"train": 0.8, "val": 0.1, "test": 0.1}
+    assert parse_split("train=0.8, val=0.1,test=0.1") == {"train": 0.8, "val": 0.1, "test": 0.1}
+    assert parse_split("a=0.33,b=0.33,c=0.33") == pytest.approx(dict.fromkeys("abc", 1 / 3))
     assert parse_split("train=1,val=0") == {"train": 1.0}
 
 

@@ -8,6 +8,7 @@ COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
 CLIPS = "tests/offline/test_array_limits.py::"
+BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
 DIFFERS = COMMAND + "test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field[polylithic]"
 
@@ -15,9 +16,31 @@ OFFLINE_TRAPS = {
     60: "a stored pack is not the planned one, and nothing says so",
     61: "a shard that is damaged, half written, or of other data or another plan is taken for whole",
     62: "the packs of a plan depend on ranks or on where a run continues, or are longer than their row",
+    66: "a plan of a metadataset mixes its data sets otherwise than the metadataset does, and nothing says so",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=66,
+        name="the weights of a blend are not measured",
+        test=BLENDS + "test_a_plan_has_the_weights_of_the_blend_that_was_measured",
+        oracle="the weights that the metadataset says",
+        edits=(("offline/source_part.py", "                weight=leaf.weight,\n", "                weight=None,\n"),),
+    ),
+    Mutation(
+        trap=66,
+        name="a blend inside a blend has the weight of its file alone",
+        test=BLENDS + "test_nested_blends_have_the_shares_that_energon_gives_them",
+        oracle="Energon's own data sets of the metadataset",
+        edits=(("validate/looks/leaves.py", "weight=above * value / total)", "weight=value / total)"),),
+    ),
+    Mutation(
+        trap=66,
+        name="a subset of a data set is measured whole",
+        test=BLENDS + "test_a_subset_is_refused_because_the_whole_data_set_would_be_measured[list]",
+        oracle="the metadataset's subset",
+        edits=(("offline/source_part.py", "        if leaf.subset:\n", "        if False:\n"),),
+    ),
     Mutation(
         trap=60,
         name="labels are stored as the tokens that follow, whatever they are",

@@ -19,7 +19,7 @@ STATE_TRAPS = {
     52: "data that were edited, reordered or swapped under equal counts are read on as if they were the old ones",
     55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
     56: "one record or one shard stops a run and each restart of it, without its name",
-    60: "a decoder that hangs or crashes holds or ends the run, now and after every restart",
+    65: "a decoder that hangs or crashes holds or ends the run, now and after every restart",
     53: "a state is changed by restoring it, or one is missing or damaged and the data begin anew",
 }
 
@@ -139,7 +139,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("energon/loader.py", "guard_shards(dataset,", "(lambda *_, **__: None)(dataset,"),),
     ),
     Mutation(
-        trap=60,
+        trap=65,
         name="a decoder may take for ever",
         test=CHILD + "test_a_decoder_that_hangs_is_ended_at_the_deadline_and_costs_its_sample",
         oracle="a decoder that hangs",
@@ -152,14 +152,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        trap=60,
+        trap=65,
         name="a hanging decoder outlives its run",
         test=CHILD + "test_a_parent_that_is_killed_takes_its_child_along_even_within_a_decode[hang]",
         oracle="the kernel's list of processes",
         edits=(("media/decoding_process.py", ".prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)", ""),),
     ),
     Mutation(
-        trap=60,
+        trap=65,
         name="a listed sample is decoded again",
         test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",

@@ -72,6 +72,7 @@ OWN = [
     ),
     ("core/no-average-with-token-loss", {"average_in_collective": True}, {"average_in_collective": False}, "error"),
     ("ours/token-weight", {"calculate_per_token_loss": False}, {"calculate_per_token_loss": True}, "warning"),
+    ("ours/initial-weights", {"has_weights": False}, {"has_weights": True}, "warning"),
     ("ours/no-multi-token-prediction", {"mtp_num_layers": 1}, {"mtp_num_layers": 0}, "error"),
     ("ours/family-takes-packs", {"model": "Qwen3-Next-80B"}, {"model": "Qwen3-VL-8B"}, "error"),
     ("ours/family-takes-packs", {"model": "glm_4_5"}, {"model": "gpt"}, "error"),

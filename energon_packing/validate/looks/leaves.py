@@ -6,9 +6,10 @@ named. Only the documented YAML is read; nothing in it is instantiated, and Ener
 
 from __future__ import annotations
 
+import math
 import os.path
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ class Leaf:
         aux: auxiliary data sets, name -> directory or address, as Energon takes it.
         subflavors: added by the references to those of the directory.
         joined: whether samples combine several such directories.
+        weight: share of the directory in the whole, where a ``blend`` mixes it in; None where none does.
+        repetitions: how often an epoch has each of its samples, where a ``blend_epochized`` says so.
+        subset: whether only a part of its samples is read (``subset`` of a reference).
     """
 
     path: str
@@ -41,6 +45,9 @@ class Leaf:
     aux: Mapping[str, str] = field(default_factory=dict)
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     joined: bool = False
+    weight: float | None = None
+    repetitions: float | None = None
+    subset: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +127,47 @@ def _references(values: Mapping[str, Any], parent: Leaf, above: tuple[str, ...])
     joined = parent.joined or listed == "join"
     split = str(values["split_part"]) if listed == "join" and values.get("split_part") else parent.split
     subflavors = {**(values.get("subflavors") or {}), **parent.subflavors} if listed == "join" else parent.subflavors
-    below = Leaf(path=parent.path, split=split, subflavors=subflavors, joined=joined)
-    for entry in entries:
-        yield from _references(entry, below, above)
+    below = Leaf(
+        path=parent.path,
+        split=split,
+        subflavors=subflavors,
+        joined=joined,
+        weight=parent.weight,
+        repetitions=parent.repetitions,
+        subset=parent.subset or bool(values.get("subset")),
+    )
+    try:
+        shared = _shares(listed, entries, below)
+    except ValueError as error:
+        yield Flaw(look="data-path", why=f"'{listed}' of {above[-1]}: {error}", fix="correct the metadataset")
+        return
+    for entry, share in zip(entries, shared, strict=True):
+        yield from _references(entry, share, above)
+
+
+def _shares(listed: str, entries: list[Mapping[str, Any]], parent: Leaf) -> list[Leaf]:
+    """The parent of each entry of a list of references, with the share that the list gives it, as in Energon.
+
+    Raises:
+        ValueError: a share is no number, or the list is of another kind than one above it.
+    """
+    if listed == "join":
+        return [parent] * len(entries)
+    epochized = listed == "blend_epochized"
+    if (parent.weight if epochized else parent.repetitions) is not None:
+        raise ValueError("a blend and a blend_epochized cannot be inside each other")
+    name = "repetitions" if epochized else "weight"
+    given = [entry.get(name, 1) for entry in entries]
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}, which is no number of 0 or more")
+    if epochized:
+        return [replace(parent, repetitions=(parent.repetitions or 1) * value) for value in given]
+    total = sum(given)
+    if not total:
+        raise ValueError("every weight is 0")
+    above = 1.0 if parent.weight is None else parent.weight
+    return [replace(parent, weight=above * value / total) for value in given]
 
 
 def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
@@ -137,6 +182,9 @@ def _leaf(values: Mapping[str, Any], parent: Leaf, file: str) -> Leaf:
         aux={str(name): _aux(file, value) for name, value in aux.items()},
         subflavors={**(values.get("subflavors") or {}), **parent.subflavors},
         joined=parent.joined,
+        weight=parent.weight,
+        repetitions=parent.repetitions,
+        subset=parent.subset or bool(values.get("subset")),
     )
 
 

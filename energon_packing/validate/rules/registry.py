@@ -30,6 +30,7 @@ from energon_packing.validate.rules import (
     prepared,
     steps,
     tokens,
+    weights,
 )
 from energon_packing.validate.rules.rule import Finding, Rule
 from energon_packing.validate.run_view import RunView
@@ -51,6 +52,7 @@ TOPICS = (
     batches,
     lengths,
     layout,
+    weights,
 )
 """The modules that define rules."""
 

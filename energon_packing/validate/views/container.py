@@ -44,6 +44,7 @@ def view_of(container: Any, *, world_size: int, step: str | None = None, data: D
             or getattr(getattr(container, "comm_overlap", None), "overlap_moe_expert_parallel_comm", False)
         ),
         fp8_recipe=_fp8_recipe(container),
+        has_weights=_has_weights(container),
         **_of_model(container.model),
         **_of_dataset(container.dataset, container.model.seq_length),
         **_of_trainer(container),
@@ -169,6 +170,19 @@ def _of_trainer(container: Any) -> dict[str, Any]:
 def _quotient(model: Any, whole: str, parts: str) -> int | None:
     size, number = getattr(model, whole, None), getattr(model, parts, None)
     return size // number if size and number else None
+
+
+def _has_weights(container: Any) -> bool:
+    """Whether weights are read: a checkpoint to begin with, one to continue from, or the model's own hooks.
+
+    Recipes name a directory to continue from before it is there.
+    """
+    checkpoint = container.checkpoint
+    load = getattr(checkpoint, "load", None)
+    continues = bool(load) and ("://" in str(load) or Path(str(load)).is_dir())
+    return bool(getattr(checkpoint, "pretrained_checkpoint", None) or continues) or bool(
+        getattr(container.model, "_pre_wrap_hooks", None)  # such as AutoBridge's, which read a Hugging Face directory
+    )
 
 
 def _fp8_recipe(container: Any) -> str | None:

@@ -1,0 +1,216 @@
+"""A plan of a metadataset mixes its data sets as the metadataset says: weights, repetitions, subsets."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from megatron.energon import WorkerConfig
+from megatron.energon.metadataset.loader import load_dataset
+
+from energon_packing.config import RunConfig, from_mapping
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.convert.layout import dataset_entry
+from energon_packing.demo import processor_path
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.plan import Plan
+from energon_packing.offline.planner import make_plan
+from energon_packing.validate.looks.leaves import leaves_of
+
+SAMPLES = {"a": 60, "b": 30, "c": 12}
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three data sets of texts."""
+    made = {}
+    for seed, (name, count) in enumerate(SAMPLES.items()):
+        folder = tmp_path_factory.mktemp("blended")
+        (folder / "chats.jsonl").write_text(
+            "".join(
+                f'{{"id": "{name}{at}", "messages": [{{"role": "user", "content": "{seed} and {at}?"}}, '
+                f'{{"role": "assistant", "content": "It is {seed * at}."}}]}}\n'
+                for at in range(count)
+            )
+        )
+        made[name] = folder / f"set-{name}"
+        convert(ConvertConfig(sources=(folder / "chats.jsonl",), out=made[name], split={"train": 1.0}, workers=0))
+    return made
+
+
+def metadataset(file: Path, split: dict[str, Any]) -> Path:
+    file.write_text(
+        yaml.safe_dump({"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": split}})
+    )
+    return file
+
+
+def entries(parts: dict[str, Path], **values: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"path": dataset_entry(str(parts[name])), **each} for name, each in values.items()]
+
+
+def run(**plan: Any) -> RunConfig:
+    values = {
+        "encoder": {"processor": str(processor_path("qwen2_5_vl"))},
+        "packing": {"seq_length": 512},
+        "plan": {"max_data_parallel": 2, **plan},
+    }
+    return from_mapping(RunConfig, values, where="the test")
+
+
+def drawn(index: Path, tmp_path: Path, **plan: Any) -> list[dict[str, int]]:
+    """For each epoch of a plan, the number of samples by the first letter of their keys."""
+    config = run(**plan)
+    make_plan([index], config, tmp_path / "plan.parquet", force=True)
+    opened = Plan.open(tmp_path / "plan.parquet")
+    ends = opened.facts.epoch_ends
+    found = []
+    for start, end in zip((0, *ends[:-1]), ends, strict=True):
+        letters = [
+            Path(opened.facts.datasets[sample.dataset].root).parent.name[-1]
+            for pack in opened.packs(start, end)
+            for sample in pack.samples
+        ]
+        found.append({letter: letters.count(letter) for letter in SAMPLES})
+    return found
+
+
+@pytest.fixture
+def measured(parts, tmp_path):
+    def make(split: dict[str, Any]) -> Path:
+        file = metadataset(tmp_path / "blend.yaml", split)
+        measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
+        return tmp_path / "index"
+
+    return make
+
+
+def test_a_plan_has_the_weights_of_the_blend_that_was_measured(parts, measured, tmp_path):
+    index = measured({"blend": entries(parts, a={"weight": 3}, b={"weight": 1}, c={"weight": 1})})
+    (epoch,) = drawn(index, tmp_path)
+    assert epoch == {"a": 36, "b": 12, "c": 12}, "the first that is used up ends the epoch"
+    total = {letter: sum(each[letter] for each in drawn(index, tmp_path, epochs=5)) for letter in SAMPLES}
+    assert total == {"a": 180, "b": 60, "c": 60}
+
+
+def test_a_plan_has_the_repetitions_of_the_blend_that_was_measured(parts, measured, tmp_path):
+    index = measured({"blend_epochized": entries(parts, a={"repetitions": 1}, b={"repetitions": 3}, c={})})
+    assert drawn(index, tmp_path) == [{"a": 60, "b": 90, "c": 12}]
+    assert drawn(index, tmp_path, datasets={"set-b": {"epochs": 2}}) == [{"a": 60, "b": 60, "c": 12}]
+
+
+def test_settings_of_the_plan_replace_the_weights_of_the_blend(parts, measured, tmp_path):
+    index = measured({"blend": entries(parts, a={"weight": 3}, b={"weight": 1}, c={"weight": 0})})
+    assert drawn(index, tmp_path) == [{"a": 60, "b": 20, "c": 0}]
+    assert drawn(index, tmp_path, weights_by="none") == [{"a": 60, "b": 30, "c": 12}]
+    own = {"set-a": {"weight": 1}, str(parts["b"]): {"weight": 1}, "set-c": {"epochs": 0}}
+    assert drawn(index, tmp_path, datasets=own) == [{"a": 30, "b": 30, "c": 0}]
+    assert drawn(index, tmp_path, datasets={"set-b": {"group": "apart"}}) == [{"a": 60, "b": 20, "c": 0}]
+    with pytest.raises(ConfigError, match="has no weight, but others have"):
+        drawn(index, tmp_path, datasets={"set-a": {"weight": 1}})
+    with pytest.raises(ConfigError, match=r"set-a has a weight, but plan\.weights_by is none"):
+        run(weights_by="none", datasets={"set-a": {"weight": 1}})
+
+
+def test_weights_of_a_blend_beside_another_data_set_are_refused_until_the_plan_says_how_they_mix(
+    parts, measured, tmp_path
+):
+    index = measured({"blend": entries(parts, a={"weight": 3}, b={"weight": 1})})
+    measure(MeasureConfig(paths=(parts["c"],), out=index, workers=0), run())
+    with pytest.raises(ConfigError, match=r"blend\.yaml \(train\) gives its data sets weights, and set-c.* has none"):
+        drawn(index, tmp_path)
+    assert drawn(index, tmp_path, weights_by="none") == [{"a": 60, "b": 30, "c": 12}]
+    again = metadataset(tmp_path / "other.yaml", {"blend": entries(parts, c={"weight": 1})})
+    shutil.rmtree(index)
+    index = measured({"blend": entries(parts, a={"weight": 3}, b={"weight": 1})})
+    measure(MeasureConfig(paths=(again,), out=index, workers=0), run())
+    with pytest.raises(ConfigError, match=r"blend\.yaml \(train\) gives .* and so does .*other\.yaml"):
+        drawn(index, tmp_path)
+
+
+def test_a_new_weight_measures_nothing_and_counts(parts, measured, tmp_path):
+    measured({"blend": entries(parts, a={"weight": 1}, b={"weight": 1})})
+    file = metadataset(tmp_path / "blend.yaml", {"blend": entries(parts, a={"weight": 2}, b={"weight": 1})})
+    report = measure(MeasureConfig(paths=(file,), out=tmp_path / "index", workers=0), run())
+    assert (report.measured, report.reused) == (0, 2)
+    assert drawn(tmp_path / "index", tmp_path) == [{"a": 60, "b": 30, "c": 0}]
+
+
+@pytest.mark.parametrize("where", ["entry", "list"])
+def test_a_subset_is_refused_because_the_whole_data_set_would_be_measured(parts, measured, where):
+    subset = {"subset": {"range": ["0%", "50%"]}}
+    listed = {"blend": entries(parts, a=subset if where == "entry" else {})} | (subset if where == "list" else {})
+    with pytest.raises(UserError, match=r"takes a subset of .*set-a.*convert --split"):
+        measured(listed)
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ({"blend": [{"weight": "three"}]}, "weight is 'three', which is no number of 0 or more"),
+        ({"blend": [{"weight": -1}]}, "weight is -1"),
+        ({"blend": [{"weight": 0}]}, "every weight is 0"),
+        ({"blend_epochized": [{"repetitions": True}]}, "repetitions is True"),
+    ],
+)
+def test_shares_that_cannot_be_are_a_sentence(parts, measured, split, said):
+    ((kind, listed),) = split.items()
+    with pytest.raises(UserError, match=said):
+        measured({kind: entries(parts, a=listed[0])})
+
+
+def test_a_blend_inside_an_epochized_blend_is_refused_as_energon_does(parts, measured, tmp_path):
+    inner = metadataset(tmp_path / "inner.yaml", {"blend": entries(parts, a={}, b={})})
+    outer = {"blend_epochized": [{"path": str(inner)}]}
+    with pytest.raises(UserError, match="cannot be inside each other"):
+        measured(outer)
+    with pytest.raises(ValueError, match="Cannot mix blend with blend_epochized"):
+        energons(tmp_path / "blend.yaml")
+
+
+def energons(file: Path) -> dict[str, tuple[float | None, float | None]]:
+    """What Energon itself gives each directory: its weight and its repetitions."""
+    loaded = load_dataset(file).get_datasets(
+        training=True, split_part="train", worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
+    )
+    return {
+        str(each.dataset.paths[0] if hasattr(each.dataset, "paths") else each.dataset.path): (
+            each.weight,
+            each.repetitions,
+        )
+        for each in loaded.datasets
+    }
+
+
+@given(
+    outer=st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=2),
+    inner=st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=2, max_size=2),
+    epochized=st.booleans(),
+)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_nested_blends_have_the_shares_that_energon_gives_them(parts, tmp_path, outer, inner, epochized):
+    kind, name = ("blend_epochized", "repetitions") if epochized else ("blend", "weight")
+    below = metadataset(tmp_path / "inner.yaml", {kind: entries(parts, a={name: inner[0]}, b={name: inner[1]})})
+    file = metadataset(
+        tmp_path / "outer.yaml",
+        {kind: [{"path": str(below), name: outer[0]}, *entries(parts, c={name: outer[1]})]},
+    )
+    leaves, flaws = leaves_of(str(file), "train")
+    assert not flaws
+    expected = energons(file)
+    assert len(expected) == len(leaves) == 3
+    for leaf in leaves:
+        weight, repetitions = expected[leaf.path]
+        assert leaf.weight == (None if weight is None else pytest.approx(weight))
+        assert leaf.repetitions == (None if repetitions is None else pytest.approx(repetitions))
+
+
+def test_one_data_set_alone_has_no_share(parts, tmp_path):
+    (leaf,), flaws = leaves_of(str(dataset_entry(str(parts["a"]))), "train")
+    assert (leaf.weight, leaf.repetitions, leaf.subset, flaws) == (None, None, False, [])

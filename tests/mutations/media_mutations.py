@@ -5,16 +5,16 @@ from __future__ import annotations
 from mutation_table import Mutation
 
 MEDIA_TRAPS = {
-    19: "a sample without a target is trained all over",
+    19: "a sample without a target is trained on every token",
     20: "the token that ends an answer is not trained",
     21: "only some of several answers are trained",
     22: "placeholders of a segment are not the patches of its media over the merge",
     23: "images of two samples can be swapped without changing either",
-    24: "a processor that pads on the left, or cuts, moves everything",
+    24: "a processor that pads on the left, or truncates, shifts everything",
     25: "a row is longer than what was packed",
     26: "a cap on frames keeps the first ones of the clip",
     27: "timestamps do not follow the clip's frame rate",
-    28: "of two media with one file, one is lost",
+    28: "a file that a sample names twice is used once",
     38: "a hostile record passes, or reads outside of its root",
     59: "a frame of a video is not the frame of its number",
 }

@@ -177,7 +177,7 @@ def _has_weights(container: Any) -> bool:
 
     Recipes name a directory to continue from before it is there.
     """
-    checkpoint = container.checkpoint
+    checkpoint = getattr(container, "checkpoint", None)
     load = getattr(checkpoint, "load", None)
     continues = bool(load) and ("://" in str(load) or Path(str(load)).is_dir())
     return bool(getattr(checkpoint, "pretrained_checkpoint", None) or continues) or bool(

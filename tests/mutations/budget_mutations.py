@@ -6,7 +6,7 @@ from mutation_table import Mutation
 
 BUDGET_TRAPS: dict[int, str] = {
     31: "a saved state belongs to another pack than the last one used",
-    64: "ranks on another host wait for ever for the end of the data, because a rank of the reader's host has already left",
+    64: "ranks on another host wait for ever for the end of the data, since a rank of the reader's host has left",
     37: "pixels become other numbers, a turned TIFF or a one-frame clip is lost without its reason",
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",

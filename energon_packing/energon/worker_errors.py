@@ -28,7 +28,7 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
         yield from packs
     except (UserError, PackingError) as error:
         raise _without_traceback(error) from None
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, EOFError) as error:
         if (told := _told(error)) is not None:
             raise UserError(told) from error
         raise
@@ -49,21 +49,28 @@ def _told(error: Exception) -> str | None:
         pids, signal = died.groups()
         if signal == "Bus error":
             return _shared_memory(f"a loader's worker (pid {pids}) was ended by a bus error")
-        how = f" ({signal})" if signal else ""
-        return (
-            f"A loader's worker (pid {pids}) was killed{how}, as the kernel does where memory runs out. Give the job "
-            "more memory, or lower data.workers, and continue from the last checkpoint."
-        )
+        return _killed(f" ({signal})" if signal else "", pids)
     if _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
         return "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
     if _ROOM.search(text):
         return _shared_memory(_last_line(text))
+    # Of the socket through which it hands over a pack, which has no name; a missing file of the data has one.
+    if isinstance(error, ConnectionError | EOFError) or text == "[Errno 2] No such file or directory":
+        return _killed(f" while it handed over a pack ({_last_line(text)})")
     if isinstance(error, OSError):
         return (
             f"The data cannot be read any more: {_last_line(text)}. See whether the data set and its storage are there "
             "and continue from the last checkpoint."
         )
     return None
+
+
+def _killed(how: str, pids: str = "") -> str:
+    which = f" (pid {pids})" if pids else ""
+    return (
+        f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more memory, "
+        "or lower data.workers, and continue from the last checkpoint."
+    )
 
 
 def _last_line(text: str) -> str:

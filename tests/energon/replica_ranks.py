@@ -344,7 +344,8 @@ def run_rank(folder: Path, rank: int) -> None:
 
 def kill_one(folder: Path, killed: int) -> None:
     """Two ranks read packs of a worker until one of them is killed; the other writes what it saw."""
-    rank = 0 if (other := os.fork()) else 1
+    # The killed one is the child: what a program leaves when it ends, `forking_python` kills.
+    rank = 1 - killed if (other := os.fork()) else killed
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
@@ -356,8 +357,7 @@ def kill_one(folder: Path, killed: int) -> None:
     found += told(reader, 50)
     (folder / "said.json").write_text(json.dumps(found))
     (folder / "said.json").rename(folder / "survivor.json")
-    if rank == 0:
-        os.waitpid(other, 0)
+    os.waitpid(other, 0)
     os._exit(0)
 
 

@@ -68,8 +68,8 @@ def _told(error: Exception) -> str | None:
 def _killed(how: str, pids: str = "") -> str:
     which = f" (pid {pids})" if pids else ""
     return (
-        f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more memory, "
-        "or lower data.workers, and continue from the last checkpoint."
+        f"A loader's worker{which} was killed{how}, as the kernel does where memory runs out. Give the job more "
+        "memory, or lower data.workers, and continue from the last checkpoint."
     )
 
 

@@ -22,7 +22,7 @@ from energon_packing.errors import UserError
 from energon_packing.executors.choice import ExecutorConfig
 from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.packed import Progress
-from energon_packing.offline.parquet import read_metadata, remove_leftovers, write_table
+from energon_packing.offline.parquet import no_leftovers, read_metadata, remove_leftovers, write_table
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_loader import check_plan
 from energon_packing.offline.planned_packs import PlannedPacks
@@ -106,7 +106,7 @@ def pack_parquet(
     done, total = 0, sum(task.stop - task.first for task in mine)
     progress("pack", 0, total)
     if mine:
-        with closing(executor.executor(len(mine)).results(mine, work)) as results:
+        with no_leftovers(out), closing(executor.executor(len(mine)).results(mine, work)) as results:
             for task, _ in results:
                 done += task.stop - task.first
                 progress("pack", done, total)

@@ -17,7 +17,7 @@ from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.measuring import ShardMeasurer, cannot_write
-from energon_packing.offline.parquet import remove_leftovers
+from energon_packing.offline.parquet import no_leftovers, remove_leftovers
 from energon_packing.offline.sample_kind import AnyEncoderConfig, AnyRun
 from energon_packing.offline.source_part import SourcePart, source_parts
 from energon_packing.remote_files import check_local
@@ -129,7 +129,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
     out = config.out.absolute()  # workers may have another current directory
-    work = _Measuring(measurer, [out / name for name in names])
+    directories = [out / name for name in names]
+    work = _Measuring(measurer, directories)
     done: dict[tuple[int, str], IndexedShard] = {}
     mine: list[_Task] = []
     tasks = [
@@ -148,7 +149,10 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     progress("measure", 0, total)
     samples = 0
     # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
-    with closing(config.executor_config().executor(len(mine)).results(mine, work)) as results:
+    with (
+        no_leftovers(*directories),
+        closing(config.executor_config().executor(len(mine)).results(mine, work)) as results,
+    ):
         for task, measured in results:
             done[task.dataset, task.shard] = measured
             samples += measured.samples

@@ -31,7 +31,7 @@ from energon_packing.offline.packed import (
     shard_path,
     stored_fingerprint,
 )
-from energon_packing.offline.parquet import remove_leftovers, replacing
+from energon_packing.offline.parquet import no_leftovers, remove_leftovers, replacing
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import drops_path
 from energon_packing.offline.planned_loader import check_plan
@@ -180,7 +180,10 @@ def pack(config: PackConfig, progress: Progress = lambda *_: None) -> PackReport
         if not left:
             break
         # Closed at once, whatever happens: else its processes would end only when nothing refers to it any more.
-        with closing(config.executor_config().executor(len(left)).results(left, _Packing(out))) as results:
+        with (
+            no_leftovers(out),
+            closing(config.executor_config().executor(len(left)).results(left, _Packing(out))) as results,
+        ):
             for task, entry in results:
                 if entry is not None:
                     done[task.number] = entry

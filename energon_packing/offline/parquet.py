@@ -41,6 +41,18 @@ def remove_leftovers(directory: Path) -> None:
             file.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def no_leftovers(*directories: Path) -> Iterator[None]:
+    """Removes what other processes were writing when the work inside ended with an error, which kills them."""
+    try:
+        yield
+    except BaseException:
+        for directory in directories:
+            with contextlib.suppress(OSError):  # what is raised already says more
+                remove_leftovers(directory)
+        raise
+
+
 def _locked(file: Path) -> bool:
     """Whether a process, here or in another container or machine, is writing a file; True where nobody can say."""
     try:

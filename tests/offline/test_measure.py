@@ -24,7 +24,8 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
-from energon_packing.offline.parquet import HOST
+from energon_packing.offline.measuring import ShardMeasurer
+from energon_packing.offline.parquet import HOST, replacing
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -255,6 +256,23 @@ def test_ctrl_c_ends_all_processes_and_the_next_command_goes_on(sources, run_of,
     assert not leftover.exists()
     whole = measure(MeasureConfig(paths=(data,), out=tmp_path / "whole", workers=0), run).index
     assert rows_of(report.index) == rows_of(whole)
+
+
+def test_nothing_is_left_of_a_shard_that_was_being_written_when_another_failed(dataset, run_of, tmp_path, monkeypatch):
+    def fails_while_another_writes(self, part, shard, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if shard.endswith("0.tar"):
+            with replacing(directory / "half.parquet") as aside:
+                aside.write_bytes(b"half a shard")
+                time.sleep(600)  # until it is killed
+        while not any(directory.glob(".half.parquet.*")):
+            time.sleep(0.01)
+        raise UserError("the disk is full of ducks")
+
+    monkeypatch.setattr(ShardMeasurer, "measure", fails_while_another_writes)
+    with pytest.raises(UserError, match="ducks"):
+        measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=2), run_of(dataset))
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 def test_mistakes_are_one_sentence_each(dataset, run_of, tmp_path):

@@ -92,7 +92,7 @@ def test_the_script_runs_the_fast_tier_everything_or_what_it_is_given(given, exp
     command = ["bash", str(tmp_path / "scripts" / "test.sh"), *given]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
     words = done.stdout.splitlines()
-    assert words[:7] == ["-m", "pytest", "--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
+    assert words[:7] == ["-m", "pytest", "--numprocesses", "4", "--dist", "loadfile", "--no-loadscope-reorder"]
     assert words[7:] == expected
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from energon_packing.config.bounds import at_least
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 EpochEnd = Literal["uneven", "drop", "pad"]
@@ -19,11 +20,11 @@ class DataConfig:
     """An Energon data set: a directory made by ``convert``, a prepared WebDataset, or a metadataset YAML."""
     split: str = "train"
     """Part of the data set to read."""
-    workers: int = 2
+    workers: int = setting(2, unit="processes")
     """Loader processes of one rank; 0 reads in the training process."""
-    shuffle_buffer: int = 100
+    shuffle_buffer: int = setting(100, unit="samples")
     """Samples shuffled before encoding; 1 keeps the order of the shards."""
-    shuffle_over_epochs: int = 1
+    shuffle_over_epochs: int = setting(1, unit="epochs")
     """Epochs over which shards are shuffled together; 1 and 0 keep every epoch apart."""
     repeat: bool = True
     """False ends after one epoch; exact resume is promised for True only (see docs/resume.md)."""
@@ -31,9 +32,9 @@ class DataConfig:
     """What to do when ranks run out of packs at different steps, which happens with ``repeat: false``; a training step
     hangs if one rank is missing. ``drop`` stops all ranks when the first runs out. ``pad`` feeds fully masked packs to
     a rank that has run out until all have. ``uneven`` leaves it to the trainer."""
-    seed: int = 0
+    seed: int = setting(0, unit="number")
     """Seed of the order of shards and samples."""
-    packs_ahead: int = 2
+    packs_ahead: int = setting(2, unit="packs")
     """Packs that every rank of a replica has ready before its step asks, so that no step waits for reading or for the
     transfer (docs/bridge.md). They take that much memory more: once per host, plus once per rank in pinned memory where
     there is a GPU. 0 reads and transfers each pack when it is asked for; so do ``workers: 0`` and any

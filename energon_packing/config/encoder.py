@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from energon_packing.config.bounds import at_least
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -40,18 +41,18 @@ MODALITIES: dict[str, tuple[str, ...]] = {
 class LimitsConfig:
     """What one sample may hold; None sets no limit. See docs/limits.md."""
 
-    max_images: int | None = None
+    max_images: int | None = setting(None, unit="images")
     """Images of the conversation."""
-    max_frames: int | None = None
+    max_frames: int | None = setting(None, unit="frames")
     """Sampled frames, summed over all videos."""
-    max_visual_tokens: int | None = None
+    max_visual_tokens: int | None = setting(None, unit="tokens")
     """Placeholder tokens, summed over all images and videos."""
-    max_tokens: int | None = None
+    max_tokens: int | None = setting(None, unit="tokens")
     """Tokens of the whole sample."""
     when_over: tuple[WhenOver, ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
     ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
-    min_active_ratio: float = 1 / 256
+    min_active_ratio: float = setting(1 / 256, unit="share, 0 to 1")
     """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps all samples."""
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class EncoderConfig:
     trains it without them. Calls and results are always required."""
     loss_weighting: LossWeighting = "token"
     """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
-    loss_scale: int | None = None
+    loss_scale: int | None = setting(None, unit="number")
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""
     trust_remote_code: bool = False
@@ -109,41 +110,41 @@ class EncoderConfig:
     position_ids: PositionIds = "auto"
     """``1d`` counts tokens; ``mrope`` yields ``[3, 1, T]``; ``auto`` is ``1d``, because Bridge's models compute their
     own positions."""
-    tokens_per_second: int = 2
+    tokens_per_second: int = setting(2, unit="positions per second")
     """The value from Qwen2.5-VL's vision config; used for ``mrope`` positions only."""
-    min_pixels: int | None = None
+    min_pixels: int | None = setting(None, unit="pixels", by_family=True)
     """Smallest area of a resized image in pixels; None keeps the processor's value."""
-    max_pixels: int | None = None
+    max_pixels: int | None = setting(None, unit="pixels", by_family=True)
     """Largest area of a resized image in pixels; None keeps the processor's value."""
-    video_min_pixels: int | None = None
+    video_min_pixels: int | None = setting(None, unit="pixels, see text", by_family=True)
     """Smallest size of a resized video; see ``video_max_pixels``."""
-    video_max_pixels: int | None = None
+    video_max_pixels: int | None = setting(None, unit="pixels, see text", by_family=True)
     """Largest size of a resized video, in the processor's own unit: of one frame for Qwen2.5-VL, of the whole clip for
     Qwen3-VL."""
-    video_fps: float | None = None
+    video_fps: float | None = setting(None, unit="frames per second", by_family=True)
     """Frames per second sampled from a video; None keeps the processor's rate; without one, families of Qwen and GLM
     take 2.0, InternVL a fixed number of frames, and Ernie every frame up to its maximum."""
-    video_min_frames: int | None = None
+    video_min_frames: int | None = setting(None, unit="frames", by_family=True)
     """Fewest frames sampled from a video; None keeps the processor's value."""
-    video_max_frames: int | None = None
+    video_max_frames: int | None = setting(None, unit="frames", by_family=True)
     """Most frames sampled from a video; None keeps the processor's value."""
-    pan_and_scan: bool | None = None
+    pan_and_scan: bool | None = setting(None, by_family=True)
     """Whether Gemma 3 also sees crops of long images (the processor's ``do_pan_and_scan``); None keeps its default,
     no."""
     pixels: Pixels = "bytes"
     """What packs carry to the trainer: ``bytes`` are normalised where the batch is used, which gives the processor's
     float32 numbers bit for bit; ``float32`` numbers are made by the workers, and so are ``bfloat16`` ones, which are
     rounded. A family that cannot give exact bytes keeps float32; see docs/encoders.md."""
-    jpeg_scaled_decoding: float | None = None
+    jpeg_scaled_decoding: float | None = setting(None, unit="factor", by_family=True, changes_rows=True)
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
-    max_source_pixels: int = 120_000_000
+    max_source_pixels: int = setting(120_000_000, unit="pixels")
     """An image or frame with more pixels than this is rejected before it is decoded."""
-    max_decoded_bytes: int = 5 * 2**30
+    max_decoded_bytes: int = setting(5 * 2**30, unit="bytes")
     """Memory limit for the decoded media of one sample, at 3 bytes per pixel; a sample above it is dropped before
     decoding. The default holds 768 frames of 1920x1080, the most that Qwen's processors sample."""
-    decode_seconds: float | None = 120.0
+    decode_seconds: float | None = setting(120.0, unit="seconds")
     """Wall-clock limit for decoding the media of one sample, reading excluded if `decode_in_child`; None sets none."""
     decode_in_child: bool = True
     """Whether videos, and images other than PNG and sequential JPEG, are decoded in a child process of the loader's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ class MetricsConfig:
     directory: str | None = None
     """Directory of the metrics of a run, one file of JSON lines per data-parallel rank; all ranks should see it. They
     also go to the trainer's TensorBoard and Weights & Biases writers if it has them. None measures nothing."""
-    interval: int = 10
+    interval: int = setting(10, unit="steps")
     """A line sums up this many optimiser steps."""
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from energon_packing.config.bounds import at_least
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 Oversize = Literal["drop", "raise", "truncate", "split"]
@@ -26,25 +27,25 @@ PACK_LIMITS = ("max_images_per_pack", "max_patches_per_pack", "max_segments_per_
 class PackingConfig:
     """How samples share a row."""
 
-    seq_length: int = 4096
+    seq_length: int = setting(4096, unit="tokens")
     """Tokens of a row, alignment padding included: no pack is ever longer."""
-    window: int = 256
+    window: int = setting(256, unit="samples")
     """Measured samples held for selection. A larger window fills packs better but delays samples longer; each sample
     costs about 3 KB."""
     policy: str = "window"
     """How a pack is chosen from the window: ``window`` (best by far), ``best_fit``, ``next_fit``, ``first_fit``,
     ``balanced``, or a name registered with ``register_policy``; see docs/packing.md."""
-    max_images_per_pack: int | None = None
+    max_images_per_pack: int | None = setting(None, unit="images")
     """Images per pack; each tile counts if the family tiles images. None sets no limit. A sample that exceeds a limit
     by itself is handled according to ``oversize``, with the reason ``over_limit``."""
-    max_patches_per_pack: int | None = None
+    max_patches_per_pack: int | None = setting(None, unit="rows of vision input")
     """Rows of vision input per pack; bounds the memory of the vision encoder."""
-    max_segments_per_pack: int | None = None
+    max_segments_per_pack: int | None = setting(None, unit="samples")
     """Samples per pack, not counting the masked tail of a fixed-width row."""
-    max_cost_per_pack: float | None = None
+    max_cost_per_pack: float | None = setting(None, unit="tokens without attention")
     """Cost per pack, in units of one token without attention: a segment of L tokens costs ``L + L**2 / 24576``, a patch
     0.098."""
-    balance_window: int = 1
+    balance_window: int = setting(1, unit="packs")
     """Number of selected packs that are sorted by cost before they are emitted; 1 keeps the order of selection."""
     oversize: Oversize = "drop"
     """What happens to a sample that is longer than a row: ``drop`` enters it in the ledger, ``raise`` stops the run,
@@ -61,10 +62,10 @@ class PackingConfig:
     dummy_image: bool = False
     """True adds the family's smallest image, masked and with zero weight, to packs without media. Every micro-step then
     has media on all ranks, and collectives inside a vision tower cannot hang. Packs reserve room for it."""
-    drop_budget: float = 0.1
+    drop_budget: float = setting(0.1, unit="share, 0 to 1")
     """Share of the samples read that may be dropped. The run stops once the share is above this beyond doubt; 1.0 never
     stops it."""
-    max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK
+    max_drops_without_pack: int = setting(MAX_DROPS_WITHOUT_PACK, unit="samples")
     """Samples that a worker may drop without making a pack in between before the run stops."""
     ledger: str | None = None
     """Directory of the ledger files, one per worker; None keeps the ledger in the batches only."""

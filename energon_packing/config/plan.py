@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 WeightsBy = Literal["samples", "tokens", "none"]
@@ -18,11 +19,11 @@ LARGEST_EPOCHS = 1000
 class PlannedDatasetConfig:
     """One data set of a plan."""
 
-    weight: float | None = None
+    weight: float | None = setting(None, unit="number")
     """Share of the data set in an epoch relative to the others' weights, in the unit of ``weights_by``. Set it for all
     data sets or for none. None for all takes the weights of the ``blend`` of a metadataset that was measured; without
     one, every data set occurs ``epochs`` times."""
-    epochs: float | None = None
+    epochs: float | None = setting(None, unit="epochs")
     """How often each sample occurs in one epoch of the plan; with weights, how often at most. 0.5 takes every sample in
     every second epoch; 0 leaves the data set out. None takes the ``repetitions`` of a ``blend_epochized`` that was
     measured, else 1."""
@@ -41,7 +42,7 @@ class PlannedDatasetConfig:
 class PlanConfig:
     """How a plan is made from an index; see docs/offline.md."""
 
-    epochs: int = 1
+    epochs: int = setting(1, unit="epochs")
     """Passes over the blend of all data sets that the plan holds; each has other packs."""
     weights_by: WeightsBy = "samples"
     """What the weights of data sets share out: ``samples`` (as the ``blend`` of a metadataset does) or ``tokens``.
@@ -49,9 +50,9 @@ class PlanConfig:
     datasets: Mapping[str, PlannedDatasetConfig] = field(default_factory=dict)
     """Settings of single data sets, by their name in the index, their path, that of their shards, or the last part of
     one of these paths."""
-    max_data_parallel: int = 512
+    max_data_parallel: int = setting(512, unit="ranks")
     """The packs of a step cost nearly the same for every data-parallel size that divides this number."""
-    seed: int = 0
+    seed: int = setting(0, unit="number")
     """Determines packs, blend and order."""
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from energon_packing.config.bounds import at_least
+from energon_packing.config.setting import setting
 from energon_packing.thd.alignment import alignment_multiple
 
 
@@ -12,21 +13,21 @@ from energon_packing.thd.alignment import alignment_multiple
 class ParallelConfig:
     """Sizes of the parallel groups of the training run."""
 
-    tensor_parallel: int = 1
+    tensor_parallel: int = setting(1, unit="ranks")
     """Size of the tensor-parallel group."""
-    context_parallel: int = 1
+    context_parallel: int = setting(1, unit="ranks")
     """Size of the context-parallel group, which cuts every sample."""
-    pipeline_parallel: int = 1
+    pipeline_parallel: int = setting(1, unit="ranks")
     """Number of pipeline stages."""
-    expert_parallel: int = 1
+    expert_parallel: int = setting(1, unit="ranks")
     """Size of the expert-parallel group."""
     sequence_parallel: bool = False
     """Whether activations are divided over the tensor-parallel group."""
-    eval_context_parallel: int | None = None
+    eval_context_parallel: int | None = setting(None, unit="ranks")
     """``context_parallel`` of the evaluation; None means that of the training."""
     cp_comm_type: str | None = None
     """How context-parallel ranks communicate, for example ``p2p`` or ``a2a``; read by ``validate``."""
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = None
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(None, unit="ranks")
     """Sizes of the levels of ``a2a+p2p``; read by ``validate``."""
 
     def __post_init__(self) -> None:
@@ -46,19 +47,19 @@ class ParallelConfig:
 class TrainingConfig:
     """Settings of the trainer around the loader; read by ``validate``, not by the loader."""
 
-    micro_batch_size: int = 1
+    micro_batch_size: int = setting(1, unit="rows")
     """Rows of a micro-batch; a packed row is one."""
-    global_batch_size: int = 1
+    global_batch_size: int = setting(1, unit="rows")
     """Rows of a step, over all data-parallel ranks."""
-    eval_micro_batch_size: int | None = None
+    eval_micro_batch_size: int | None = setting(None, unit="rows")
     """``micro_batch_size`` of the evaluation; None means that of the training."""
-    eval_global_batch_size: int | None = None
+    eval_global_batch_size: int | None = setting(None, unit="rows")
     """``global_batch_size`` of the evaluation; None means that of the training."""
     calculate_per_token_loss: bool = True
     """Whether the loss is divided by all targets of a step, which rows with different numbers of targets need."""
     average_in_collective: bool = False
     """Whether gradients are averaged over ranks; Megatron-Core refuses it with ``calculate_per_token_loss``."""
-    model_seq_length: int | None = None
+    model_seq_length: int | None = setting(None, unit="tokens")
     """The model's ``seq_length``; None means that it equals ``packing.seq_length``."""
     model: str | None = None
     """Model family, for example ``qwen2_5_vl`` or ``gpt``."""

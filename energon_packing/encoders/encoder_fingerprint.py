@@ -7,6 +7,7 @@ from typing import Any
 
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import EncoderConfig
+from energon_packing.config.setting import marked_and_set
 from energon_packing.families.base import VisionFamily
 
 # Settings of processors, image processors and video processors that geometry and pixels depend on, in any family.
@@ -62,9 +63,13 @@ def encoder_fingerprint(
         "loss_weighting": f"{config.loss_weighting}, scale {config.loss_scale}",
         # Bytes and float32 give the model the same numbers, so a run may change from one to the other.
         "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
-        # Only if it is set, so that states from before the setting are still accepted.
-        **({} if config.jpeg_scaled_decoding is None else {"jpeg_scaled_decoding": f"{config.jpeg_scaled_decoding:g}"}),
+        # Newer settings only where they are set, so that states from before them are still accepted.
+        **{name: _value(value) for name, value in marked_and_set(config, "changes_rows").items()},
     }
+
+
+def _value(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _limits(processor: Any, names: tuple[str, ...]) -> dict[str, str]:

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from energon_packing.config import to_mapping
+from energon_packing.config import EncoderConfig, to_mapping
+from energon_packing.config.setting import marked
 from energon_packing.errors import ConfigError
 
 FREE = frozenset(
@@ -55,7 +56,8 @@ _PIXELS = ("min_pixels", "max_pixels", "video_min_pixels", "video_max_pixels", "
 _FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
 FOLLOWS: dict[str, tuple[str, ...]] = {
     **{name: (f"encoder.{name}",) for name in ("train_on", "thinking", "train_line_break", "tool_definitions")},
-    **{name: (f"encoder.{name}",) for name in ("modality", "extra_fields", "jpeg_scaled_decoding", "limits")},
+    **{name: (f"encoder.{name}",) for name in ("modality", "extra_fields", "limits")},
+    **{name: (f"encoder.{name}",) for name in marked(EncoderConfig, "changes_rows")},
     "vision_limits": tuple(f"encoder.{name}" for name in (*_PIXELS, *_FRAMES)),
     **dict.fromkeys(("video_fps", "video_frames", "video_frame_limits"), tuple(f"encoder.{name}" for name in _FRAMES)),
     "position_ids": ("encoder.position_ids", "encoder.tokens_per_second"),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from energon_packing.config import EncoderConfig
+from energon_packing.config.setting import marked, marked_and_set
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.media_plan import MediaPlan as MediaPlan
@@ -24,8 +25,7 @@ from energon_packing.thd.pixels import PixelForm
 
 IMAGE_SIZES = ("min_pixels", "max_pixels")
 VIDEO_SIZES = ("video_min_pixels", "video_max_pixels")
-VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
-FAMILY_FIELDS = (*IMAGE_SIZES, *VIDEO_SIZES, *VIDEO_FRAMES, "pan_and_scan", "jpeg_scaled_decoding")
+FAMILY_FIELDS = marked(EncoderConfig, "by_family")
 """Fields of `EncoderConfig` that a family does not support unless it names them in ``reads``."""
 
 
@@ -76,8 +76,8 @@ class VisionFamily(ABC):
         self.processor = processor
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self.config = config
-        for name in FAMILY_FIELDS:
-            if name not in self.reads and getattr(config, name) is not None:
+        for name in marked_and_set(config, "by_family"):
+            if name not in self.reads:
                 raise ConfigError(f"The family {self.name} does not use encoder.{name}; remove it.")
         if config.position_ids == "mrope" and not self.mrope:
             raise ConfigError(

@@ -8,6 +8,9 @@ from typing import Any
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 
+VIDEO_FRAMES = ("video_fps", "video_min_frames", "video_max_frames")
+"""Settings of the choice of frames, for the ``reads`` of families; those that `chosen_frames` reads hold for all."""
+
 
 def chosen_frames(
     media: Media, config: EncoderConfig, by_processor: Callable[[], tuple[int, ...]], *, most: int | None = None

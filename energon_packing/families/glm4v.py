@@ -10,7 +10,7 @@ from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
-from energon_packing.families.frames import chosen_frames
+from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
 from energon_packing.families.time_steps import TimeSteps
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
@@ -27,7 +27,10 @@ class Glm4v(TimeSteps):
 
     name = "glm4v"
     processor_classes = ("Glm4vProcessor",)
-    reads = (*IMAGE_SIZES, *VIDEO_SIZES, "video_fps", "video_max_frames", "jpeg_scaled_decoding")
+    reads = (
+        *(*IMAGE_SIZES, *VIDEO_SIZES, "jpeg_scaled_decoding"),
+        *(name for name in VIDEO_FRAMES if name != "video_min_frames"),
+    )
     token_fields = ("mm_token_type_ids",)
     shared_placeholder = True
 

@@ -12,8 +12,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import chosen_frames, uniform_frames
+from energon_packing.families.base import IMAGE_SIZES, MediaPlan, VisionFamily, require
+from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames, uniform_frames
 from energon_packing.families.internvl_tiles import InternVLTiles
 from energon_packing.families.pixel_forms import RAW, form_of
 from energon_packing.families.tile_bound import MOST_TILES, check_tiles

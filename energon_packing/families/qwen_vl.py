@@ -11,8 +11,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily, require
-from energon_packing.families.frames import chosen_frames
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily, require
+from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
 from energon_packing.families.pixel_limits import set_pixel_limits
 from energon_packing.families.qwen_patches import QwenPatches
 from energon_packing.families.rope_positions import rope_positions

@@ -10,7 +10,8 @@ import torch
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected
-from energon_packing.families.base import IMAGE_SIZES, VIDEO_FRAMES, VIDEO_SIZES, MediaPlan, VisionFamily
+from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan, VisionFamily
+from energon_packing.families.frames import VIDEO_FRAMES
 
 
 class Text(VisionFamily):

@@ -18,32 +18,6 @@ from typing import Any, Literal
 
 from energon_packing.config import RunConfig
 
-UNITS: Mapping[str, str] = {
-    **dict.fromkeys(("seq_length", "max_tokens", "max_visual_tokens", "model_seq_length"), "tokens"),
-    **dict.fromkeys(("window", "shuffle_buffer", "max_drops_without_pack", "max_segments_per_pack"), "samples"),
-    **dict.fromkeys(("packs_ahead", "balance_window"), "packs"),
-    **dict.fromkeys(("micro_batch_size", "global_batch_size"), "rows"),
-    **dict.fromkeys(("eval_micro_batch_size", "eval_global_batch_size"), "rows"),
-    **dict.fromkeys(("shuffle_over_epochs", "epochs"), "epochs"),
-    **dict.fromkeys(("max_images", "max_images_per_pack"), "images"),
-    **dict.fromkeys(("max_frames", "video_min_frames", "video_max_frames"), "frames"),
-    **dict.fromkeys(("min_pixels", "max_pixels", "max_source_pixels"), "pixels"),
-    **dict.fromkeys(("video_min_pixels", "video_max_pixels"), "pixels, see text"),
-    **dict.fromkeys(("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"), "ranks"),
-    **dict.fromkeys(("eval_context_parallel", "max_data_parallel", "hierarchical_context_parallel_sizes"), "ranks"),
-    **dict.fromkeys(("min_active_ratio", "drop_budget"), "share, 0 to 1"),
-    **dict.fromkeys(("seed", "weight", "loss_scale"), "number"),
-    "interval": "steps",
-    "workers": "processes",
-    "tokens_per_second": "positions per second",
-    "video_fps": "frames per second",
-    "jpeg_scaled_decoding": "factor",
-    "max_decoded_bytes": "bytes",
-    "decode_seconds": "seconds",
-    "max_patches_per_pack": "rows of vision input",
-    "max_cost_per_pack": "tokens without attention",
-}
-"""Unit of each number."""
 SECTION_TEXT = {
     "data": "Where conversations come from and how they are read.",
     "encoder": "How a conversation becomes tokens, labels and pixels.",
@@ -106,7 +80,7 @@ def _settings(cls: type[Any], section: str) -> Iterator[Setting]:
             hint=hint,
             default=_default(entry),
             text=texts.get(entry.name, ""),
-            unit=UNITS.get(entry.name, ""),
+            unit=entry.metadata.get("unit", ""),
             fingerprint=fingerprint_effect(name),
         )
     for inner, name in nested:

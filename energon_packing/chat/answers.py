@@ -143,7 +143,7 @@ def _header(
             f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the answers in "
             "it with {% generation %} and name the file in encoder.chat_template",
         )
-    header = _common(prompt, frame)
+    header = common_prefix(prompt, frame)
     header = min(stops.whole(prompt, header), stops.whole(frame, header))
     # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
     opened = prompt.find(OPEN)
@@ -183,7 +183,7 @@ def _behind(text: str, piece: int | None) -> str | None:
     return text[ends[-1] :] if ends else None
 
 
-def _common(one: str, other: str) -> int:
+def common_prefix(one: str, other: str) -> int:
     """Length of the prefix that both texts share."""
     shorter = min(len(one), len(other))
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
@@ -228,7 +228,7 @@ def _end(
         alone = _behind(render(messages[: turn + 1], False), layout.order[last])
     except SampleRejected:
         alone = None
-    closing = _common(alone or "", frame)
+    closing = common_prefix(alone or "", frame)
     if end is not None and end <= closing:
         return end, "", False
     # Of the headers that may follow, only those of a question or a result stop an answer.
@@ -258,7 +258,7 @@ def _open_end(
     if followed is None:  # before another turn, the template drops the answer
         return len(frame), "", False
     behind = followed.partition(_PROBE)[0]
-    closing = _common(frame, behind)
+    closing = common_prefix(frame, behind)
     if closing < len(frame):
         # The template appends the generation prompt unasked, so the shared prefix may end inside a header.
         return stops.opening(frame) or closing, "", True

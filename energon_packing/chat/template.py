@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from energon_packing.chat.answers import StopTokens, find_answers
+from energon_packing.chat.answers import StopTokens, common_prefix, find_answers
 from energon_packing.chat.renderer import TemplateRenderer
 from energon_packing.chat.sentinels import Passing, Words
 from energon_packing.chat.structures import Reading, TemplateReader
@@ -144,6 +144,22 @@ class ChatTemplate:
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
         ends = tuple((turn + 1, _with_space(text, found[-1].end)) for turn, found in spans.items() if found)
         return RenderedChat(text=text, spans=kept, ends=ends)
+
+    def trained_turns(self, conversation: Conversation) -> frozenset[int]:
+        """The turns of a record that are trained; with ``train_on: all``, every turn.
+
+        A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
+        earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
+
+        Raises:
+            SampleRejected: as `render`.
+        """
+        if self.train_on == "all":
+            return frozenset(range(len(conversation.turns)))
+        chat = self.render(conversation)
+        return frozenset(
+            next(turns for turns, end in chat.ends if span.end <= end) - 1 for span in chat.spans if span.weight > 0
+        )
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
         """Where the first ``turns`` turns of a conversation end in its rendered text, in characters.
@@ -285,6 +301,31 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         if placeholder in between:
             texts[kind] = between
     return texts
+
+
+def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
+    """What a template adds to a message with one image or video, before and after the placeholder, by kind.
+
+    It is the difference to the same message without it, wherever the template puts it: between two texts, or before
+    both, as LLaVA's do. Both sides are empty if the template does not take this kind.
+    """
+    texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
+    frames: dict[MediaKind, tuple[str, str]] = {}
+    for kind, placeholder in placeholders.items():
+        frames[kind] = "", ""
+        try:
+            without, shown = (
+                template.renderer.run([{"role": "user", "content": content}], None, track=False)[0]
+                for content in (texts, [texts[0], {"type": kind}, texts[1]])
+            )
+        except SampleRejected:
+            continue
+        start = common_prefix(without, shown)
+        end = common_prefix(without[start:][::-1], shown[start:][::-1])
+        before, found, after = shown[start : len(shown) - end].partition(placeholder)
+        if found:
+            frames[kind] = before, after
+    return frames
 
 
 def _with_line_break(text: str, end: int) -> int:

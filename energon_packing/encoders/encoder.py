@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from energon_packing.chat.prompt_files import template_source
-from energon_packing.chat.template import ChatTemplate, RenderedChat
+from energon_packing.chat.template import ChatTemplate, media_texts
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
@@ -27,11 +27,11 @@ from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
-from energon_packing.encoders.placeholders import Placeholders, check_reserved, own_template
+from energon_packing.encoders.placeholders import Expanded, Placeholders, check_reserved, own_template
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
-from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, expanded, split
+from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
 from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
@@ -77,7 +77,6 @@ class ConversationEncoder(SampleEncoder):
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
                 "Convert it with transformers (tokenizer.json)."
             )
-        self._placeholders = Placeholders(self.family)
         self.template = ChatTemplate(
             self.tokenizer,
             source=self._template_source(),
@@ -87,6 +86,7 @@ class ConversationEncoder(SampleEncoder):
             tool_definitions=config.tool_definitions,
             stops=generation_stops(config, self.tokenizer),
         )
+        self._placeholders = Placeholders(self.family, self.template)
         self._backend = self.tokenizer.backend_tokenizer
         self._tokens = TextTokenizer(self._backend)
         self._resizer = Resizer(self.family)
@@ -94,9 +94,7 @@ class ConversationEncoder(SampleEncoder):
         self._make_pixels = functools.partial(_visual_inputs, config, self._resizer, self.family)
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
-        vocabulary = self.tokenizer.get_added_vocab()
         self._prepared: dict[int, _Prepared] = {}
-        self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
 
     @property
     def pad_token_id(self) -> int:
@@ -142,7 +140,8 @@ class ConversationEncoder(SampleEncoder):
         self._check_modality(conversation)
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        return self._enough_targets(decodable(fit(conversation, self._measure, self._resizer, bounds), self.config))
+        fitted = fit(conversation, self._measure, self._resizer, bounds, self.template.trained_turns)
+        return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
         """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
@@ -150,7 +149,7 @@ class ConversationEncoder(SampleEncoder):
         Whatever stands in the way of one of them is for `measure` to say. Those of an earlier call are forgotten.
         """
         self._prepared.clear()
-        chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], RenderedChat]]] = {}
+        chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
         for conversation in conversations:
             with contextlib.suppress(Exception):
                 plans, chat = self._rendered(conversation, self.family)
@@ -204,19 +203,20 @@ class ConversationEncoder(SampleEncoder):
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.
         """
-        kept = beginning(conversation, measured.turns)
-        chat = self.template.render(kept)
-        family = self._resizer.family(measured.settings)
-        text, spans, moved = expanded(chat.text, self._placeholders.texts(chat.text, measured.plans, family))
-        tokenized = self._tokenize(text)
+        kept = conversation
+        if measured.turns < len(conversation.turns):
+            kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
+        rendered = self.template.render(kept)
+        chat = self._placeholders.expand(rendered, measured.plans)
+        tokenized = self._tokenize(chat.text)
         if not np.array_equal(tokenized.ids, measured.token_ids):
             raise PackingError(f"sample {measured.key} has different tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
-            end = self.template.turn_end(kept, chat, turns)
-            return None if end is None else moved(end)
+            end = self.template.turn_end(kept, rendered, turns)
+            return None if end is None else chat.moved(end)
 
-        whole = SampleText(offsets=tokenized.offsets, media=spans, turns=kept.turns, turn_end=turn_end)
+        whole = SampleText(offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end)
         pieces = split(measured, whole, fits, at)
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
@@ -246,7 +246,7 @@ class ConversationEncoder(SampleEncoder):
             plans, chat = self._rendered(conversation, self._resizer.family(settings))
             text = self._tokenize(chat.text)
         ids = text.ids
-        trained, weights = trained_tokens(text, chat.spans, self._never_trained)
+        trained, weights = trained_tokens(text, chat.spans)
         targets = int(np.count_nonzero(trained[1:]))
         if not targets:
             raise SampleRejected("nothing_to_learn", "the conversation has no target tokens")
@@ -268,15 +268,15 @@ class ConversationEncoder(SampleEncoder):
             media=conversation.media,
             length=len(ids) + int(lengths.sum()) - len(lengths),
             turns=len(conversation.turns),
-            scale=target_weight(self.config, targets),
+            scale=target_weight(self.config, targets if weights is None else float(weights[1:].sum(dtype=np.float64))),
             settings=settings,
             extras=extra_values(conversation, self.config.extra_fields, targets),
         )
 
-    def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], RenderedChat]:
+    def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], Expanded]:
         """Geometry of the media, and the text with what stands for them."""
         plans = family.plans(conversation.media)
-        return plans, self._placeholders.replace(self.template.render(conversation), plans)
+        return plans, self._placeholders.expand(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample and returns its row.
@@ -369,7 +369,8 @@ class ConversationEncoder(SampleEncoder):
     def _template_source(self) -> str | None:
         if self.config.chat_template is None:
             return own_template(self.processor)
-        return template_source(self.config.chat_template, self.tokenizer, self._placeholders.media_texts)
+        shown = media_texts(self.tokenizer, own_template(self.processor), self.family.placeholders)
+        return template_source(self.config.chat_template, self.tokenizer, shown)
 
 
 class _Prepared(NamedTuple):
@@ -377,7 +378,7 @@ class _Prepared(NamedTuple):
 
     conversation: Conversation
     plans: tuple[MediaPlan, ...]
-    chat: RenderedChat
+    chat: Expanded
     text: TokenizedText
 
 

@@ -231,7 +231,7 @@ def test_exactly_the_answers_and_their_ends_are_trained(name: str, texts: list[s
         assert piece.endswith(end)
         assert piece[len(beginning) : len(piece) - len(end)].strip() == answer.strip()
     tokens = TextTokenizer(tokenizer_of(name).backend_tokenizer)(chat.text, add_special_tokens=False)
-    mask, _ = trained_tokens(tokens, chat.spans, ())
+    mask, _ = trained_tokens(tokens, chat.spans)
     spans = chat.spans
     for (start, stop), is_trained in zip(tokens.offsets.tolist(), mask.tolist(), strict=True):
         inside = any(

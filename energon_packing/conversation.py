@@ -9,6 +9,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ RECORD_VERSION = 1
 PREFERENCE = "preference"
 """The extra that is computed, not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
 _RECORD = StoredRecord("conversation")
+_OLD_NOISE = Fraction(1, 2**50)
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 
 
@@ -35,7 +37,7 @@ class Media:
         width: pixels as displayed, that is after EXIF or container rotation; None if not probed yet.
         height: pixels as displayed.
         frames: number of frames of a video; None for images.
-        fps: average frames per second of a video; None for images.
+        fps: average frames per second of a video, see also `rate`; None for images.
         duration: seconds of a video; None for images.
         frame_names: for a video that is a list of images, the names of its ``frames`` entries in the store, in order;
             ``name`` is the first one. Such a list is already sampled: families use every frame of it.
@@ -51,6 +53,20 @@ class Media:
     duration: float | None = None
     frame_names: tuple[str, ...] = ()
     frame_times: tuple[float, ...] = ()
+
+    @property
+    def rate(self) -> Fraction | None:
+        """The frame rate that ``fps`` stands for: a fraction such as 24000/1001 where one is close by, else ``fps``.
+
+        Containers state fractions, and a record holds the nearest float. Older records are up to 4 units in the last
+        place off, since their rates were computed in floats. No two fractions are so close at usual rates if one has a
+        denominator of at most 10,000 and the other fits into a container (32 bits).
+        """
+        if self.fps is None:
+            return None
+        exact = Fraction(self.fps)
+        near = exact.limit_denominator(10_000)
+        return near if abs(near - exact) <= exact * _OLD_NOISE else exact
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form, without fields that are None or empty."""

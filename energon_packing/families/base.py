@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -190,7 +191,7 @@ class VisionFamily(ABC):
         return int(token_id)
 
 
-def require(value: float | int | None, media: Media, what: str) -> float | int:
+def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
     """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
         raise SampleRejected(

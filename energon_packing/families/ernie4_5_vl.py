@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,11 @@ class Ernie45VL(Qwen25VL):
                 f"(encoder.processor); {HINT}."
             ) from error
 
-    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+    def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
         from transformers.video_utils import VideoMetadata
 
-        clip = VideoMetadata(total_num_frames=total, fps=fps)
+        clip = VideoMetadata(total_num_frames=total, fps=float(fps))
         indices = self.videos.sample_frames(clip, fps=self.video_fps, num_frames=self.videos.num_frames)
         # Its steps can reach the clip's length, which is no frame.
         return tuple(int(index) for index in indices if int(index) < total)

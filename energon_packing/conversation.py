@@ -174,6 +174,11 @@ class Conversation:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def modality(self) -> str:
+        """What it has beside text, for counting: ``text`` (nothing), ``image``, ``video`` or ``image and video``."""
+        return " and ".join(sorted({media.kind for media in self.media})) or "text"
+
+    @property
     def is_pair(self) -> bool:
         """Whether this holds a chosen and a rejected answer to the same beginning."""
         return bool(self.chosen)

@@ -45,6 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("conversation", "packing"),
     ("config",),
+    ("drop_reasons",),
     ("chat", "media", "ledger", "ledger_place", "wan"),
     ("families", "convert"),
     ("encoders",),

@@ -52,6 +52,8 @@ def measure(
     patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section only. A
     second run measures what is new; an interrupted one goes on.
     """
+    from energon_packing.cli.stats_tables import print_warnings
+    from energon_packing.offline.index import frequent_drops
     from energon_packing.offline.kinds import KINDS
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure
@@ -83,9 +85,11 @@ def measure(
         }
         for each in datasets_of
     ]
+    warnings = [] if report.index is None else frequent_drops(report.index).news(final=True)
     if as_json:
         counts = {"measured": report.measured, "reused": report.reused, "missing": report.missing}
-        click.echo(json.dumps({"out": str(out), "shards": counts, "datasets": rows}, ensure_ascii=False))
+        found = {"out": str(out), "shards": counts, "datasets": rows, "warnings": warnings}
+        click.echo(json.dumps(found, ensure_ascii=False))
         return
     console = Console()
     if rows:
@@ -95,6 +99,7 @@ def measure(
         for row in rows:
             table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
         console.print(table)
+    print_warnings(console, warnings)
     console.print(f"shards measured: {report.measured:,}, up to date: {report.reused:,}", highlight=False)
     if report.missing:
         console.print(

@@ -52,8 +52,9 @@ class LimitsConfig:
     when_over: tuple[WhenOver, ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
     ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
-    min_active_ratio: float = setting(1 / 256, unit="share, 0 to 1")
-    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps all samples."""
+    min_active_ratio: float = setting(0.0, unit="share, 0 to 1")
+    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps every sample that
+    has a target. InternVL's packed data set uses 1/256, which drops one-word answers to photos."""
 
     def __post_init__(self) -> None:
         for name in ("max_images", "max_frames", "max_visual_tokens"):

@@ -10,6 +10,7 @@ data set, or for a trainer that packs by itself. Each is a plain Energon task en
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from energon_packing.energon.samples import (
     Problem,
     RenderedSample,
     account_for,
+    data_of,
     read_media,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
@@ -120,7 +122,9 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self._of_datasets = DatasetLimits(None)
         if max_drops_without_pack < 1:
             raise ConfigError(f"max_drops_without_pack is {max_drops_without_pack}; it must be at least 1.")
-        self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack)
+        self._ledger_of = functools.partial(
+            Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack, run=uuid.uuid4().hex[:12]
+        )
         self._ledger: Ledger | None = None
 
     @stateless
@@ -133,7 +137,10 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 measured = self._measured(sample)
             except Exception as error:
                 problem = Problem.of(error)
-        return MeasuredSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
+        modality = sample.conversation.modality if sample.conversation else ""
+        return MeasuredSample.derive_from(
+            sample, measured=measured, store=sample.store, problem=problem, modality=modality
+        )
 
     def _measured(self, sample: ConversationSample) -> AnyMeasured:
         if sample.conversation is None:
@@ -155,7 +162,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             FatalSampleError: the configuration cannot work, or the drop budget is used up.
         """
         ledger = self._worker_ledger()
-        ledger.read += 1
+        ledger.count_read(data_of(sample), sample.modality)
         try:
             if sample.measured is None:
                 account_for(sample, ledger)
@@ -164,7 +171,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             try:
                 row = self.encoder.render(sample.measured, read)
             except SampleRejected as error:
-                ledger.drop(sample.__key__, error.reason, error.detail)
+                ledger.drop(sample.__key__, error.reason, error.detail, data=data_of(sample), modality=sample.modality)
                 raise SkipSample from error
             return RenderedSample.derive_from(sample, rows=(row,), changes=sample.measured.changes)
         except UserError as error:

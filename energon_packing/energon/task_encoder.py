@@ -143,7 +143,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Renders and tokenizes the texts of samples together."""
         of_encoders: dict[int, list[Conversation]] = {}
         for sample in samples:
-            if sample.conversation is not None and not sample.conversation.is_pair:
+            if sample.problem is None and sample.conversation is not None and not sample.conversation.is_pair:
                 of_encoders.setdefault(self._accepting(sample.conversation), []).append(sample.conversation)
         for number, conversations in of_encoders.items():
             encoder = self.encoders[number]
@@ -179,6 +179,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             problem=problem,
             encoder=number,
             split=split,
+            modality=sample.conversation.modality if sample.conversation else "",
         )
 
     def _measured(self, encoder: SampleEncoder, conversation: Conversation, *, most: int) -> AnyMeasured:

@@ -187,17 +187,28 @@ class ShardMeasurer:
             raise problem.fatal
         if problem is not None or measured is None:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
-            return {**self._row(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
+            length = (problem and problem.length) or 0
+            return {**self._row(None), **_shown(sample), "length": length, "reason": reason, "detail": detail}
         files = []
         for name in dict.fromkeys(self._kind.media_names(measured)):
             position = store.position(name)
             if position is None:
-                return {**self._row(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
+                detail = f"{name!r} is not in the data set"
+                return {**self._row(None), **_shown(sample), "reason": "missing_media", "detail": detail}
             files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
         return {**self._row(measured), "media": files}
 
     def _row(self, measured: Any) -> dict[str, Any]:
         return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
+
+
+def _shown(sample: Any) -> dict[str, int]:
+    """What the record of a dropped sample holds, as far as it could be read: its modality is known then."""
+    conversation = getattr(sample, "conversation", None)
+    if conversation is None:
+        return {}
+    kinds = [media.kind for media in conversation.media]
+    return {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
 
 
 Record = tuple[str, int | None, int | None]

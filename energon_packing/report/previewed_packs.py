@@ -48,6 +48,8 @@ class Wanted:
         )
 
 
+Tell = Callable[[str], None]
+"""Called with each sentence about frequent drops."""
 Progress = Callable[[str, int, int], None]
 """Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
 
@@ -55,7 +57,9 @@ Progress = Callable[[str, int, int], None]
 def _quiet(*_: object) -> None: ...
 
 
-def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet) -> list[dict[str, Any]]:
+def described(
+    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet, tell: Tell = _quiet
+) -> list[dict[str, Any]]:
     """The packs as plain values, for a terminal and for programs; see `energon_packing.report.preview.PackView`.
 
     Raises:
@@ -66,12 +70,12 @@ def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet)
     family = _family(encoder)
     return [
         describe(pack, family, seq_length=config.packing.seq_length).to_json()
-        for pack, _ in _packs(config, encoder, wanted, progress)
+        for pack, _ in _packs(config, encoder, wanted, progress, tell)
     ]
 
 
 def drawn_packs(
-    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet
+    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet, tell: Tell = _quiet
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The packs as values that a page draws, and the facts of the run: what `preview_page` takes.
 
@@ -84,7 +88,7 @@ def drawn_packs(
     drawn = []
     progress("packs", 0, wanted.packs)
     most = 0
-    for pack, sources in _packs(config, encoder, wanted, progress):
+    for pack, sources in _packs(config, encoder, wanted, progress, tell):
         # Of the first pack's samples follows how many the page will have.
         most = most or text_per_sample(pack.batch.num_samples * wanted.packs)
         drawn.append(
@@ -114,12 +118,13 @@ def _family(encoder: PackingTaskEncoder) -> Any:
 
 
 def _packs(
-    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress
+    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress, tell: Tell
 ) -> Iterator[tuple[Pack, tuple[str, ...]]]:
     """The wanted packs, each with the source of every segment."""
     if wanted.key is not None:  # the search ends with the epoch
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
     loader = open_loader(config, task_encoder=encoder)
+    loader.tell = tell
     if is_plan(config.data.path):
         found = _planned(config, loader, wanted)
     else:
@@ -130,6 +135,7 @@ def _packs(
     for pack in itertools.islice(found, wanted.packs):
         empty = False
         yield pack
+    loader.tell_of_drops(final=True)
     if wanted.key is not None and empty:
         raise UserError(
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
 from energon_packing.convert.key_names import safe_key
 from energon_packing.convert.report import REJECTS_FILE
+from energon_packing.drop_reasons import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -23,21 +23,10 @@ from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
 from energon_packing.offline.tar_files import TarFiles
-from energon_packing.report.settings import settings
 
 WARNINGS_FILE = "warnings.jsonl"
 SPLITS = ("train", "val", "test")
 Outcome = Literal["ok", "changed", "dropped", "rejected", "unknown"]
-BY_REASON: Mapping[str, str] = {
-    "other_modality": "encoder.modality",
-    "template_omits": "encoder.tool_definitions",
-    "nothing_to_learn": "encoder.train_on",
-    "too_few_targets": "encoder.limits.min_active_ratio",
-    "media_too_large": "encoder.max_source_pixels",
-    "decode_timeout": "encoder.decode_seconds",
-    "oversize": "packing.seq_length",
-}
-"""The setting that decides, for reasons whose sentence names none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,15 +113,6 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
         setting = drop.get("setting") or deciding_setting(drop["reason"], drop["detail"])
         events.append(Event(stage="plan", outcome="dropped", text=text, setting=setting))
     return events
-
-
-def deciding_setting(reason: str, detail: str) -> str | None:
-    """The setting that a refusal names, or that is known to decide it; None if the data alone are the cause."""
-    names = {each.name for each in settings()}
-    for name in re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)+\b", detail):
-        if name in names:
-            return name
-    return BY_REASON.get(reason)
 
 
 def _source_key(key: str) -> str:

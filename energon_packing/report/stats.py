@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from energon_packing.offline.index import MODALITIES
 from energon_packing.report.stats_samples import StatsSamples
 
 Z = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
-MODALITIES = ("text", "image", "video", "image and video")
 SHARE_BINS = 10
 
 
@@ -42,9 +42,9 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
 
     Returns:
         Plain values. ``quantities``: for each of `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a
-        ``histogram``; ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason. Where only a
-        random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
-        95 % confidence interval; otherwise an error is 0.
+        ``histogram``; ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason;
+        ``warnings``: about frequent ones. Where only a random part was measured, ``sum`` is an estimate for all
+        samples, and each ``error`` is half the width of its 95 % confidence interval; otherwise an error is 0.
     """
     values = {name: _values(samples, name) for name in QUANTITIES}
     return {
@@ -59,6 +59,7 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
             for number, name in enumerate(samples.datasets)
         ],
         "drops": _drops(samples),
+        "warnings": samples.frequent.news(final=True),
     }
 
 

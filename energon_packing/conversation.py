@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, StoredRecord
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -22,6 +22,8 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
 PREFERENCE = "preference"
 """The extra that is computed, not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
+Pairs = Literal["refuse", "chosen", "drop", "both"]
+"""``packing.pairs``: what is trained of preference pairs, and of answers that a label marks (KTO)."""
 _RECORD = StoredRecord("conversation")
 _OLD_NOISE = Fraction(1, 2**50)
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
@@ -86,6 +88,54 @@ class MediaPart:
 
 
 Part = str | MediaPart
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairCounts:
+    """How much of a data set a cross-entropy loss must not train as it is.
+
+    Attributes:
+        samples: all of them.
+        pairs: samples with a chosen and a rejected answer.
+        unwanted: samples whose label says that the answer is unwanted (KTO).
+    """
+
+    samples: int = 0
+    pairs: int = 0
+    unwanted: int = 0
+
+    def __add__(self, other: PairCounts) -> PairCounts:
+        return PairCounts(
+            samples=self.samples + other.samples,
+            pairs=self.pairs + other.pairs,
+            unwanted=self.unwanted + other.unwanted,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs or self.unwanted)
+
+    def __str__(self) -> str:
+        found = ((self.pairs, "preference pair"), (self.unwanted, "unwanted answer"))
+        named = " and ".join(f"{count:,} {what}{'s' * (count != 1)}" for count, what in found if count)
+        mixed = ", mixed with plain conversations" if 0 < self.pairs < self.samples - self.unwanted else ""
+        return f"{named or 'no preference pairs'} among {self.samples:,} samples{mixed}"
+
+    def check(self, where: object, pairs: Pairs) -> None:
+        """Refuses a run on such data before its first step.
+
+        Raises:
+            ConfigError: there are some, and the run did not choose what is trained of them.
+        """
+        if self and pairs == "refuse":
+            raise _refused(f"{where} has {self}")
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, and packing.pairs is 'refuse', because cross-entropy would train rejected answers like all others; "
+        "set it to 'chosen' (only the chosen answers are trained), 'drop', or 'both' (for a loss that reads "
+        "'preference', see docs/limits.md)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,6 +258,34 @@ class Conversation:
             )
             for which, sign, turns in (("chosen", 1.0, self.chosen), ("rejected", -1.0, self.rejected))
         )
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether a label says that the answer is unwanted (KTO)."""
+        return bool(self.extras) and not self.is_pair and self.extras.get(PREFERENCE, 0) < 0
+
+    def trained(self, pairs: Pairs) -> Conversation:
+        """What a run trains of it: itself, or under ``chosen`` of a pair the conversation with the chosen answer.
+
+        As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
+
+        Raises:
+            SampleRejected: one of `energon_packing.drop_budget.WISHED`.
+            ConfigError: the run did not choose, and this is a pair or an unwanted answer.
+        """
+        if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):
+            return self
+        if pairs == "drop":
+            what = ("pair", "it has two answers") if self.is_pair else ("labelled_answer", "its answer has a label")
+            raise SampleRejected(what[0], f"{what[1]}, and packing.pairs is 'drop'")
+        if pairs == "chosen":
+            if self.is_unwanted:
+                raise SampleRejected("unwanted_answer", "its label says so, and packing.pairs is 'chosen'")
+            return replace(self.answers()[0], key=self.key) if self.is_pair else self
+        if self.is_pair or self.is_unwanted:
+            what_it_is = "a preference pair" if self.is_pair else "an answer that its label calls unwanted"
+            raise _refused(f"Sample {self.key} is {what_it_is}")
+        return self
 
     def __post_init__(self) -> None:
         if bool(self.chosen) != bool(self.rejected):

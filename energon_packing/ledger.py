@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drop_budget import over_budget
+from energon_packing.drop_budget import over_budget, unwished
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile
@@ -204,7 +204,7 @@ class Ledger:
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
-        if over_budget(self.dropped, self.read, self.budget):
+        if over_budget(unwished(self.reasons), self.read, self.budget):
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
                 f"{self.dropped} of the {max(self.read, self.dropped)} samples read were dropped ({common}), more than "

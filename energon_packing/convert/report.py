@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.near_names import near_name
 from energon_packing.remote_files import read, remote_address
 
-CONVERSION_VERSION = 5
+CONVERSION_VERSION = 6
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -39,6 +40,8 @@ class ConversionReport:
         layouts: source -> name of a layout -> number of samples whose record has it.
         first_rejects: reason -> the first record that was rejected for it, and why.
         splits: name -> number of samples.
+        pairs: samples with a chosen and a rejected answer.
+        unwanted: samples whose label says that the answer is unwanted (``--kto-label``).
         images, videos, tensors: number of media that samples name, including repetitions.
         media_files: distinct media, by content.
         media_bytes: bytes of media in the data set.
@@ -67,11 +70,18 @@ class ConversionReport:
     seconds: float = 0.0
     skipped: bool = False
     dry_run: bool = False
+    pairs: int = 0
+    unwanted: int = 0
     tensors: int = 0
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     first_rejects: dict[str, str] = field(default_factory=dict)
     ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pair_counts(self) -> PairCounts:
+        """What a run must be told how to train."""
+        return PairCounts(samples=self.written, pairs=self.pairs, unwanted=self.unwanted)
 
     @property
     def reject_share(self) -> float:

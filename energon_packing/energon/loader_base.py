@@ -11,7 +11,7 @@ from typing import Any
 from torch import distributed
 
 from energon_packing.config import EpochEnd
-from energon_packing.drop_budget import over_budget
+from energon_packing.drop_budget import over_budget, unwished
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.packing_monitor import PackingMonitor
@@ -114,7 +114,7 @@ class LoaderBase(ABC):
                 f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
                 f"({common}{example}). Fix the data, the limits or data.split."
             )
-        if self._budget is not None and over_budget(dropped, report.read, self._budget):
+        if self._budget is not None and over_budget(unwished(report.dropped), report.read, self._budget):
             raise DropBudgetExceeded(
                 f"{dropped} of the {report.read} samples of the epoch were dropped ({common}{example}), more than "
                 f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."

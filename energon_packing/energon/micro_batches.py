@@ -22,7 +22,7 @@ from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError
 
 UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
 """Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
@@ -49,11 +49,19 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
             )
 
 
+def two_rows(key: str) -> ConfigError:
+    """The sentence about a pair of which both answers are asked for where a sample is one row."""
+    return ConfigError(
+        f"Sample {key} is a preference pair, of which packing.pairs 'both' makes two rows, but this run has one row per "
+        "sample; use packs (dataset.mode: packs), or set packing.pairs to 'chosen' or 'drop'."
+    )
+
+
 class MicroBatchTaskEncoder(PackingTaskEncoder):
     """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
 
-    If a sample cannot be rendered, its micro-batch has fewer samples. A chosen/rejected pair is two rows and is refused
-    as ``pair``.
+    If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
+    is two rows, and stops the run.
 
     Args:
         encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
@@ -104,7 +112,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
     def _check_size(self, measured: AnyMeasured) -> None:
         if len(measured.segments) > 1:
-            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; use packs for it")
+            raise two_rows(measured.key)
         super()._check_size(measured)
 
     @stateless

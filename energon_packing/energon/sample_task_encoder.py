@@ -19,6 +19,7 @@ from megatron.energon import Batch, Cooker, SkipSample, TaskEncoder, WorkerConfi
 from torch.nn.functional import pad
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
+from energon_packing.conversation import Pairs
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
@@ -27,6 +28,7 @@ from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
+from energon_packing.energon.micro_batches import two_rows
 from energon_packing.energon.samples import (
     ConversationSample,
     MeasuredSample,
@@ -80,6 +82,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         truncate: whether longer samples are cut after the last assistant turn that fits.
         multiple: every row is padded to a multiple of this.
         pad_to_max_length: whether every row is padded to ``max_length``.
+        pairs: see ``packing.pairs``; ``both`` is for labelled answers (KTO), because a pair is two rows.
         ledger: directory of the ledger files; None keeps the ledger in the batches only.
         drop_budget: share of the samples read that may be dropped; the run stops once the share is surely larger.
         max_drops_without_pack: samples that may be dropped in a row, with no micro-batch between them, before the run
@@ -102,6 +105,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         truncate: bool = False,
         multiple: int = 1,
         pad_to_max_length: bool = False,
+        pairs: Pairs = "refuse",
         ledger: str | None = None,
         drop_budget: float = 0.1,
         max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK,
@@ -118,6 +122,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self.truncate = truncate
         self.multiple = multiple
         self.pad_to_max_length = pad_to_max_length
+        self.pairs = pairs
         self.cookers = (*cookers, RECORD_COOKER)
         self._of_datasets = DatasetLimits(None)
         if max_drops_without_pack < 1:
@@ -145,10 +150,11 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def _measured(self, sample: ConversationSample) -> AnyMeasured:
         if sample.conversation is None:
             raise SampleRejected("bad_record", "the cooker returned no conversation")
-        if sample.conversation.is_pair:
-            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; read it with PackingTaskEncoder")
+        conversation = sample.conversation.trained(self.pairs)
+        if conversation.is_pair:
+            raise two_rows(conversation.key)
         encoder = self._of_datasets.encoder(self.encoder, sample)
-        measured = encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
+        measured = encoder.measure(conversation, truncate_to=self.max_length if self.truncate else None)
         if measured.length > self.max_length:
             raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.max_length}")
         return measured

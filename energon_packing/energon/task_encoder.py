@@ -161,13 +161,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker returned no conversation")
-                number = self._accepting(sample.conversation)
+                conversation = sample.conversation.trained(self.packing.pairs)
+                number = self._accepting(conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
-                measured = self._measured(encoder, sample.conversation, most=self.limits.tokens)
+                measured = self._measured(encoder, conversation, most=self.limits.tokens)
                 if self._lacks_room(measured):
                     tighter = self._tighter(encoder)
-                    measured = self._measured(tighter, sample.conversation, most=self.limits.tokens - self.multiple)
-                split = self._split(encoder, sample.conversation, measured)
+                    measured = self._measured(tighter, conversation, most=self.limits.tokens - self.multiple)
+                split = self._split(encoder, conversation, measured)
                 if split is None:
                     self._check_size(measured)
             except Exception as error:

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
-from energon_packing.drop_budget import over_budget
+from energon_packing.drop_budget import WISHED, over_budget
 from energon_packing.errors import UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.array_limits import AnyLimits
@@ -106,6 +106,7 @@ def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: 
     if len(samples) == 0:
         said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
+    drops = [drop for drop in drops if drop.reason not in WISHED]
     lost = len({drop.source for drop in drops})
     if over_budget(lost, len(sources), config.packing.drop_budget):
         raise UserError(

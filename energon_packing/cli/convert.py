@@ -273,7 +273,9 @@ def convert(
 def _other_label(dataset: str, kto_tag: str | None, given: str | None) -> str:
     """Why an entry's labels are not read: unwanted answers come in only where the user says so."""
     if kto_tag is None:
-        return f"--kto-label {given}: the entry {dataset!r} has no kto_tag; leave the option out, or add it to the entry"
+        return (
+            f"--kto-label {given}: the entry {dataset!r} has no kto_tag; leave the option out, or add it to the entry"
+        )
     return (
         f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {kto_tag}), and cross-entropy would "
         f"train both; add --kto-label {kto_tag} to keep the labels, which packing.pairs of a run decides about"

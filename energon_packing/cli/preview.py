@@ -87,7 +87,7 @@ def preview(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
     from energon_packing.cli.stats_tables import print_warnings
-    from energon_packing.report.previewed_packs import Wanted, described, drawn_packs
+    from energon_packing.report.previewed_packs import Wanted, described, drawn_packs, pairs_at
 
     wanted = Wanted(packs=packs, first=first, key=key)
     warnings: list[str] = []
@@ -100,15 +100,20 @@ def preview(
             drawn, facts = drawn_packs(config, wanted, progress=shown, tell=warnings.append)
         write_page(html, preview_page(drawn, facts))
         click.echo(json.dumps({"html": str(html), "warnings": warnings}) if as_json else f"Written: {html}")
+        if not as_json and (pairs := pairs_at(config)):
+            click.echo(f"{pairs}; packing.pairs is {config.packing.pairs}")
         print_warnings(Console(), () if as_json else warnings)
         return
     with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
         views = described(config, wanted, progress=shown, tell=warnings.append)
+    pairs = pairs_at(config)
     if as_json:
         found = {"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views, "warnings": warnings}
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps({**found, "pairs": pairs.pairs, "unwanted": pairs.unwanted}, indent=2))
         return
     console = Console()
+    if pairs:
+        console.print(f"{pairs}; packing.pairs is {config.packing.pairs}", soft_wrap=True, highlight=False)
     for view in views:
         console.print(pack_panel(view, text_width, colours=console.color_system is not None))
     if not views:

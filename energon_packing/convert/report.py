@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,26 @@ def read_report(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
+
+
+def counted_pairs(places: Iterable[Path]) -> PairCounts:
+    """What conversions counted in the data sets at these places, all splits together; nothing where nobody counted.
+
+    Args:
+        places: data sets, or their parts, which lie a level below the report.
+    """
+    reports: dict[str, dict[str, Any] | None] = {}
+    for place in places:
+        for folder in (place, place.parent):
+            if str(folder) not in reports:
+                reports[str(folder)] = read_report(folder)
+            if reports[str(folder)] is not None:
+                break
+    found = PairCounts()
+    for report in filter(None, reports.values()):
+        written, pairs, unwanted = (report.get(name, 0) for name in ("written", "pairs", "unwanted"))
+        found += PairCounts(samples=int(written), pairs=int(pairs), unwanted=int(unwanted))
+    return found
 
 
 def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

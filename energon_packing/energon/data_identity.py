@@ -17,7 +17,7 @@ import yaml
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, dataset_entry
-from energon_packing.convert.report import read_report
+from energon_packing.convert.report import counted_pairs
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
@@ -50,17 +50,7 @@ def known_pairs(path: str, split: str) -> PairCounts:
         path, split: as for `data_identity`.
     """
     root = _place(dataset_entry(path))
-    found = PairCounts()
-    folders: set[str] = set()
-    for place, _ in _walk(root, split, {str(root)}):
-        folder = place.parent if place.is_file() else place
-        report = None if str(folder) in folders else read_report(folder)
-        folders.add(str(folder))
-        if report is not None:
-            counts = [report.get(name, 0) for name in ("written", "pairs", "unwanted")]  # older reports lack two
-            samples, pairs, unwanted = (count if isinstance(count, int) else 0 for count in counts)
-            found += PairCounts(samples=samples, pairs=pairs, unwanted=unwanted)
-    return found
+    return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
 
 
 def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, bytes | None]]:

@@ -52,8 +52,8 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
 def two_rows(key: str) -> ConfigError:
     """The sentence about a pair of which both answers are asked for where a sample is one row."""
     return ConfigError(
-        f"Sample {key} is a preference pair, of which packing.pairs 'both' makes two rows, but this run has one row per "
-        "sample; use packs (dataset.mode: packs), or set packing.pairs to 'chosen' or 'drop'."
+        f"Sample {key} is a preference pair, of which packing.pairs 'both' makes two rows, but this run has one row "
+        "per sample; use packs (dataset.mode: packs), or set packing.pairs to 'chosen' or 'drop'."
     )
 
 

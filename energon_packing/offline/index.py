@@ -22,6 +22,7 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
@@ -83,6 +84,10 @@ CLIP_SCHEMA = SCHEMA.append(TEXT_TOKENS)
 """Columns of a shard's file of clips."""
 
 
+SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
+"""The fields of `IndexedShard` that are counts."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedShard:
     """A measured shard.
@@ -91,6 +96,7 @@ class IndexedShard:
         name: of the tar, relative to the data set.
         samples, dropped: rows of its file, and how many of them have a reason.
         tokens: of all samples that are not dropped.
+        pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count.
         identity: what the tar was when it was measured, see `shard_identity`; with ``media_uuid``, the identifier of
             the index of its media, if these are in a data set of their own.
     """
@@ -100,6 +106,8 @@ class IndexedShard:
     dropped: int
     tokens: int
     identity: Mapping[str, Any]
+    pairs: int = 0
+    unwanted: int = 0
 
     @property
     def file(self) -> str:
@@ -154,6 +162,16 @@ class IndexedDataset:
         )
 
 
+def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
+    """What `measure` counted in these data sets."""
+    shards = [shard for dataset in datasets for shard in dataset.shards]
+    return PairCounts(
+        samples=sum(shard.samples for shard in shards),
+        pairs=sum(shard.pairs for shard in shards),
+        unwanted=sum(shard.unwanted for shard in shards),
+    )
+
+
 def kind_of(datasets: Iterable[IndexedDataset]) -> Kind:
     """What the samples of these data sets are.
 
@@ -185,7 +203,7 @@ def _shard(values: Mapping[str, Any]) -> IndexedShard:
         text(identity, "media_uuid")
     return IndexedShard(
         name=inner_path(values, "name"),
-        **{name: count(values, name) for name in ("samples", "dropped", "tokens")},
+        **{name: count({"pairs": 0, "unwanted": 0, **values}, name) for name in SHARD_COUNTS},
         identity=identity,
     )
 

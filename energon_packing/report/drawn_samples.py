@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from energon_packing.config import RunConfig
+from energon_packing.convert.report import counted_pairs
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import dropped_row, modality_of
@@ -25,14 +27,15 @@ def samples_of_dataset(
     """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
 
     Args:
-        run: its ``encoder`` section is used.
+        run: its ``encoder`` section is used, and ``packing.pairs``.
         most: samples to measure.
 
     Raises:
         UserError: the data set or the processor cannot be used, or it holds nothing.
     """
     parts = source_parts(path, split)
-    measurer = ShardMeasurer(run.encoder)
+    counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)
+    measurer = ShardMeasurer(run)
     shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
     counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
     starts = np.cumsum([0, *counts])
@@ -71,4 +74,5 @@ def samples_of_dataset(
         columns={name: table[:, 1 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(dict(each) for each in drops),
         frequent=frequent,
+        pair_counts=measurer.pair_counts,
     )

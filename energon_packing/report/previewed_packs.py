@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packing.config import RunConfig
+from energon_packing.conversation import PairCounts
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder, task_encoder_of
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger_place import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.index import pair_counts
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.packed import Packed
+from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.report.drawn_pack import drawn_pack, source_names
 from energon_packing.report.preview import describe
@@ -112,6 +117,16 @@ def drawn_packs(
     return drawn, facts
 
 
+def pairs_at(config: RunConfig) -> PairCounts:
+    """Pairs and unwanted answers in the data of a run, as far as somebody counted them."""
+    path = config.data.path
+    if is_plan(path):
+        return pair_counts(Plan.open(path).facts.datasets)
+    if is_packed(path):
+        return pair_counts(Packed.open(path).plan.facts.datasets)
+    return known_pairs(path, config.data.split)
+
+
 def _family(encoder: PackingTaskEncoder) -> Any:
     assert isinstance(encoder.encoder, ConversationEncoder)  # what a configuration always builds
     return encoder.encoder.family
@@ -163,7 +178,6 @@ def _started(loader: Any, first: int) -> int:
 
 
 def _planned(config: RunConfig, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:
-    from energon_packing.offline.plan import Plan
     from energon_packing.offline.plan_explanation import explanation
 
     plan = Plan.open(config.data.path)

@@ -161,7 +161,8 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
     media = ShardIndex(Path(part.media_root))
     sample = part.sample(key, record, IndexedMedia(media, key))
     if sample.conversation is not None:
-        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation))
+        decided = "packing.pairs" if sample.conversation.is_pair or sample.conversation.is_unwanted else None
+        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation), setting=decided)
     if not run.encoder.processor:
         text = "not measured: give --config, or --set encoder.processor=path/or/name"
         yield Event(stage="measure", outcome="unknown", text=text)
@@ -212,7 +213,7 @@ def _conversation_text(conversation: Conversation) -> str:
         for name, group in itertools.groupby(turn.role for turn in conversation.turns)
     )
     kinds = [f"{each.kind} {each.width}x{each.height} {each.name}" for each in conversation.media]
-    pair = " and a pair of answers" if conversation.is_pair else ""
+    pair = " and a pair of answers" if conversation.is_pair else " with an unwanted answer" * conversation.is_unwanted
     return f"{len(conversation.turns)} turns ({roles}){pair}; {', '.join(kinds) or 'no media'}"
 
 

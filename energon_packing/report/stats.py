@@ -41,10 +41,11 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
     """Describes samples.
 
     Returns:
-        Plain values. ``quantities``: for each of `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a
-        ``histogram``; ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason;
-        ``warnings``: about frequent ones. Where only a random part was measured, ``sum`` is an estimate for all
-        samples, and each ``error`` is half the width of its 95 % confidence interval; otherwise an error is 0.
+        Plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`. ``quantities``: for each of
+        `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``; ``modalities`` and
+        ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent ones. Where only
+        a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
+        95 % confidence interval; otherwise an error is 0.
     """
     values = {name: _values(samples, name) for name in QUANTITIES}
     return {
@@ -52,6 +53,8 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
         "kind": samples.kind,
         "samples": samples.total,
         "measured": samples.measured,
+        "pairs": samples.pair_counts.pairs,
+        "unwanted": samples.pair_counts.unwanted,
         "quantities": {name: _quantity(samples, array) for name, array in values.items() if array is not None},
         "modalities": _modalities(samples),
         "datasets": [

@@ -10,11 +10,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.ledger import DroppedSample
-from energon_packing.offline.index import Index, frequent_drops, kind_of
+from energon_packing.offline.index import Index, frequent_drops, kind_of, pair_counts
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import read_drops
 
@@ -38,6 +39,7 @@ class StatsSamples:
             ``text_tokens``.
         drops: for each data set, the dropped samples by reason.
         pack: ``[N]`` int64, the pack of each sample; plans only.
+        pair_counts: of the ``measured`` samples; nothing where nobody counted.
         planned: seq_length, multiple and packs of a plan; None otherwise.
         frequent: which drops must be told.
     """
@@ -51,6 +53,7 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     pack: np.ndarray | None = None
+    pair_counts: PairCounts = field(default_factory=PairCounts)
     planned: Mapping[str, int] | None = field(default=None)
     frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
@@ -109,6 +112,7 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         columns={name: np.concatenate(arrays) for name, arrays in parts.items()},
         drops=tuple(drops),
         frequent=frequent_drops(index),
+        pair_counts=pair_counts(index.datasets),
     )
 
 
@@ -145,6 +149,7 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
         columns={name: columns[name] for name in ("length", "second")},
         drops=tuple(dict(each) for each in drops),
         pack=columns["pack"],
+        pair_counts=pair_counts(plan.facts.datasets),
         planned={
             "seq_length": int(decided["seq_length"]),
             "multiple": int(decided["multiple"]),

@@ -115,8 +115,11 @@ def test_pairs_are_measured_as_pairs(tmp_path):
     pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
     data = converted(tmp_path, "pairs", pairs)
     (look,) = samples(data, pairs="both")
+    assert (look.outcome, look.samples) == ("note", 4)
+    assert "4 preference pairs among 4 samples: packing.pairs is both, but without 'preference'" in look.why
+    (look,) = samples(data, pairs="chosen")
     assert (look.outcome, look.samples) == ("ok", 4)
-    assert "4 preference pairs among 4 samples: packing.pairs is both" in look.why
+    assert look.why.endswith("4 preference pairs among 4 samples: packing.pairs is chosen")
     (look,) = samples(data)
     assert (look.outcome, look.why.split(",")[0].endswith("has 4 preference pairs among 4 samples")) == ("error", True)
     assert look.fix.startswith("set it to 'chosen'")

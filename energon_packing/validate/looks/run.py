@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from energon_packing.config import RunConfig
-from energon_packing.conversation import PairCounts
+from energon_packing.conversation import PREFERENCE, PairCounts
 from energon_packing.energon.data_identity import known_pairs
 from energon_packing.errors import ConfigError
 from energon_packing.validate.looks.data import look_at_data
@@ -50,7 +50,7 @@ def look_at_run(reads: RunReads) -> list[Look]:
 
             samples = look_at_samples(config, found.processor, data, at)
         if counts and refused is None:
-            samples[0] = replace(samples[0], why=f"{samples[0].why}; {counts}: packing.pairs is {config.packing.pairs}")
+            samples[0] = _with_pairs(samples[0], config, counts)
     return [*data.looks, ledger, *found.looks, *samples]
 
 
@@ -63,6 +63,16 @@ def _pairs(config: RunConfig, at: str) -> tuple[PairCounts, Look | None]:
         why, _, fix = str(error).partition("; ")
         return counts, Look(id="samples", at=at, outcome="error", why=why, fix=fix.rstrip("."))
     return counts, None
+
+
+def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:
+    """The look with the counts; a note where both answers are trained and nothing tells a loss which is which."""
+    why = f"{look.why}; {counts}: packing.pairs is {config.packing.pairs}"
+    if config.packing.pairs != "both" or PREFERENCE in config.encoder.extra_fields or look.outcome == "error":
+        return replace(look, why=why)
+    why += ", but without 'preference' in encoder.extra_fields a loss cannot tell rejected answers from others"
+    fix = "set encoder.extra_fields to [preference], or packing.pairs to chosen"
+    return replace(look, outcome="note", why=why, fix=fix)
 
 
 def _unread(look: str, why: str) -> Look:

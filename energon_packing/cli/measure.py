@@ -110,8 +110,8 @@ def measure(
             table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in values))
         console.print(table)
     print_warnings(console, warnings)
-    if found := pair_counts(datasets_of):
-        console.print(f"{found}; packing.pairs is {run.packing.pairs}", highlight=False, soft_wrap=True)
+    if pairs := pair_counts(datasets_of):
+        console.print(f"{pairs}; packing.pairs is {run.packing.pairs}", highlight=False, soft_wrap=True)
     console.print(f"shards measured: {report.measured:,}, up to date: {report.reused:,}", highlight=False)
     if report.missing:
         console.print(

@@ -102,7 +102,8 @@ class EncoderConfig:
     """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
     trains it without them. Calls and results are always required."""
     loss_weighting: LossWeighting = "token"
-    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
+    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x). If turns have
+    weights, each target is multiplied by its turn's, and x is their sum."""
     loss_scale: int | None = setting(None, unit="number")
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""

@@ -21,9 +21,10 @@ from energon_packing.config import EncoderConfig
 FIXED_POINT = 2**14
 """Factor of fractional weights.
 
-The cast to an integer loses less than 1 from a sum of at least `FIXED_POINT` (every sample adds that much or more), so
-less than 6.2e-5 of it. Megatron-Core counts the sum over a whole step in 32 bits: with ``sample`` a global batch may
-hold up to 131,071 samples, and with ``square`` the sum of sqrt(x) over its samples must stay below that number.
+The cast to an integer loses less than 1 from a sum of at least `FIXED_POINT` (every sample adds that much with
+``sample``, and sqrt(x) times as much with ``square``), so less than 6.2e-5 of it. Megatron-Core counts the sum over a
+whole step in 32 bits: with ``sample`` a global batch may hold up to 131,071 samples, and with ``square`` the sum of
+sqrt(x) over its samples must stay below that number.
 """
 
 

@@ -283,15 +283,21 @@ def test_labels_stay_on_the_answers_that_they_describe_or_the_cut_is_not_made(li
 
 
 def test_an_answer_that_the_template_marks_only_at_the_end_is_not_trained_by_cutting(limited, tmp_path):
-    path = tmp_path / "last.jinja"
-    path.write_text(
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
-        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
-        "{% endfor %}",
-        encoding="utf-8",
-    )
-    conversation = Conversation(key="k", turns=ROUNDS)
-    whole = limited(template=str(path)).measure(conversation)
-    encoder = limited(template=str(path), max_tokens=whole.length - 1, when_over=("truncate",))
-    with pytest.raises(SampleRejected, match=r"too_many_tokens.*keeps a target"):
-        encoder.measure(conversation)
+    for marked, trained in (("loop.last", None), ("(loop.last or loop.index == 2)", "Answer 0. ")):
+        path = tmp_path / f"{marked[-2:]}.jinja"
+        path.write_text(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and "
+            + marked
+            + " %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+            "{% endif %}\n{% endfor %}",
+            encoding="utf-8",
+        )
+        conversation = Conversation(key="k", turns=ROUNDS)
+        whole = limited(template=str(path)).measure(conversation)
+        encoder = limited(template=str(path), max_tokens=whole.length - 1, when_over=("truncate",))
+        if trained is None:
+            with pytest.raises(SampleRejected, match=r"too_many_tokens.*keeps a target"):
+                encoder.measure(conversation)
+            continue
+        ids, weights = encoder.measure(conversation).expand()
+        assert encoder.tokenizer.decode(ids[weights > 0]) == trained * 9 + "<|im_end|>"

@@ -305,15 +305,16 @@ def test_an_expanded_text_says_where_its_characters_went(made, data):
     plans = encoder.family.plans(conversation.media)
     chat = encoder.template.render(conversation)
     found = encoder._placeholders.expand(chat, plans)
-    image, video = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
+    written = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
     shown = [
-        "".join(f"<{seconds:.1f} seconds>{video}" for seconds in plan.timestamps) if plan.timestamps else image
+        written[plan.kind].replace(encoder.family.placeholders[plan.kind], encoder.family.replacement(plan))
         for plan in plans
     ]
     assert [found.text[start:end] for start, end in found.media] == shown
-    said = re.split(re.escape(image) + "|" + re.escape(video), chat.text)
+    of_media = re.compile("|".join(map(re.escape, written.values())))
+    said = of_media.split(chat.text)
     assert found.text == "".join(part for pair in zip(said, [*shown, ""], strict=True) for part in pair)
-    inside = [match.span() for match in re.finditer(re.escape(image) + "|" + re.escape(video), chat.text)]
+    inside = [match.span() for match in of_media.finditer(chat.text)]
     for at, character in enumerate(chat.text):
         if not any(start <= at < end for start, end in inside):
             assert found.text[found.moved(at)] == character

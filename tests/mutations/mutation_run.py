@@ -38,13 +38,14 @@ from mutation_table import MUTATIONS, Mutation
 from offline_mutations import OFFLINE_MUTATIONS
 from see_mutations import SEE_MUTATIONS
 from state_mutations import STATE_MUTATIONS
+from target_mutations import TARGET_MUTATIONS
 from template_mutations import TEMPLATE_MUTATIONS
 from validate_mutations import VALIDATE_MUTATIONS
 
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
-    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS),
+    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS),
 )
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300

@@ -39,6 +39,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.thd.fields import TokenField
 
 IGNORE_INDEX = -100
 
@@ -61,7 +62,7 @@ class ConversationEncoder(SampleEncoder):
         self.processor = load_processor(config) if processor is None else processor
         self.family = build_family(self.processor, config)
         self.tokenizer = self.family.tokenizer
-        if clash := sorted(set(config.extra_fields) & set(self.family.token_fields)):
+        if clash := sorted(set(config.extra_fields) & {field.name for field in self.family.token_fields}):
             raise ConfigError(
                 f"encoder.extra_fields names {clash[0]!r}, which the family {self.family.name} makes itself; rename it."
             )
@@ -104,7 +105,7 @@ class ConversationEncoder(SampleEncoder):
         return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
 
     @property
-    def token_fields(self) -> tuple[str, ...]:
+    def token_fields(self) -> tuple[TokenField, ...]:
         """The family's token fields, such as ``mm_token_type_ids`` of GLM-4.1V."""
         return self.family.token_fields
 
@@ -290,7 +291,7 @@ class ConversationEncoder(SampleEncoder):
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor), with
             ``pixel_forms`` if some of them are bytes, ``key`` and ``expected_length``; each of ``config.extra_fields``
-            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as int64 ``[L]``; ``padded_media`` and
+            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; ``padded_media`` and
             ``shared_placeholder`` if the family's images and videos need `energon_packing.encoders.joinable_rows` to
             share a pack.
 

@@ -119,8 +119,7 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """Joins the samples of one micro-batch, one after the other without padding."""
         batch = thd.assemble(
-            joinable([row for sample in samples for row in sample.rows], self.token_fields),
-            extra_fields=dict.fromkeys((*self.encoder.config.extra_fields, *self.token_fields), 0),
+            joinable([row for sample in samples for row in sample.rows], self.fields), extra_fields=self.fields
         )
         pack = self._pack_of(samples, batch)
         pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows

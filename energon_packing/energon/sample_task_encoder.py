@@ -56,7 +56,7 @@ class SampleBatch(Batch):
         position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
         lengths: int64 ``[B]``, tokens of each sample.
         visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
-        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as int64.
+        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers.
         keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
     """
@@ -208,9 +208,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             position_ids=stacked("position_ids", 0),
             lengths=torch.tensor(lengths),
             visual_inputs=finish(visual_inputs or {}, joined_forms(keys, rows)),
-            extras={
-                name: stacked(name, 0.0) for name in (*self.encoder.config.extra_fields, *self.encoder.token_fields)
-            },
+            extras={field.name: stacked(field.name, field.pad or 0) for field in self.encoder.fields},
             keys=keys,
             dropped=ledger.take_dropped(),
         )

@@ -18,6 +18,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.pixel_forms import RAW
 from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.thd.fields import TokenField
 
 IMAGE, VIDEO = 1, 2
 """Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids`` besides 0 for text."""
@@ -56,7 +57,10 @@ class Ernie45VL(Qwen25VL):
 
     name = "ernie4_5_vl"
     processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
-    token_fields = ("mm_token_type_ids", "moe_mm_token_type_ids")
+    token_fields = (
+        TokenField(name="mm_token_type_ids", dtype=torch.int64),
+        TokenField(name="moe_mm_token_type_ids", dtype=torch.int64),
+    )
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
@@ -13,6 +14,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
 from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
 from energon_packing.families.time_steps import TimeSteps
+from energon_packing.thd.fields import TokenField
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of ``mm_token_type_ids``."""
@@ -32,7 +34,7 @@ class Glm4v(TimeSteps):
         *(*IMAGE_SIZES, *VIDEO_SIZES, "jpeg_scaled_decoding"),
         *(name for name in VIDEO_FRAMES if name != "video_min_frames"),
     )
-    token_fields = ("mm_token_type_ids",)
+    token_fields = (TokenField(name="mm_token_type_ids", dtype=torch.int64),)
     shared_placeholder = True
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:

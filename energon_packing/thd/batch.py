@@ -161,6 +161,25 @@ class PackedBatch:
             return self
         return replace(self, visual_inputs=finish(self.visual_inputs or {}, self.pixel_forms), pixel_forms={})
 
+    def media_of_model(self) -> Mapping[str, torch.Tensor]:
+        """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.
+
+        Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice.
+
+        Raises:
+            PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes.
+        """
+        if EXPERT_TYPES not in self.extra:
+            return self.finished().visual_inputs or {}
+        visual = self.visual_inputs or {}
+        for name in PIXELS:
+            if name in visual and visual[name].is_floating_point():
+                raise PackingError(
+                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
+                    "itself; set encoder.pixels to bytes"
+                )
+        return visual
+
     def to_bridge(self) -> dict[str, Any]:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
@@ -190,8 +209,7 @@ class PackedBatch:
 
     def _bridge_visual_inputs(self) -> Any:
         # Models read their fields per token from the container, even if a pack has no image.
-        inputs = self.model_inputs
-        visual = self._bytes_for_ernie() if EXPERT_TYPES in inputs else self.finished().visual_inputs or {}
+        inputs, visual = self.model_inputs, self.media_of_model()
         if not visual and not inputs:
             return None
         container = container_with(tuple(inputs))
@@ -202,14 +220,3 @@ class PackedBatch:
                 f"{', '.join(sorted(known))}"
             )
         return container(**visual, **inputs)
-
-    def _bytes_for_ernie(self) -> Mapping[str, torch.Tensor]:
-        # Bridge's model normalises the bytes of the pixels itself; nothing would show that it is done twice.
-        visual = self.visual_inputs or {}
-        for name in PIXELS:
-            if name in visual and visual[name].is_floating_point():
-                raise PackingError(
-                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
-                    "itself; set encoder.pixels to bytes"
-                )
-        return visual

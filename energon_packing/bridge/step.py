@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import get_model_config
 
 from energon_packing.errors import ConfigError
+from energon_packing.thd.routers import count_real_tokens
 from energon_packing.validate.run_view import RunView, installed_version
 
 _ON_PARAMS = "energon_packing_padding_mask"
@@ -71,9 +72,7 @@ def forward_step(
     with contextlib.ExitStack() as added:
         if packed:
             added.enter_context(_declared_packed(state.cfg.dataset))
-            mask = batch.get("padding_mask")
-            if mask is not None and not _hook_expert_layers(inner):
-                mask = None
+            mask = batch.get("padding_mask") if _hook_expert_layers(inner) else None
             if mask is not None:
                 _refuse_graphs(model, step)
             added.enter_context(_travelling(pads_between_sequences(batch), mask, inner, model))
@@ -168,13 +167,18 @@ def _declared_packed(dataset: Any) -> Iterator[None]:
 def _hook_expert_layers(inner: Any) -> bool:
     """Makes layers with experts read a mask from their ``packed_seq_params``; returns whether there is such a layer.
 
-    Hooks each model once; the hooks do nothing for a row without a mask.
+    Hooks each model once; the hooks do nothing for a row without a mask. Routers then count by the mask what
+    Megatron-Core miscounts.
+
+    Raises:
+        ConfigError: see `count_real_tokens`.
     """
     found: bool | None = getattr(inner, _HOOKED, None)
     if found is None:
         layers = [module for module in inner.modules() if isinstance(getattr(module, "mlp", None), BaseMoELayer)]
         for layer in layers:
             layer.register_forward_pre_hook(_take_mask_from_params, with_kwargs=True)
+        count_real_tokens(inner)
         found = bool(layers)
         setattr(inner, _HOOKED, found)
     return found

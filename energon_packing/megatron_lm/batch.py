@@ -83,9 +83,8 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     of_layers = _of_sequence_parallel_rank(of_layers).to(device(), non_blocking=True)
     part = part.to(device(), non_blocking=True)
     reads = {"first": first or whole_row, "last": last or whole_row, "every": True}
-    fields: dict[str, Any] = {
-        each.name: getattr(part, each.name) if reads[each.stage] else None for each in TOKEN_FIELDS
-    }
+    fields: dict[str, Any] = dict.fromkeys((each.name for each in TOKEN_FIELDS), None)
+    fields |= {each.name: getattr(part, each.name) for each in TOKEN_FIELDS if reads[each.stage]}
     params = packed_seq_params(part, total_tokens=False)
     if whole_row:
         put_mask(params, of_layers)

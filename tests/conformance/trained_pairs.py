@@ -10,16 +10,16 @@ import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 from transformers import AutoTokenizer
 
+from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.demo import processor_path
 
@@ -249,9 +249,8 @@ def texts(consumer: str, data: Path, pairs: str | None, scratch: Path) -> set[st
 
 def called(*arguments: str) -> tuple[int, str]:
     """A command's exit code, and what it prints on one line."""
-    command = [sys.executable, "-m", "energon_packing.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"COLUMNS": "400"}, check=False)
-    return done.returncode, " ".join((done.stdout + done.stderr).split())
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli, arguments)
+    return done.exit_code, " ".join(done.output.split())
 
 
 def counted(code: int, printed: str) -> str:

@@ -143,7 +143,7 @@ def test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_
 def test_a_pack_carries_the_token_types_of_its_samples_and_0_on_padding():
     ours = small()
     made = [row for _, row in rows(ours, SAMPLES)]
-    encoders = PackingTaskEncoder(ours, PackingConfig(seq_length=2040), parallel=ParallelConfig(context_parallel=4))
+    encoders = PackingTaskEncoder(ours, PackingConfig(seq_length=2048), parallel=ParallelConfig(context_parallel=4))
     batch = encoders._assemble(made)
     types = batch.extra["mm_token_type_ids"]
     assert types.shape == batch.tokens.shape

@@ -79,6 +79,24 @@ def test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included(fami
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-5, atol=1e-5)
 
 
+def test_the_experts_of_a_vision_model_get_the_padding_of_the_row(monkeypatch):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from energon_packing.megatron_lm import vlm
+    from energon_packing.megatron_lm.batch import get_batch
+
+    encoder, row = encoder_and_row("glm4v")
+    seen = []
+    with training_run.process_groups(), torch.no_grad():
+        model = model_of("glm4v", encoder, monkeypatch)
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            router.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+        vlm._call_by_name(model, get_batch(iter([row]), whole_row=True))
+    assert row.padding_mask.any()
+    assert seen
+    assert all(torch.equal(mask.reshape(1, -1), row.padding_mask) for mask in seen)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("trainer", ["Bridge", "Megatron-LM"])
 def test_a_model_that_does_not_take_what_the_family_needs_is_refused_before_it_runs(

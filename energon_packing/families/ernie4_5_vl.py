@@ -106,6 +106,12 @@ class Ernie45VL(Qwen25VL):
             seconds_per_grid=(plan.seconds_per_grid or 0.0) / step,
         )
 
+    def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        if media.frame_names:
+            return super()._seconds(media, indices, fps)
+        # The processor divides the tensor of the frames that it has sampled, in float32.
+        return tuple((torch.tensor(indices, dtype=torch.int32) / fps).tolist())
+
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Seconds of each frame, as they are drawn on it."""
         return seconds

@@ -135,10 +135,15 @@ class Qwen25VL(VisionFamily):
             frame_indices=indices,
             # As in the processor, from the number of frames, not from their times (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
-            timestamps=self._timestamps(tuple(media.frame_times[index] for index in indices))
-            if media.frame_times
-            else self._timestamps(tuple(index / fps for index in indices)),
+            timestamps=self._timestamps(
+                tuple(media.frame_times[index] for index in indices)
+                if media.frame_times
+                else self._seconds(media, indices, fps)
+            ),
         )
+
+    def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        return tuple(index / fps for index in indices)
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[0] * grid[1] * grid[2] // self.merge**2,)

@@ -266,7 +266,7 @@ training: {global_batch_size: 8, model: qwen3_vl, step: vlm_step}
         (["--version"], {*LOADERS, *HUB, "numpy", "yaml", "rich", "orjson", "sqlite3", "asyncio"}),
         (["validate", "--help"], {*LOADERS, *HUB, "numpy"}),
         (["validate", "RUN", "--no-bridge"], {*LOADERS, "httpx", "requests", "numpy", "asyncio"}),
-        (["validate", "RUN", "--no-bridge", "--no-data"], {*LOADERS, *HUB, "numpy", "asyncio"}),
+        (["validate", "RUN", "--no-bridge", "--no-data"], {*LOADERS, "httpx", "requests", "numpy", "asyncio"}),
         (["convert", "--help"], {*LOADERS, *HUB}),
         (["fill", "--help"], {*LOADERS, *HUB}),
         (["preview", "--help"], {*LOADERS, *HUB}),

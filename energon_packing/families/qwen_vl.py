@@ -99,7 +99,8 @@ class Qwen25VL(VisionFamily):
         from transformers.video_utils import VideoMetadata
 
         indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=float(fps)), fps=self.video_fps)
-        result = tuple(int(index) for index in indices)
+        # Its float32 steps can reach the clip's length, which is not a frame: the processor itself then fails.
+        result = tuple(int(index) for index in indices if int(index) < total)
         if not result:
             raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result

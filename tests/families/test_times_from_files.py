@@ -185,6 +185,9 @@ def test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give
             with pytest.raises(SampleRejected):
                 ours.measure(conversation)
             continue
+        except IndexError:  # its last step is past the end of the clip
+            assert ours.measure(conversation).plans[0].frame_indices[-1] < metadata.total_num_frames
+            continue
         measured = ours.measure(conversation)
         ids, _ = measured.expand()
         plan, sampled = measured.plans[0], whole["video_metadata"][0]

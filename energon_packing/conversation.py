@@ -150,6 +150,8 @@ class Turn:
         tool_call_id: for a tool turn, the id of the call that it answers; None if the data has none.
         loss_weight: for an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weights
             its tokens, None means 1.0. Ignored for other turns.
+        thinking: what the record holds in a field of its own (``reasoning_content`` and others), to the byte; None for
+            an answer without such a field, whose text may hold ``<think>...</think>``.
     """
 
     role: Role
@@ -157,6 +159,7 @@ class Turn:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
     tool_call_id: str | None = None
+    thinking: str | None = None
 
     @property
     def text(self) -> str:
@@ -177,13 +180,15 @@ class Turn:
             record["loss_weight"] = self.loss_weight
         if self.tool_call_id is not None:
             record["tool_call_id"] = self.tool_call_id
+        if self.thinking is not None:
+            record["thinking"] = self.thinking
         return record
 
 
-# A frozen dataclass sets every field through `object.__setattr__`, which for five fields costs more than reading the
+# A frozen dataclass sets every field through `object.__setattr__`, which for six fields costs more than reading the
 # JSON of the turn. A slot's own setter does the same at a fifth of the price.
-_SET_ROLE, _SET_PARTS, _SET_CALLS, _SET_WEIGHT, _SET_CALL_ID = (
-    Turn.__dict__[name].__set__ for name in ("role", "parts", "tool_calls", "loss_weight", "tool_call_id")
+_SET_ROLE, _SET_PARTS, _SET_CALLS, _SET_WEIGHT, _SET_CALL_ID, _SET_THINKING = (
+    Turn.__dict__[name].__set__ for name in ("role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking")
 )
 
 
@@ -195,6 +200,7 @@ def text_turn(role: Role, text: str) -> Turn:
     _SET_CALLS(turn, ())
     _SET_WEIGHT(turn, None)
     _SET_CALL_ID(turn, None)
+    _SET_THINKING(turn, None)
     return turn
 
 
@@ -331,6 +337,8 @@ class Conversation:
                 message["tool_calls"] = [dict(call) for call in turn.tool_calls]
             if turn.tool_call_id is not None:
                 message["tool_call_id"] = turn.tool_call_id
+            if turn.thinking is not None:
+                message["reasoning_content"] = turn.thinking
             messages.append(message)
         return messages
 
@@ -428,7 +436,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
         if type(role) is str and type(parts) is list and len(parts) == 1 and type(parts[0]) is str:
             return text_turn(role, parts[0])  # type: ignore[arg-type]  # the conversation checks roles
     where = f"{which}turn {number}"
-    _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
+    _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking"}, where)
     if not isinstance(turn.get("role"), str):
         raise _RECORD.bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
     read: list[Part] = []
@@ -442,15 +450,17 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     weight = turn.get("loss_weight")
     if weight is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
-    call = turn.get("tool_call_id")
-    if call is not None and not isinstance(call, str):
-        raise _RECORD.bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
+    call, thinking = turn.get("tool_call_id"), turn.get("thinking")
+    for name, value in (("tool_call_id", call), ("thinking", thinking)):
+        if value is not None and not isinstance(value, str):
+            raise _RECORD.bad(f"the {name} of {where} is a {type(value).__name__}, expected text")
     return Turn(
         role=turn["role"],
         parts=tuple(read),
         tool_calls=_mappings(turn, "tool_calls", where),
         loss_weight=weight,
         tool_call_id=call,
+        thinking=thinking,
     )
 
 

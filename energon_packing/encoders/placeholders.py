@@ -109,7 +109,7 @@ def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
         SampleRejected: ``reserved_token``.
     """
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
-    texts = [turn.text for turn in conversation.turns]
+    texts = [f"{turn.thinking or ''}{turn.text}" for turn in conversation.turns]
     calls = [text for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
     tools = list(_strings(conversation.tools)) if conversation.tools else []
     everything = "\n".join((*texts, *calls, *tools))

@@ -208,7 +208,8 @@ def truncated(
     """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
     It is rendered as a conversation of its own, but trains what the whole record chose: of the turns that are trained
-    there, those that are left. A cut between two turns never separates an image or video from its tokens.
+    there, those that are left. A cut between two turns never separates an image or video from its tokens. Lengths are
+    searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
 
     The result is None if not even the first answer fits, or if no target is left. Extras describe the trained answers
     of the whole record, so a sample that has any is cut only after the last of these answers, or not at all.

@@ -62,7 +62,7 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
 def print_warnings(console: Console, warnings: Iterable[str]) -> None:
     """Prints sentences that nobody should miss."""
     for sentence in warnings:
-        console.print(Text(visible(f"warning: {sentence}"), style="yellow"), soft_wrap=True)
+        console.print(Text(visible(f"warning: {sentence}"), style="yellow", overflow="fold"))
 
 
 def _table(first: str, *others: str, fold: bool = True) -> Table:

@@ -85,7 +85,7 @@ missing or unusable, or Bridge rejects the run, 2 unusable input.
 @click.option(
     "--data/--no-data",
     default=True,
-    help="Look at what the run reads: data set, processor, chat template, ten conversations (several seconds).",
+    help="Look at what the run reads: data set, processor, chat template, 200 conversations (several seconds).",
 )
 @click.option("--bridge/--no-bridge", default=True, help="Ask the installed Megatron-Bridge too (several seconds).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")

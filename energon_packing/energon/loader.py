@@ -207,6 +207,7 @@ def build_dataset(
     batch_size: int | None = None,
     packing_buffer_size: int | None = None,
     tells_end: bool = False,
+    sequence: int | None = None,
 ) -> Any:
     """Builds the Energon data set of packs for one data-parallel rank.
 
@@ -219,6 +220,7 @@ def build_dataset(
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples with Energon's own wrapper.
         tells_end: whether each worker yields an `end_of_epoch` after the last pack of an epoch, for a `PackLoader`.
+        sequence: samples that are read in their order before the reader goes on elsewhere; None reads whole shards.
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
@@ -246,7 +248,7 @@ def build_dataset(
             worker_config=worker_config,
             batch_size=batch_size,
             shuffle_buffer_size=config.data.shuffle_buffer if config.data.shuffle_buffer > 1 else None,
-            max_samples_per_sequence=None,
+            max_samples_per_sequence=sequence,
             shuffle_over_epochs_multiplier=config.data.shuffle_over_epochs or 1,
             task_encoder=task_encoder,
             repeat=config.data.repeat,

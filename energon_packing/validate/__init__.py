@@ -4,5 +4,5 @@
 * `views`: each of these as a `run_view.RunView`, which is all that a rule reads.
 * `rules`: the rules, by topic; `rules.registry.judge` applies them. Needs neither torch nor Bridge.
 * `verdict`: the verdict of the installed Bridge itself.
-* `looks`: data set, processor, chat template and ten conversations, if they are on this machine.
+* `looks`: data set, processor, chat template and 200 conversations, if they are on this machine.
 """

@@ -1,4 +1,4 @@
-"""Ten conversations of every data set of a blend are measured, as the run would measure them."""
+"""Conversations from all over every data set of a blend are measured, as the run would measure them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+from PIL import Image
 
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
@@ -62,7 +63,7 @@ def test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn(pie
         {"path": str(small / "dataset.yaml"), "weight": 1.0},
     ]
     first, second = samples(blend(tmp_path, entries), seq_length=200)
-    assert (first.outcome, first.samples, first.refused) == ("ok", 10, ())
+    assert (first.outcome, first.samples, first.refused) == ("ok", 60, ())
     assert (second.outcome, second.samples, len(second.refused)) == ("error", 3, 3)
     assert {sample.reason for sample in second.refused} == {"oversize"}
     assert str(small / "text") in second.at
@@ -76,14 +77,32 @@ def test_limits_of_one_data_set_of_a_blend_hold_for_its_samples(pieces, tmp_path
         {"path": str(small / "dataset.yaml"), "weight": 1.0},
     ]
     first, second = samples(blend(tmp_path, entries))
-    assert (first.outcome, len(first.refused)) == ("error", 10)
+    assert (first.outcome, len(first.refused)) == ("error", 60)
     assert second.outcome == "ok"
 
 
-def test_the_conversations_are_those_of_the_data_set_in_its_order(pieces):
-    large, _ = pieces
-    (look,) = samples(large, seq_length=2)
-    assert [sample.key for sample in look.refused] == [f"large-{line}" for line in range(1, 11)]
+def test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_every_time(tmp_path, monkeypatch):
+    """Images at the end of the data set only, behind more conversations than are read."""
+    monkeypatch.setattr(sample_looks, "SAMPLES", 30)
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    shown = [dict(chats(1)[0], images=["a.png"]) for _ in range(60)]
+    for record in shown:
+        record["messages"] = [{"role": "user", "content": "<image>Why?"}, record["messages"][1]]
+    path = converted(tmp_path, "sorted", chats(140) + shown, media_root=tmp_path, samples_per_shard=64)
+    (look,) = samples(path)
+    assert (look.outcome, look.samples) == ("error", 30)
+    assert 2 <= len(look.refused) <= 20
+    assert f"{len(look.refused)} of 30 conversations are refused ({len(look.refused)} unsupported_media)" in look.why
+    assert "the family text accepts only text" in look.why
+    assert "whole processor" in look.fix
+    assert samples(path) == [look]
+
+
+def test_a_few_images_that_a_text_model_leaves_out_are_a_note(tmp_path):
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.png")
+    shown = {"messages": [{"role": "user", "content": "<image>Why?"}, chats(1)[0]["messages"][1]], "images": ["a.png"]}
+    (look,) = samples(converted(tmp_path, "few", [*chats(150), shown], media_root=tmp_path))
+    assert (look.outcome, len(look.refused)) == ("note", 1)
 
 
 def test_of_many_data_sets_the_first_are_read_and_that_the_others_are_not_is_said(pieces, tmp_path, monkeypatch):
@@ -147,4 +166,5 @@ def test_a_shard_that_is_no_shard_is_an_error_with_energons_reason(pieces, tmp_p
     (broken / "text" / "train-000000.tar").write_bytes(b"nothing" * 2000)
     (look,) = samples(broken)
     assert look.outcome == "error"
-    assert f"unreadable_shard): train-000000@0: {broken / 'text'}" in look.why
+    assert "(5 unreadable_shard): train-000000@" in look.why
+    assert str(broken / "text") in look.why

@@ -1,1 +1,1 @@
-"""Looks at what a run reads: data set, processor, chat template, ten conversations. Nothing is downloaded."""
+"""Looks at what a run reads: data set, processor, chat template, 200 conversations. Nothing is downloaded."""

@@ -49,6 +49,6 @@ LOOKS = {
     "packing-ledger": "the directory of the ledger can be written",
     "processor": "the processor can be loaded from this machine",
     "chat-template": "the chat template is there and fits the tokenizer",
-    "samples": "ten conversations can be trained on, and the template leaves nothing of them out",
+    "samples": "200 conversations from all over it can be trained on, and the template leaves nothing of them out",
 }
 """What is true if a look ends with ``ok``, by its id, in the order of the looks."""

@@ -1,4 +1,4 @@
-"""Looks at ten conversations of each data set: does the run's chat template render everything in them?
+"""Looks at conversations from all over each data set: does the run's chat template render everything in them?
 
 Energon reads them and the run's own task encoder measures them, in this process and without pixels. So a sample that
 is refused here is one that the run's ledger would name.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +27,12 @@ from energon_packing.validate.looks.leaves import REMOTE, Leaf
 from energon_packing.validate.looks.look import Look, RefusedSample
 from energon_packing.validate.looks.shards import PREPARE_MEDIA, Inspected
 
-SAMPLES = 10
-"""Conversations read per data set."""
+SAMPLES = 200
+"""Conversations read per data set, from places all over it that the run's seed chooses."""
+SECONDS = 30.0
+"""After which no more are read of a data set that is slow to measure."""
+MOST_PLACES = 200_000
+"""Places that a data set is cut into: single conversations where it has no more of them."""
 MOST_LEAVES = 20
 """Data sets of a blend whose conversations are read; each takes about a tenth of a second."""
 _MARK = next(iter(SUBFLAVORS))
@@ -48,12 +53,12 @@ def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str)
     if wrong is not None:
         return [wrong]
     looks = []
-    for (leaf, _), why in zip(readable[:MOST_LEAVES], left_alone, strict=False):
+    for (leaf, found), why in zip(readable[:MOST_LEAVES], left_alone, strict=False):
         place = at if not leaf.named_in or len(readable) == 1 else f"{at}: {leaf.path}"
         if why:
             looks.append(Look(id="samples", at=place, outcome="not looked at", why=why))
         else:
-            looks.append(_measured(config, encoder, leaf, place))
+            looks.append(_measured(config, encoder, leaf, place, found.samples))
     if len(readable) > MOST_LEAVES:
         why = f"{len(readable) - MOST_LEAVES} further data sets: only the first {MOST_LEAVES} are read"
         looks.append(Look(id="samples", at=at, outcome="not looked at", why=why))
@@ -99,14 +104,14 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
     return ""
 
 
-def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
+def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str, samples: int) -> Look:
     """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
     frequent = FrequentDrops("looked at")
     number = 0
     try:
         with offline():
-            for sample in _read(config, encoder, leaf):
+            for sample in _read(config, encoder, leaf, samples):
                 key, problem = sample.__key__, sample.problem
                 number += 1
                 frequent.add({("", sample.modality): 1}, ())
@@ -137,11 +142,13 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         return _error(at, "it has no samples", "convert records into it", number, refused)
     by_template = [sample for sample in refused if is_of_the_template(sample.reason)]
     unmeasured = [sample for sample in refused if sample.reason == "unmeasured_media"]
+    unseen = [sample for sample in refused if sample.reason == "unsupported_media" and "family text" in sample.detail]
     for kind, fix in (
         (by_template, "name a chat template that shows everything (encoder.chat_template), or change the records"),
         (unmeasured, PREPARE_MEDIA),
+        (unseen, "name the model's whole processor (encoder.processor): this one has no part for images and videos"),
     ):
-        if kind:
+        if len(kind) > (number * 0.01 if kind is unseen else 0):  # a text model may leave a few out
             first = kind[0]
             why = f"{len(kind)} of {number} conversations are refused ({listed}): {first.key}: {first.detail}"
             return _error(at, why.rstrip("."), fix, number, refused)
@@ -183,8 +190,8 @@ def _measuring(config: RunConfig, processor: Any) -> Any:
     return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
 
 
-def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[Any]:
-    """The first conversations of one data set, each a measured sample or one with a problem.
+def _read(config: RunConfig, encoder: Any, leaf: Leaf, samples: int) -> Iterator[Any]:
+    """Conversations from all over one data set of so many, each a measured sample or one with a problem.
 
     Opens a metadataset that refers to that directory alone, so that media store and subflavors are included and a small
     data set of a blend is not left to chance.
@@ -207,10 +214,12 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[Any]:
             epoch_end="uneven",
         )
         once = dataclasses.replace(config, data=data)
-        loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
-        for number, sample in enumerate(loader, 1):
+        places = build_dataset(once, task_encoder=encoder, workers=0, sequence=-(-samples // MOST_PLACES) or 1)
+        deadline = None
+        for number, sample in enumerate(get_loader(places), 1):
             yield sample
-            if number == SAMPLES:
+            deadline = deadline or time.monotonic() + SECONDS  # what the first imports is not the data's time
+            if number == SAMPLES or time.monotonic() > deadline:
                 return
 
 

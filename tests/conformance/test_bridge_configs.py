@@ -20,6 +20,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.validate.rules.registry import judge
 from energon_packing.validate.sources.model_configs import SHIPPED
 from energon_packing.validate.sources.run_source import run_source
 
@@ -78,6 +79,21 @@ def test_every_recipe_is_valid_and_bridge_accepts_it(module, name, size):
     assert (code, answer["bridge"]["verdict"]) == (0, "accepts")
     assert answer["resolved"]["packing"] == "online"
     assert answer["resolved"]["micro_batches_per_step"] >= 1
+
+
+@pytest.mark.parametrize(("module", "name", "size"), RECIPES)
+def test_every_recipe_takes_the_processor_of_its_family_and_refuses_that_of_the_neighbour(module, name, size):
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        source = run_source(
+            (f"bridge_configs.{module}:{name}",),
+            overrides=(f"dataset.processor={processor_path(family)}",),
+            world_size=size,
+        )
+        (judged,) = [found for found in judge(source.view()) if found.rule.id == "ours/processor-fits-the-model"]
+        if module == "qwen3":  # a model of text states nothing to compare
+            assert judged.outcome == "not applicable"
+        else:
+            assert judged.outcome == ("ok" if family == {"qwen25_vl": "qwen2_5_vl"}.get(module, module) else "error")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

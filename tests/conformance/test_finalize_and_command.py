@@ -152,6 +152,10 @@ def test_every_rule_about_a_container_names_itself_when_finalize_refuses(sound):
         "ours/head-dimension": {"model.kv_channels": 100},
         "ours/vocabulary": {"model.vocab_size": 100},
         "ours/placeholder-ids": {"model.image_token_id": 7},
+        "ours/processor-fits-the-model": {
+            "dataset.processor": str(processor_path("qwen2_5_vl")),
+            "model.patch_size": 16,
+        },
         "ours/weights-need-token-loss": {
             "dataset.encoder.loss_weighting": "square",
             "model.calculate_per_token_loss": False,

@@ -303,6 +303,30 @@ OWN = [
         "error",
     ),
     (
+        "ours/placeholder-ids",
+        {
+            "model_tokens": TokenFacts(placeholders={"image": 7, "vision_start": 5}),
+            "processor_tokens": TokenFacts(placeholders={"image": 7, "vision_start": 6}),
+        },
+        {"processor_tokens": TokenFacts(placeholders={"image": 7, "vision_start": 5})},
+        "error",
+    ),
+    (
+        "ours/processor-fits-the-model",
+        {"model": "Qwen3VL", "processor_tokens": TokenFacts(processor="Qwen2_5_VLProcessor")},
+        {"processor_tokens": TokenFacts(processor="SomebodysProcessor")},  # nobody knows whose
+        "error",
+    ),
+    (
+        "ours/processor-fits-the-model",
+        {
+            "model_tokens": TokenFacts(geometry={"patch_size": 16, "image_size": 448}),
+            "processor_tokens": TokenFacts(geometry={"patch_size": 14}),
+        },
+        {"processor_tokens": TokenFacts(geometry={"patch_size": 16, "merge_size": 2})},
+        "error",
+    ),
+    (
         "ours/bridges-own-packing",
         {"dataset_kind": "energon", "packing_buffer_size": 64, "bridge_version": "0.6.2"},
         {"bridge_version": "0.7.0"},

@@ -23,6 +23,18 @@ def converted(name: str, folder: Path) -> Path:
     return folder / "data"
 
 
+def mixed(folder: Path) -> Path:
+    """Pairs and one plain conversation, of which convert tells."""
+    (source,) = conversion("TRL implicit prompt", folder / "source")
+    plain = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It is so."}]}
+    with Path(source).open("a") as file:
+        file.write(json.dumps(plain) + "\n")
+    made = folder / "data"
+    result = CliRunner().invoke(cli, ["convert", source, "--split", "train=1", "--workers", "0", "--out", str(made)])
+    assert f"{COUNT} preference pairs among {COUNT + 1} samples, mixed with plain conversations" in result.output
+    return made
+
+
 def forgotten(data: Path) -> Path:
     """The same data set as somebody else would have made it: nobody counted its pairs."""
     report = data / "conversion.json"
@@ -68,14 +80,7 @@ def test_a_run_trains_of_pairs_and_labelled_answers_what_it_chose(consumer: str,
 
 @pytest.mark.parametrize("consumer", CONSUMERS, indirect=True)
 def test_a_run_that_drops_pairs_trains_the_plain_conversations_beside_them(consumer: str, tmp_path: Path) -> None:
-    folder = tmp_path / "source"
-    (arguments,) = conversion("TRL implicit prompt", folder)
-    plain = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "It is so."}]}
-    with Path(arguments).open("a") as file:
-        file.write(json.dumps(plain) + "\n")
-    made = tmp_path / "data"
-    result = CliRunner().invoke(cli, ["convert", arguments, "--split", "train=1", "--workers", "0", "--out", str(made)])
-    assert f"{COUNT} preference pairs among {COUNT + 1} samples, mixed with plain conversations" in result.output
+    made = mixed(tmp_path)
     assert texts(consumer, made, "drop", tmp_path / "drop") == {"It is so."}
     with pytest.raises(Exception, match=SENTENCE):
         texts(consumer, made, None, tmp_path / "none")
@@ -83,7 +88,7 @@ def test_a_run_that_drops_pairs_trains_the_plain_conversations_beside_them(consu
 
 @pytest.mark.parametrize("consumer", CONSUMERS, indirect=True)
 def test_a_pair_that_nobody_counted_stops_the_run_where_it_is_met(consumer: str, tmp_path: Path) -> None:
-    made = forgotten(converted("ms-swift rejected_response", tmp_path))
+    made = forgotten(mixed(tmp_path))  # the plain conversation would go on without the others
     with pytest.raises(Exception, match=r"Sample \S+ is a preference pair, and packing.pairs is 'refuse'"):
         texts(consumer, made, None, tmp_path / "none")
 

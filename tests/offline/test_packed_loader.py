@@ -175,7 +175,7 @@ def test_preference_pairs_with_images_and_extra_fields_are_stored_with_them(tmp_
     run = RunConfig(
         data=DataConfig(path=str(tmp_path / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), extra_fields=("reward", "preference")),
-        packing=PackingConfig(seq_length=256),
+        packing=PackingConfig(seq_length=256, pairs="both"),
     )
     run = planned(run, tmp_path / "data", tmp_path)
     expected = read(run)

@@ -96,9 +96,10 @@ def test_every_sample_is_packed_once_an_epoch_within_all_limits_or_dropped_with_
         ]
         for shard in drawn
     ]
-    index = made_index(directory / "index", {"a": shards[:1], "b": shards[1:]})
+    of_pairs = {"processor": "one", "packing.pairs": "both"}
+    index = made_index(directory / "index", {"a": shards[:1], "b": shards[1:]}, fingerprint=of_pairs)
     run = config(
-        packing=limits,
+        packing={**limits, "pairs": "both"},
         parallel={"tensor_parallel": multiple, "sequence_parallel": multiple > 1},
         plan={"max_data_parallel": 4, "epochs": epochs, "seed": seed},
     )

@@ -170,6 +170,8 @@ def test_columns_that_an_entry_does_not_name_are_counted(info: Path, name: str, 
 @pytest.mark.parametrize("name", list(DATA))
 def test_the_command_converts_every_kind_of_entry(info: Path, tmp_path: Path, name: str) -> None:
     options = ["--dataset-info", str(info), "--dataset", name, "--out", str(tmp_path / "out"), "--workers", "1"]
+    if (label := INFO[name].get("columns", {}).get("kto_tag")) is not None:
+        options += ["--kto-label", label]
     result = CliRunner().invoke(cli, ["convert", *options, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)

@@ -89,7 +89,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "ledger.py",
-                "if over_budget(self.dropped, self.read, self.budget):",
+                "if over_budget(unwished(self.reasons), self.read, self.budget):",
                 "if over_budget(self.dropped, self.dropped + self.emitted, self.budget):",
             ),
         ),

@@ -42,7 +42,9 @@ def rows():
 
 @pytest.fixture(scope="module")
 def index(rows, tmp_path_factory):
-    return made_index(tmp_path_factory.mktemp("stats") / "index", {name: [each] for name, each in rows.items()})
+    shards = {name: [each] for name, each in rows.items()}
+    measured = {"processor": "one", "packing.pairs": "both"}
+    return made_index(tmp_path_factory.mktemp("stats") / "index", shards, fingerprint=measured)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def test_rows_hold_the_tokens_that_they_are_said_to_hold(samples):
 
 def test_a_plan_in_the_table_has_the_packs_of_the_command(index, tmp_path):
     out = tmp_path / "plan.parquet"
-    settings = ("--set", "packing.seq_length=1024", "--set", "packing.drop_budget=1.0")
+    settings = ("--set", "packing.seq_length=1024", "--set", "packing.drop_budget=1.0", "--set", "packing.pairs=both")
     done = CliRunner().invoke(cli, ["plan", str(index), "--out", str(out), *settings])
     assert done.exit_code == 0, done.output
     facts = Plan.open(out).facts

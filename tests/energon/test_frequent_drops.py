@@ -224,8 +224,10 @@ def test_so_it_is_without_packing(texts: Path) -> None:
     assert told.endswith("318 tokens; max_length is 128. The setting packing.seq_length governs this.")
 
 
-def test_a_reason_that_drops_all_of_a_rare_modality_is_told(tmp_path: Path) -> None:
-    source = make_vqa(tmp_path, 6)
+@pytest.fixture(scope="module")
+def rare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """700 conversations without media, and 6 with an image among them."""
+    source = make_vqa(tmp_path_factory.mktemp("rare"), 6)
     lines = [
         {"messages": [{"role": "user", "content": str(number)}, {"role": "assistant", "content": "word"}]}
         for number in range(700)
@@ -233,12 +235,25 @@ def test_a_reason_that_drops_all_of_a_rare_modality_is_told(tmp_path: Path) -> N
     mixed = source.read_text().splitlines() + [json.dumps(line) for line in lines]
     random.Random(1).shuffle(mixed)
     source.write_text("\n".join(mixed))
+    return converted(source)
+
+
+def test_a_reason_that_drops_all_of_a_rare_modality_is_told(rare: Path) -> None:
     encoder = EncoderConfig(processor=QWEN, modality="text")
-    run = run_of(converted(source), data={"repeat": False}, encoder=encoder)
+    run = run_of(rare, data={"repeat": False}, encoder=encoder)
     (told,) = told_by(lambda: list(build_loader(run)))
     assert " image samples read so far from " in told
     assert "other_modality (100.0%)" in told
     assert told.endswith("The setting encoder.modality governs this.")
+
+
+def test_an_index_knows_the_modality_of_what_was_dropped(rare: Path, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"encoder: {{processor: {QWEN}, modality: text}}\n")
+    arguments = ["measure", str(rare), "--config", str(config), "--out", str(tmp_path / "index"), "--workers", "0"]
+    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    (told,) = json.loads(done.stdout)["warnings"]
+    assert told.startswith(f"6 of the 6 image samples measured from {rare} are dropped as other_modality (100.0%)")
 
 
 def test_a_run_that_is_resumed_tells_what_it_counts_itself_and_no_more_than_once(texts: Path) -> None:

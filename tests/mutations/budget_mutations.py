@@ -10,12 +10,14 @@ BUDGET_TRAPS: dict[int, str] = {
     37: "pixels become other numbers, a turned TIFF or a one-frame clip is lost without its reason",
     54: "the drop budget forgets what is still held, or asks before the share is certain",
     57: "a half-written line of the ledger is joined to the next, or a key without UTF-8 ends the run",
+    68: "a default limit made for one policy drops ordinary visual question answering, and nobody is told",
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
 LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
 SAMPLES = "NumPy on the samples written into the file"
 PIXELS = "tests/thd/test_pixels.py::"
+FREQUENT = "tests/energon/test_frequent_drops.py::"
 AHEAD = "tests/energon/test_packs_ahead.py::"
 
 BUDGET_MUTATIONS: tuple[Mutation, ...] = (
@@ -138,7 +140,43 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="samples of a buffer are counted when they leave it",
         test=LOADER + "test_every_sample_of_an_epoch_is_counted_as_read_once[16]",
         oracle="the keys of the data set",
-        edits=(("energon/disjoint_buffers.py", "            self.accounts.ledger.read += 1\n", ""),),
+        edits=(
+            (
+                "energon/disjoint_buffers.py",
+                "            self.accounts.ledger.count_read(data_of(sample), sample.modality)\n",
+                "",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=68,
+        name="a default limit made for one policy drops ordinary visual question answering",
+        test=FREQUENT + "test_one_word_answers_to_photos_are_trained_as_the_processor_writes_them",
+        oracle="the answers of the source, decoded by the processor's tokenizer",
+        edits=(("config/encoder.py", 'setting(0.0, unit="share, 0 to 1")', 'setting(1 / 256, unit="share, 0 to 1")'),),
+    ),
+    Mutation(
+        trap=68,
+        name="a reason that drops a modality is not told",
+        test=FREQUENT + "test_a_reason_that_drops_all_of_a_rare_modality_is_told",
+        oracle="the images of the source",
+        edits=(("drop_reasons.py", 'for modality in ("", *by_modality):', 'for modality in ("",):'),),
+    ),
+    Mutation(
+        trap=68,
+        name="the row of a dropped sample in an index does not say what it held",
+        test=FREQUENT + "test_an_index_knows_the_modality_of_what_was_dropped",
+        oracle="the images of the source",
+        edits=(("offline/measuring.py", "    if conversation is None:\n", "    if conversation is not None:\n"),),
+    ),
+    Mutation(
+        trap=68,
+        name="every rank tells the same",
+        test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
+        oracle="the warnings of two ranks, counted",
+        edits=(
+            ("energon/loader_base.py", 'f"energon_packing/{name}", 1)) == 1', 'f"energon_packing/{name}", 1)) >= 1'),
+        ),
     ),
     Mutation(
         trap=57,

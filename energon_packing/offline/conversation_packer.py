@@ -74,6 +74,7 @@ class ConversationPacker(ShardPacker):
             segments=len(segments),
             cost=pack_cost([each.length for each in segments], patches=sum(each.patches for each in segments)),
             changes=() if sample.measured is None else sample.measured.changes,
+            modality=sample.modality,
         )
 
 

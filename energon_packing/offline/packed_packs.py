@@ -160,13 +160,12 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
-        roots = [self._packed.plan.facts.datasets[sample.dataset].root for sample in stored.samples]
-        for root in roots:
-            ledger.count_read(root)
+        for sample in stored.samples:
+            ledger.count_read(**self._place(sample))
         if stored.finished:
-            for sample, root in zip(stored.samples, roots, strict=True):
+            for sample in stored.samples:
                 if sample.dropped is not None:
-                    ledger.drop(sample.key, *sample.dropped, data=root)
+                    ledger.drop(sample.key, *sample.dropped, **self._place(sample))
             if stored.batch is None:
                 return None
             batch = self._with_pixels(stored.batch)
@@ -179,7 +178,7 @@ class PackedPacks(StoredPacks[StoredPack]):
                 sample.key,
                 functools.partial(self._rendered, sample, row, number),
                 ledger,
-                data=self._packed.plan.facts.datasets[sample.dataset].root,
+                **self._place(sample),
             )
             if sample.media
             else row
@@ -187,6 +186,10 @@ class PackedPacks(StoredPacks[StoredPack]):
         ]
         made = [each for each in rendered if each is not None]
         return self._assembled(made) if made else None
+
+    def _place(self, sample: StoredSample) -> dict[str, str]:
+        """Data set and modality, for the ledger."""
+        return {"data": self._packed.plan.facts.datasets[sample.dataset].root, "modality": sample.modality}
 
     def _finished(self, stored: StoredPack, batch: PackedBatch) -> Pack:
         """The pack of a row that stays as it is."""

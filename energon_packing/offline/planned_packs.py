@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from energon_packing.energon.packer import render_or_drop
-from energon_packing.energon.samples import MeasuredSample, Pack, data_of
+from energon_packing.energon.packer import attempt
+from energon_packing.energon.samples import MeasuredSample, Pack
 from energon_packing.energon.split_pieces import piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
@@ -122,9 +123,13 @@ class PlannedPacks(PositionedPacks):
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         (planned,) = self._plan.packs(number, number + 1)
         samples = [self.measured(each) for each in planned.samples]
-        for sample in samples:
-            ledger.count_read(data_of(sample), sample.modality)
-        rendered = [made for sample in samples if (made := render_or_drop(self._encoder, sample, ledger)) is not None]
+        rendered = []
+        for each, sample in zip(planned.samples, samples, strict=True):
+            place = {"data": self._plan.facts.datasets[each.dataset].root, "modality": sample.modality}
+            ledger.count_read(**place)
+            render = functools.partial(self._encoder.postencode_sample, sample)
+            if (made := attempt(sample.__key__, render, ledger, **place)) is not None:
+                rendered.append(made)
         if not rendered:
             return None
         return self._encoder.pack_selected_samples([rendered[at] for at in self._encoder.arrange(rendered)])

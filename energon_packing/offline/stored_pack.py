@@ -61,6 +61,7 @@ class StoredSample:
         media: of each segment; empty if nothing has to be rendered.
         files: that rendering reads.
         dropped: reason and detail if it could not be decoded when the pack was stored.
+        modality: of its record, for counting; empty in directories of an older release.
     """
 
     key: str
@@ -71,6 +72,7 @@ class StoredSample:
     media: tuple[StoredMedia, ...] = ()
     files: tuple[StoredFile, ...] = ()
     dropped: tuple[str, str] | None = None
+    modality: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

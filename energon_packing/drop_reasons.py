@@ -11,7 +11,8 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from energon_packing.config import RunConfig, to_mapping
 
@@ -86,19 +87,22 @@ _LONGEST = 300
 """Characters of an example's detail."""
 
 
-class Dropped(Protocol):
-    """An entry of a ledger, such as `energon_packing.ledger.DroppedSample`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DroppedSample:
+    """A source key that reaches no pack, and why.
 
-    @property
-    def key(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def data(self) -> str: ...
-    @property
-    def modality(self) -> str: ...
+    Attributes:
+        key: the sample's key.
+        reason, detail: see `SampleRejected`.
+        data: path of its data set; empty if unknown.
+        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
+    """
+
+    key: str
+    reason: str
+    detail: str
+    data: str = ""
+    modality: str = ""
 
 
 class FrequentDrops:
@@ -112,10 +116,10 @@ class FrequentDrops:
         self._done = done
         self._read: dict[str, Counter[str]] = {}  # data set -> by modality
         self._dropped: dict[tuple[str, str], Counter[str]] = {}  # data set and reason -> by modality
-        self._first: dict[tuple[str, str, str], Dropped] = {}  # an example of each, with its modality
+        self._first: dict[tuple[str, str, str], DroppedSample] = {}  # an example of each, with its modality
         self._told: set[tuple[str, str, str]] = set()
 
-    def add(self, read: Mapping[tuple[str, str], int], dropped: Iterable[Dropped]) -> None:
+    def add(self, read: Mapping[tuple[str, str], int], dropped: Iterable[DroppedSample]) -> None:
         """Counts samples.
 
         Args:

@@ -35,7 +35,7 @@ from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drop_budget import over_budget, unwished
-from energon_packing.drop_reasons import FrequentDrops
+from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile
 from energon_packing.quarantine import CRASH, REASON, TIMEOUT, Quarantine
@@ -44,24 +44,6 @@ LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
 _CLAIMED = mmap.mmap(-1, 1 << 16)
 """Warnings that a worker of this process has given, by a hash of run and name."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DroppedSample:
-    """A source key that reaches no pack, and why.
-
-    Attributes:
-        key: the sample's key.
-        reason, detail: see `SampleRejected`.
-        data: path of its data set; empty if unknown.
-        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
-    """
-
-    key: str
-    reason: str
-    detail: str
-    data: str = ""
-    modality: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from energon_packing.config import EpochEnd
-from energon_packing.drop_reasons import FrequentDrops
+from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
-from energon_packing.ledger import DroppedSample
 
 
 class Agree(Protocol):

@@ -42,7 +42,7 @@ class LoaderBase(ABC):
         tell: receives each sentence about drops; a `UserWarning` by default.
     """
 
-    tell: Callable[[str], None] = staticmethod(functools.partial(warnings.warn, stacklevel=4))
+    tell: Callable[[str], None] = staticmethod(functools.partial(warnings.warn, stacklevel=3))
 
     def __init__(
         self,

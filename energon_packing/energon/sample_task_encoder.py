@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
 from energon_packing.conversation import Pairs
+from energon_packing.drop_reasons import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
@@ -39,7 +40,7 @@ from energon_packing.energon.samples import (
     read_media,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
-from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.ledger import Ledger
 from energon_packing.thd.batch import IGNORE_INDEX
 from energon_packing.thd.pixels import finish
 from energon_packing.thd.rows import join_visual_inputs, joined_forms

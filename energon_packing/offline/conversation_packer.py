@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from energon_packing import thd
+from energon_packing.drop_reasons import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
-from energon_packing.ledger import DroppedSample
 from energon_packing.offline.plan import PlannedPack, PlannedSample
 from energon_packing.offline.shard_packer import MediaCopy, ShardPacker
 from energon_packing.offline.stored_pack import StoredMedia, StoredPack, StoredSample

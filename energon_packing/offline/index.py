@@ -24,9 +24,8 @@ import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.drop_reasons import FrequentDrops
+from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.ledger import DroppedSample
 from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 from energon_packing.remote_files import check_local, remote_address, status

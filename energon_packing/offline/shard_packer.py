@@ -11,10 +11,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from energon_packing.drop_reasons import DroppedSample
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.errors import UserError
-from energon_packing.ledger import DroppedSample, Ledger
+from energon_packing.ledger import Ledger
 from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.packed import PackedFacts, ShardEntry, media_path, shard_path
 from energon_packing.offline.parquet import replacing

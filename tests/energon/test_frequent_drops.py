@@ -28,11 +28,10 @@ from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, Pack
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
-from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, FrequentDrops
+from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
 from energon_packing.errors import ConfigError
-from energon_packing.ledger import DroppedSample
 from energon_packing.report.settings import settings
 from energon_packing.wan.config import TextToVideoRunConfig
 

@@ -20,13 +20,13 @@ import torch
 
 from energon_packing import metrics_report, thd
 from energon_packing.config import MetricsConfig
+from energon_packing.drop_reasons import DroppedSample
 from energon_packing.energon import pack_metrics
 from energon_packing.energon.metrics_log import MetricsLog
 from energon_packing.energon.pack_metrics import PackMetrics, watched
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
-from energon_packing.ledger import DroppedSample
 
 CAPACITY = 96
 

@@ -61,7 +61,7 @@ def errors(looks):
     return [look for found in looks.values() for look in found if look["outcome"] == "error"]
 
 
-def test_a_sound_run_is_valid_and_ten_of_its_conversations_were_measured_without_decoding(run, monkeypatch):
+def test_a_sound_run_is_valid_and_its_conversations_were_measured_without_decoding(run, monkeypatch):
     def decodes(*_arguments, **_settings):
         raise AssertionError("a look decodes no media")
 
@@ -71,9 +71,11 @@ def test_a_sound_run_is_valid_and_ten_of_its_conversations_were_measured_without
     assert outcomes(looks) == {name: ["ok"] for name in LOOKS}
     assert list(looks) == list(LOOKS)
     assert (code, answer["valid"]) == (0, True)
-    assert (looks["samples"][0]["samples"], looks["samples"][0]["refused"]) == (10, [])
+    assert (looks["samples"][0]["samples"], looks["samples"][0]["refused"]) == (IN_TRAINING, [])
 
 
+IN_TRAINING = 28
+"""Conversations of the training part."""
 MISSING = {
     "path": ("data.path=/nowhere/data", "data-path", "/nowhere/data does not exist"),
     "processor": ("encoder.processor=/nowhere/processor", "processor", "no directory /nowhere/processor"),
@@ -271,22 +273,22 @@ def test_one_conversation_that_the_template_cannot_show_is_an_error_and_one_that
     assert code == 1
     (samples,) = looks["samples"]
     assert samples["refused"] == [{"key": asked[6], "reason": reason, "detail": "the call get_weather"}]
-    assert samples["samples"] == 10
+    assert samples["samples"] == IN_TRAINING
     asked.clear()
     chosen = "too_few_targets"
     code, looks, answer = validate(run)
     assert (code, answer["valid"]) == (0, True)
     (samples,) = looks["samples"]
     assert samples["outcome"] == "note"
-    assert "1 of 10" in samples["why"]
+    assert f"1 of {IN_TRAINING}" in samples["why"]
     assert "1 too_few_targets" in samples["why"]
 
 
-def test_ten_conversations_of_which_none_can_be_trained_on_are_an_error(run):
+def test_conversations_of_which_none_can_be_trained_on_are_an_error(run):
     code, looks, _ = validate(run, "packing.seq_length=16")
     assert code == 1
     (samples,) = looks["samples"]
-    assert "all 10 conversations are refused (10 oversize)" in samples["why"]
+    assert f"all {IN_TRAINING} conversations are refused ({IN_TRAINING} oversize)" in samples["why"]
 
 
 def test_a_conversation_that_stops_the_run_is_an_error_with_its_key(run):

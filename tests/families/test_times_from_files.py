@@ -203,6 +203,18 @@ def test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give
     assert refused < count / 2
 
 
+def test_whole_seconds_between_time_steps_are_not_truncated_to_fewer(tmp_path):
+    """In float64 the steps of the first clip are 2.9999999999999996 seconds apart, in the float32 of the batch 3."""
+    ours = encoder(small("qwen2_5_vl"), position_ids="mrope", video_max_frames=6)
+    for frames in (30, 60, 70, 120):
+        path = write_clip(tmp_path / f"{frames}.mp4", Fraction(10, 3), frames)
+        measured = ours.measure(measured_media(path))
+        ids, _ = measured.expand()
+        visual = ours.family.pixels(measured.plans, [torch.zeros(6, 3, SIDE, SIDE, dtype=torch.uint8)])
+        batch = visual | {"input_ids": torch.tensor(ids)[None]}
+        assert np.array_equal(ours.family.positions(ids, measured.plans), positions_of(ours, batch).numpy())
+
+
 @pytest.mark.parametrize("family", ["internvl", "llava_onevision"])
 def test_a_file_has_the_frames_that_a_processor_of_tiles_samples(clip, family):
     # The usual number of frames is in `test_internvl_against_processor.py`; only a rate reads that of the file.

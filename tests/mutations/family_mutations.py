@@ -9,10 +9,14 @@ PIXTRAL = "tests/families/test_pixtral_against_processor.py::"
 GLM = "tests/families/test_glm4v_against_processor.py::"
 GLM_MIXED = "tests/families/test_glm4v_mixed_packs.py::"
 ERNIE = "tests/families/test_ernie4_5_vl_against_processor.py::"
+TIMES = "tests/families/test_times_from_files.py::"
+FROM_FILES = TIMES + "test_a_file_has_the_frames_times_and_positions_that_processor_and_model_give_it"
 WHOLE_GLM = GLM + "test_tokens_types_pixels_and_positions_equal_the_processor_and_model_on_the_whole_sample"
 
 FAMILY_TRAPS = {
-    51: "a setting that changes packs is not in the fingerprint of the state, or the data set depends on its workers"
+    51: "a setting that changes packs is not in the fingerprint of the state, or the data set depends on its workers",
+    83: "a frame rate computed in floats is not the container's",
+    84: "float64 on one side, float32 on the other, then int()",
 }
 
 FAMILY_MUTATIONS: tuple[Mutation, ...] = (
@@ -136,5 +140,50 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         test=GEMMA + "test_pan_and_scan_is_part_of_the_fingerprint",
         oracle="the definition",
         edits=(("encoders/encoder_fingerprint.py", '"do_pan_and_scan", ', ""),),
+    ),
+    Mutation(
+        trap=83,
+        name="the rate of a clip is its frames over their rounded times",
+        test=FROM_FILES + "[qwen3_vl-setting10-40]",
+        oracle="transformers' reader of files, and Hugging Face's processor",
+        edits=(("media/probe.py", "if stated and abs((span + length) * stated - count.frames) <= 1:", "if False:"),),
+    ),
+    Mutation(
+        trap=83,
+        name="GLM's clip has the length that floats give it",
+        test=FROM_FILES + "[glm4v-setting20-40]",
+        oracle="transformers' reader of files, and Hugging Face's processor",
+        edits=(("families/glm4v.py", "duration=float(total / fps)", "duration=float(total / fps) - 1e-15"),),
+    ),
+    Mutation(
+        trap=83,
+        name="records of older conversions keep their noise",
+        test=TIMES + "test_a_record_of_an_older_conversion_has_the_rate_of_the_container_too",
+        oracle="the rate of the container",
+        edits=(
+            ("conversation.py", "return near if abs(near - exact) <= exact * _OLD_NOISE else exact", "return exact"),
+        ),
+    ),
+    Mutation(
+        trap=84,
+        name="seconds of a time step are truncated as float64",
+        test=TIMES + "test_whole_seconds_between_time_steps_are_not_truncated_to_fewer",
+        oracle="`get_rope_index` of Hugging Face",
+        edits=(
+            ("families/qwen_vl.py", "int(np.float32(plan.seconds_per_grid or 0))", "int(plan.seconds_per_grid or 0)"),
+        ),
+    ),
+    Mutation(
+        trap=84,
+        name="times that Ernie draws are float64",
+        test=FROM_FILES + "[ernie4_5_vl-setting23-40]",
+        oracle="Hugging Face's processor",
+        edits=(
+            (
+                "families/ernie4_5_vl.py",
+                "return tuple((torch.tensor(indices, dtype=torch.int32) / fps).tolist())",
+                "return super()._seconds(media, indices, fps)",
+            ),
+        ),
     ),
 )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from mutation_table import Mutation
 
-VALIDATE_TRAPS = {58: "a run is called valid although what it reads is missing, or its template leaves things out"}
+VALIDATE_TRAPS = {
+    58: "a run is called valid although what it reads is missing, or its template leaves things out",
+    85: "a processor of a neighbouring family fits until the first image",
+}
 
 READS = "tests/cli/test_validate_data.py::"
+OF_THE_MODEL = "tests/validate/test_processor_of_the_model.py::"
 SHARDS = "tests/validate/test_shards.py::test_what_stops_or_starves_the_loader_is_an_error"
 
 VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -86,5 +90,35 @@ VALIDATE_MUTATIONS: tuple[Mutation, ...] = (
         test=READS + "test_a_name_of_the_hub_is_loaded_from_its_cache_without_the_network",
         oracle="a socket that refuses",
         edits=(("validate/looks/hub.py", "    constants.HF_HUB_OFFLINE = True\n", ""),),
+    ),
+    Mutation(
+        trap=85,
+        name="the class of the processor is not compared",
+        test=OF_THE_MODEL + "test_the_processor_of_every_other_family_is_refused_by_what_is_wrong[qwen3_vl]",
+        oracle="transformers' processors and configurations",
+        edits=(("validate/rules/tokens.py", "if expected and own not in expected:", "if False:"),),
+    ),
+    Mutation(
+        trap=85,
+        name="the sizes of patches and tiles are not compared",
+        test=OF_THE_MODEL + "test_another_size_of_tiles_or_patches_is_refused_in_models_of_no_family",
+        oracle="transformers' processors and configurations",
+        edits=(("validate/run_facts.py", "geometry=model_geometry(vision,", "geometry=model_geometry({},"),),
+    ),
+    Mutation(
+        trap=85,
+        name="only the beginning of a data set is looked at",
+        test="tests/validate/test_sample_looks.py::"
+        "test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_every_time",
+        oracle="the definition",
+        edits=(("validate/looks/samples.py", ", sequence=-(-samples // MOST_PLACES) or 1)", ")"),),
+    ),
+    Mutation(
+        trap=85,
+        name="a processor without its image half is a note",
+        test="tests/validate/test_sample_looks.py::"
+        "test_the_conversations_come_from_all_over_the_data_set_and_are_the_same_every_time",
+        oracle="the definition",
+        edits=(("validate/looks/samples.py", '"family text" in sample.detail', "False"),),
     ),
 )

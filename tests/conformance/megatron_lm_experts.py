@@ -3,6 +3,9 @@
 The processor decides about the model: Bridge's GLM-4.5V (a router with a bias), or its Qwen3-VL with experts.
 """
 
+import sys
+from pathlib import Path
+
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args, pretrain
@@ -16,6 +19,8 @@ from energon_packing.megatron_lm.vlm import forward_step, parse_and_validate_arg
 
 def provider_of(encoder, length):
     if encoder.family.name == "glm4v":
+        root = Path(__file__).parents[2]
+        sys.path += [str(root / "scripts"), str(root / "tests" / "families")]
         import test_glm_in_bridge
 
         return test_glm_in_bridge.provider(encoder)
@@ -34,12 +39,16 @@ def model_provider(pre_process=True, post_process=True, **_):
         setattr(made, name, getattr(args, name))
     made.sequence_parallel = args.sequence_parallel
     made.use_cpu_initialization = True
+    for part in ("language_model", "vision_model", "vision_projection"):
+        setattr(made, f"freeze_{part}", False)
     made.moe_router_load_balancing_type, made.moe_aux_loss_coeff = "aux_loss", args.moe_aux_loss_coeff
     made.moe_z_loss_coeff, made.moe_aux_loss_free = args.moe_z_loss_coeff, False
     made.finalize()
     made.sequence_parallel = args.sequence_parallel
     made._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    return made.provide(pre_process=pre_process, post_process=post_process)
+    model = made.provide(pre_process=pre_process, post_process=post_process)
+    model.pg_collection = made._pg_collection  # Megatron-LM's loop asks for it
+    return model
 
 
 if __name__ == "__main__":

@@ -178,7 +178,13 @@ def places(model: torch.nn.Module) -> Iterator[tuple[str, int, int, torch.nn.Par
     config = get_model_config(model)
     experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
     first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    gated = tuple(
+        f"{name}.linear_fc1."
+        for name, module in model.named_modules()
+        if hasattr(module, "linear_fc1") and module.config.gated_linear_unit  # a vision tower's may differ
+    )
     for name, parameter in model.named_parameters():
+        halves = 2 if name.startswith(gated) else 1
         for local, whole in numbers.items():
             if name.startswith(local):
                 name = whole + name[len(local) :]
@@ -187,7 +193,7 @@ def places(model: torch.nn.Module) -> Iterator[tuple[str, int, int, torch.nn.Par
             number = int(expert[1]) + first_expert
             name = name.replace(expert[0], f"local_experts.{number}.")
         axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
-        yield name, axis, 2 if config.gated_linear_unit and axis == 0 and "linear_fc1" in name else 1, parameter
+        yield name, axis, halves, parameter
 
 
 def of_tensor_rank(values: torch.Tensor, axis: int, halves: int, size: int, rank: int) -> torch.Tensor:

@@ -203,6 +203,8 @@ class ChatTemplate:
     def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
         """Characters ``[start, end)`` of every thinking of an answer, with the marks around it.
 
+        A text that the template writes between its marks is thinking too (gpt-oss: beside a call).
+
         Raises:
             SampleRejected: ``unclosed_thinking`` if the marks are not where the template writes them.
         """
@@ -212,19 +214,21 @@ class ChatTemplate:
         at = 0
         while at < len(pieces):
             first, at = at, at + 1
-            if pieces[first].kind != "thinking":
+            kind, turn = pieces[first].kind, pieces[first].turn
+            if kind not in ("thinking", "text") or reading.structure.roles[turn] != "assistant":
                 continue
-            while at < len(pieces) and pieces[at].kind == "thinking" and pieces[at].turn == pieces[first].turn:
+            while kind == "thinking" and at < len(pieces) and pieces[at].kind == kind and pieces[at].turn == turn:
                 at += 1  # nested, or with an image inside
             start = form.before(text, places[first - 1][1] if first else 0, places[first][0])
             end = form.after(text, places[at - 1][1], places[at][0] if at < len(places) else len(text))
-            if start is None or end is None:
+            if start is not None and end is not None:
+                found.append((start, end))
+            elif kind == "thinking":
                 raise SampleRejected(
                     "unclosed_thinking",
-                    f"the thinking of turn {pieces[first].turn + 1} is not between {form.opening!r} and "
-                    f"{form.closing!r} in the chat template's text, so it cannot be masked",
+                    f"the thinking of turn {turn + 1} is not between {form.opening!r} and {form.closing!r} in the chat "
+                    "template's text, so it cannot be masked",
                 )
-            found.append((start, end))
         return found
 
     def _empty(

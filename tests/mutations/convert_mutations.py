@@ -47,8 +47,8 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "convert/turns.py",
-                "        parts=joined([*thinking, *parts]) if thinking else parts,\n",
-                "        parts=joined([*thinking, *parts]) if _holds(parts) else (),\n",
+                "        parts=joined([*around, *parts]) if around else parts,\n",
+                "        parts=joined([*around, *parts]) if _holds(parts) else (),\n",
             ),
         ),
     ),
@@ -104,13 +104,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="thinking in a field of its own is left out",
         test=THINKING + "test_qwen3_shows_the_thinking_that_we_store_as_it_shows_the_field",
         oracle="Qwen3's template on the record's own message",
-        edits=(
-            (
-                "convert/turns.py",
-                "        parts=joined([*thinking, *parts]) if thinking else parts,\n",
-                "        parts=parts,\n",
-            ),
-        ),
+        edits=(("convert/turns.py", "        thinking=thought,\n", "        thinking=None,\n"),),
     ),
     Mutation(
         trap=46,

@@ -10,8 +10,11 @@ TEMPLATE_TRAPS: dict[int, str] = {
     43: "a generation prompt that nobody asked for is trained behind the last answer",
     44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
     45: "a template whose longer texts do not continue its shorter ones stops the run, or trains the wrong text",
+    72: "white space at the beginning of an answer after thinking is lost",
+    73: "mask and trim_empty do nothing under a template whose thinking they don't recognise",
 }
 
+PAIRS = "tests/chat/test_template_pairs.py::"
 TRAPS = "tests/chat/test_template_traps.py::"
 WORDS = "the words of the conversation"
 
@@ -134,15 +137,66 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=45,
-        name="nested thinking begins at its last opening tag",
+        name="nested thinking is taken apart at its inner tags",
         test=TRAPS + "test_no_token_of_masked_thinking_is_trained_however_it_is_nested",
         oracle="the definition",
         edits=(
             (
-                "chat/thinking.py",
-                "opened = tag.start() if not depth else opened",
-                "opened = tag.start()",
+                "chat/template.py",
+                'while kind == "thinking" and at',
+                "while False and at",
             ),
         ),
+    ),
+    Mutation(
+        trap=72,
+        name="an answer beside thinking loses its indentation where the template has a channel",
+        test=PAIRS + "test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone_are_trained[gptoss]",
+        oracle="transformers on the record's messages",
+        edits=(("chat/thinking.py", "after.lstrip(LINE_ENDS)", "after.lstrip()"),),
+    ),
+    Mutation(
+        trap=72,
+        name="thinking of a field is written into the text",
+        test=PAIRS
+        + "test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone_are_trained[nemotron_3_nano]",
+        oracle="transformers on the record's messages",
+        edits=(("chat/sentinels.py", "not passing.thinking_apart:", "True:"),),
+    ),
+    Mutation(
+        trap=72,
+        name="thinking in a text is passed as a field to a template that reads its tags",
+        test=PAIRS
+        + "test_the_text_of_a_record_is_what_transformers_renders_and_its_answers_alone_are_trained[qwen3_6]",
+        oracle="transformers on the record's messages",
+        edits=(("chat/renderer.py", "form.field and not form.inline", "form.field"),),
+    ),
+    Mutation(
+        trap=72,
+        name="strip takes the indentation with the thinking",
+        test=PAIRS + "test_stripped_thinking_leaves_what_transformers_renders_of_the_record_without_it[qwen2_5]",
+        oracle="transformers on the record without thinking",
+        edits=(("chat/thinking.py", "text[cursor] in LINE_ENDS", "text[cursor].isspace()"),),
+    ),
+    Mutation(
+        trap=73,
+        name="only thinking tags are masked",
+        test=PAIRS
+        + "test_masked_thinking_is_what_stands_between_the_marks_of_the_template_and_nothing_else[gemma4_v5]",
+        oracle="the marks of Gemma 4",
+        edits=(
+            (
+                "chat/renderer.py",
+                "return find_form(render)",
+                "return find_form(render)._replace(opening=PLAIN.opening, closing=PLAIN.closing)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=73,
+        name="empty thinking that the template writes stays",
+        test=PAIRS + "test_empty_thinking_is_trimmed_from_the_record_and_from_what_the_template_writes[qwen3_5_think]",
+        oracle="the marks of Qwen3.5",
+        edits=(("chat/template.py", "self._empty(reading, spans, breaks=True)", "[]"),),
     ),
 )

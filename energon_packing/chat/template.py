@@ -23,6 +23,7 @@ from energon_packing.chat.renderer import TemplateRenderer
 from energon_packing.chat.sentinels import Words
 from energon_packing.chat.structures import Reading, TemplateReader
 from energon_packing.chat.thinking import (
+    OPEN,
     TrainedSpan,
     check_closed,
     strip_thinking,
@@ -63,14 +64,15 @@ class ChatTemplate:
         tokenizer: a Hugging Face tokenizer; provides the special tokens that templates use.
         source: the Jinja text; None takes the tokenizer's own.
         train_on: ``assistant`` trains every assistant turn, ``last_assistant`` the last one, ``all`` every token.
-        thinking: what happens to the assistant's ``<think>`` spans.
+        thinking: what happens to the assistant's thinking.
         train_line_break: whether the line break after an answer is trained.
         tool_definitions: whether the template may leave out tool definitions.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
         date: the day that the template is told, see `TemplateRenderer`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template or several, or as for `TemplateRenderer`.
+        ConfigError: the tokenizer has no chat template or several, thinking cannot be told from the answer as
+            ``thinking`` asks, or as for `TemplateRenderer`.
     """
 
     def __init__(
@@ -103,6 +105,13 @@ class ChatTemplate:
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
         self.renderer = TemplateRenderer(source, named, date=date)
+        if thinking in ("mask", "trim_empty") and not (
+            self.renderer.thinking.opening and self.renderer.thinking.closing
+        ):
+            raise ConfigError(
+                f"encoder.thinking is {thinking!r}, but the chat template writes no mark before or after thinking that "
+                "tells it from the answer; use keep or strip, or another encoder.chat_template."
+            )
         self._reader = TemplateReader(self.renderer, tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
@@ -255,7 +264,7 @@ class ChatTemplate:
                 structure.messages,
                 lambda messages, prompt: run(list(messages), tools, track=False, prompt=prompt)[0],
                 self.stops,
-                self.renderer.thinking.opening,
+                self.renderer.thinking.opening or OPEN,
             )
         found = []
         for answer in structure.answers:

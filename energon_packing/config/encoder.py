@@ -94,9 +94,9 @@ class EncoderConfig:
     """Replaces the processor's own chat template: the name of a built-in prompt format (chatml, qwen, llama3, ...), or
     the path of a YAML prompt format or a Jinja file; see docs/prompts.md."""
     thinking: Thinking = "keep"
-    """How to treat the assistant's ``<think>`` spans: ``keep`` trains them like any text, ``strip`` removes them,
-    ``mask`` keeps them in the input but does not train them, ``trim_empty`` removes empty ones, including those that
-    the chat template writes (Qwen3's)."""
+    """How to treat the assistant's thinking, whatever the chat template's marks for it: ``keep`` trains it like any
+    text, ``strip`` removes it, ``mask`` keeps it in the input but does not train it, ``trim_empty`` removes empty
+    thinking, including that which the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
     """What is trained: all answers, the last answer only, or every token."""
     template_date: str | None = setting(None, changes_rows=True)

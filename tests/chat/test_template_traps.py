@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from published_templates import ANSWERED, ASKED, CALL, CALLED, DATE, TOLD, TOOL, templates, tokenizer_of, turn
-from templates_in_use import CHATML, LLAMA3, marked, plain
+from templates_in_use import CHATML, LLAMA3, LLAVA, marked, plain
 from transformers import AddedToken, AutoTokenizer
 from transformers.utils import chat_template_utils
 
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.config import EncoderConfig, from_mapping
-from energon_packing.conversation import Conversation, Turn
+from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import ConfigError, SampleRejected
@@ -498,6 +498,28 @@ def test_a_tag_that_the_template_takes_out_of_a_text_is_missed(lossy: str) -> No
     why, detail = reason(own(source), talk(turn("user", "What is [IMG] or <sep>?"), ANSWERED))
     assert why == "template_omits"
     assert "turn 1 (user)" in detail
+
+
+@pytest.mark.parametrize("setting", ["mask", "trim_empty"])
+def test_thinking_that_the_template_does_not_tell_from_the_answer_is_refused_before_the_first_sample(
+    setting: Any,
+) -> None:
+    source = plain(CHATML).replace("{{- message.content }}", "{{- (message.thinking or '') + ' ' + message.content }}")
+    with pytest.raises(ConfigError, match=f"encoder.thinking is '{setting}', but the chat template writes no mark"):
+        own(source, thinking=setting)
+    assert trained(own(source), talk(ASKED, turn("assistant", "No.", thinking="Hm."))) == ["Hm. No.<|im_end|>"]
+
+
+def test_thinking_around_an_image_is_masked_whole() -> None:
+    parts = ("<think>See ", MediaPart(index=0), " and ", MediaPart(index=1), " well.</think>\n\nFour.")
+    media = tuple(Media(kind="image", name=name, width=9, height=9) for name in ("a.png", "b.png"))
+    source = plain(LLAVA).replace("selectattr('type', 'equalto', 'image')", "rejectattr('type')")
+    source = source.replace("| selectattr('type', 'equalto', 'text')", "").replace(
+        "part.text", "(part.text or '<|image_pad|>')"
+    )
+    conversation = Conversation(key="k", turns=(ASKED, Turn(role="assistant", parts=parts)), media=media)
+    chat = own(source, eos="</s>", thinking="mask").render(conversation)
+    assert [chat.text[span.start : span.end] for span in chat.spans if span.weight] == ["\n\nFour.</s>"]
 
 
 @needs_trl

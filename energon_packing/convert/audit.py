@@ -123,8 +123,8 @@ def audit_chunk(
         audit.numbers.append(raw.number)
         digests.append(key_digest(key))
         places.append(raw.where)
-        if warnings:
-            audit.warnings[index] = warnings
+        if warnings or raw.warnings:
+            audit.warnings[index] = [*warnings, *raw.warnings]
         audited.append(_audit(raw, index, config, root, audit, embedded))
     audit.digests = b"".join(digests)
     waiting = [record for record in audited if isinstance(record, _WithMedia)]

@@ -46,6 +46,7 @@ class RawRecord:
         value: the parsed JSON; None if `error` is set.
         error: why it could not be parsed.
         members: of a record in a tar, the files beside it, by each name that it may use.
+        warnings: names of oddities of the form in which the file holds it.
     """
 
     source: SourceFile
@@ -54,6 +55,7 @@ class RawRecord:
     value: Any
     error: SampleRejected | None = None
     members: Mapping[str, MemberBytes] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 Form = Literal["lines", "text", "array", "object", "rows", "samples"]

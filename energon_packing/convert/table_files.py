@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.json_values import parse_json
 from energon_packing.errors import SampleRejected, UserError
 
 _BATCH_BYTES = 1 << 20
@@ -216,12 +217,16 @@ def _records(source: SourceFile, first: int, batch: Any, max_record_bytes: int) 
         detail = f"the row has more than {max_record_bytes} bytes"
         yield broken(source, first, f"{source.name}[{first}]", detail, reason="record_too_large")
         return
-    for number, value in enumerate(_values(batch), first):
-        yield RawRecord(source=source, number=number, where=f"{source.name}[{number}]", value=value)
+    for number, (value, warnings) in enumerate(zip(*_values(batch), strict=True), first):
+        where = f"{source.name}[{number}]"
+        yield RawRecord(source=source, number=number, where=where, value=value, warnings=warnings)
 
 
-def _values(batch: Any) -> list[Any]:
-    """The rows of a batch. A column that Python cannot express, such as a date after the year 9999, is its text.
+def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
+    """The rows of a batch, as JSON would hold them, and the warnings of each.
+
+    A struct has the fields of all rows, so a null in it stands for a field that this row lacks (`_present`). A column
+    that Python cannot express, such as a date after the year 9999, is its text.
 
     Raises:
         ValueError, OverflowError: a column has neither, or the file is damaged.
@@ -232,7 +237,91 @@ def _values(batch: Any) -> list[Any]:
     except (ValueError, OverflowError):
         columns = [_column_values(column) for column in batch.columns]
         rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
-    return rows
+    dropped: list[bool] = [False] * len(rows)
+    for name, column in dict(zip(batch.schema.names, batch.columns, strict=True)).items():
+        if _is_merged(column) and (present := _present(column.type, name in _FREE)) is not None:
+            for at, row in enumerate(rows):
+                row[name], free = present(row[name])
+                dropped[at] = dropped[at] or free
+    return rows, [("null_fields_dropped",) if found else () for found in dropped]
+
+
+_FREE = frozenset(("arguments", "tools", "extras"))
+"""Columns and fields whose own fields have names of the data's choice; there a null that is dropped is worth a line."""
+
+
+def _is_merged(array: Any) -> bool:
+    """Whether `_present` would change a value of an array; looking takes Arrow far less time than going through all."""
+    from pyarrow import types
+
+    if types.is_struct(array.type):
+        return any(child.null_count or _is_merged(child) for child in array.flatten())
+    if _is_list(array.type):
+        return _is_merged(array.flatten())
+    return _is_json(array.type)
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_json(kind: Any) -> bool:
+    """Whether values are the text of JSON: type `Json` of `datasets`."""
+    return getattr(kind, "extension_name", "") == "arrow.json"
+
+
+def _present(kind: Any, free: bool) -> Callable[[Any], tuple[Any, bool]] | None:
+    """What turns a value of an Arrow type into JSON's; None if nothing does.
+
+    It leaves fields of structs out that are null: Arrow gives a struct the fields of all rows, so that the call
+    ``{"x": 1}`` beside ``{"city": "Rome"}`` is ``{"x": 1, "city": null}``. Nulls in lists and in JSON text stay.
+
+    Args:
+        kind: the type.
+        free: whether the value is part of a field in `_FREE`.
+
+    Returns:
+        A function of the value, which returns it and whether a null was dropped in a field of `_FREE`.
+    """
+    from pyarrow import types
+
+    if _is_json(kind):
+        return lambda value: (_json(value), False)
+    if types.is_struct(kind):
+        inner = {field.name: _present(field.type, free or field.name in _FREE) for field in kind}
+
+        def of_struct(value: Any) -> tuple[Any, bool]:
+            if value is None:
+                return None, False
+            held, dropped = {}, free and None in value.values()
+            for name, part in value.items():
+                if part is not None:
+                    if (present := inner[name]) is not None:
+                        part, below = present(part)
+                        dropped = dropped or below
+                    held[name] = part
+            return held, dropped
+
+        return of_struct
+    if _is_list(kind):
+        if (entry := _present(kind.value_type, free)) is None:
+            return None
+
+        def of_list(value: Any) -> tuple[Any, bool]:
+            found = [entry(part) for part in value or ()]
+            return None if value is None else [part for part, _ in found], any(dropped for _, dropped in found)
+
+        return of_list
+    return None
+
+
+def _json(text: Any) -> Any:
+    try:
+        return text if text is None else parse_json(text.encode())
+    except (ValueError, RecursionError):  # text that only claims to be JSON
+        return text
 
 
 def _column_values(column: Any) -> Any:

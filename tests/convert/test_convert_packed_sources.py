@@ -318,6 +318,98 @@ def test_parts_of_a_message_whose_other_fields_are_null_are_bare(tmp_path: Path,
     assert (report.written, report.images, report.ignored_columns) == (1, 1, {})
 
 
+def with_tools(key: str, calls: list[Any], **columns: Any) -> dict[str, Any]:
+    """A record whose calls have arguments of their own, and whose definitions have their own properties."""
+    made = [{"id": f"c{n}", "type": "function", "function": call} for n, call in enumerate(calls)]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Add <image>"}, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "So."}], "tool_calls": made},
+        {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "c0"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It is 3."}], "weight": 0.5},
+    ]
+    shown = [
+        {
+            "type": "function",
+            "function": {
+                "name": call["name"],
+                "parameters": {
+                    "type": "object",
+                    "properties": {name: {"type": "string"} for name in call["arguments"]},
+                    "required": list(call["arguments"])[:1],
+                },
+            },
+        }
+        for call in calls
+        if isinstance(call["arguments"], dict)
+    ]
+    return {"id": key, "messages": messages, "tools": shown, "images": ["a.png"], **columns}
+
+
+OWN_ARGUMENTS = [
+    with_tools("one", [{"name": "add", "arguments": {"x": 1, "y": 2}}], extras={"advantage": 1.5}),
+    with_tools("two", [{"name": "weather", "arguments": {"city": "Rome"}}], extras={"reward": [1.0, 0.0]}),
+    with_tools("both", [{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "add", "arguments": {"x": 3}}]),
+    with_tools("deep", [{"name": "find", "arguments": {"where": {"near": "Bern", "tags": ["a", None]}}}]),
+    with_tools("less", [{"name": "find", "arguments": {"where": {"far": True}}}]),
+    with_tools("none", [{"name": "now", "arguments": {}}]),
+]
+AS_TEXT = [
+    {
+        **openai(f"k{n}", "?"),
+        "tools": json.dumps([{"name": "f", "parameters": {"properties": {"a": {"default": None}}}}]),
+        "messages": [
+            {"role": "user", "content": "?"},
+            {
+                "role": "assistant",
+                "content": "Yes.",
+                "tool_calls": [{"function": {"name": "f", "arguments": json.dumps({key: None})}}],
+            },
+        ],
+    }
+    for n, key in enumerate(("a", "b"))
+]
+
+
+def as_datasets_parquet(path: Path, records: list[Any]) -> Path:
+    datasets = pytest.importorskip("datasets")
+    path = path.with_suffix(".parquet")
+    datasets.Dataset.from_list(records).to_parquet(str(path))
+    return path
+
+
+def as_datasets_json(path: Path, records: list[Any]) -> Path:
+    """Definitions, calls and extras in the type `Json` of `datasets`, which merges nothing."""
+    datasets = pytest.importorskip("datasets")
+    if not hasattr(datasets, "Json"):
+        pytest.skip("this release of datasets has no Json")
+    features = datasets.Dataset.from_list(records).features
+    features["tools"] = datasets.Json() if isinstance(records[0]["tools"], list) else features["tools"]
+    features["messages"].feature["tool_calls"] = datasets.List(datasets.Json())
+    if "extras" in features:
+        features["extras"] = datasets.Json()
+    path = path.with_suffix(".parquet")
+    datasets.Dataset.from_list(records, features=features).to_parquet(str(path))
+    return path
+
+
+@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream, as_datasets_parquet, as_datasets_json])
+@pytest.mark.parametrize(("records", "merged"), [(OWN_ARGUMENTS, 6), (AS_TEXT, 0)], ids=["structs", "text"])
+def test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are(
+    tmp_path: Path, way: Any, records: list[Any], merged: int
+) -> None:
+    write_image(tmp_path / "a.png")
+    lines = write_lines(tmp_path / "lines.jsonl", records)
+    reports, stored = [], []
+    for number, source in enumerate((lines, way(tmp_path / "table", records))):
+        reports.append(run(source, tmp_path / f"out{number}", split={"train": 1.0}))
+        stored.append(sorted(tmp_path.glob(f"out{number}/**/*.tar")))
+    assert [path.read_bytes() for path in stored[0]] == [path.read_bytes() for path in stored[1]]
+    assert reports[0].warnings.get("null_fields_dropped", 0) == 0
+    expected = 0 if way is as_datasets_json else merged
+    assert reports[1].warnings.get("null_fields_dropped", 0) == expected
+    assert reports[0].ignored_columns == reports[1].ignored_columns
+
+
 def test_a_row_above_the_limit_is_refused_alone(tmp_path: Path) -> None:
     records = [openai("a"), openai("b", "x" * 5000), openai("c")]
     path = as_parquet(tmp_path / "a", records)

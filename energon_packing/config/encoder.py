@@ -24,6 +24,8 @@ TrainLineBreak = Literal["as_marked", "always", "never"]
 
 ToolDefinitions = Literal["required", "optional"]
 
+Transparency = Literal["white", "processor"]
+
 PositionIds = Literal["auto", "1d", "mrope"]
 
 Modality = Literal["mixed", "text", "text_image", "text_video"]
@@ -139,6 +141,9 @@ class EncoderConfig:
     """Decodes a JPEG file at 1/2, 1/4 or 1/8 of its size while that is at least this many times the size in the model,
     in both axes; 2 is a good value. It is faster, and pixels differ from the processor's; see docs/encoders.md. None
     decodes the whole image."""
+    transparency: Transparency = setting("white", changes_rows=True)
+    """How transparent pixels of an image are shown: on ``white``, or as the ``processor`` gets them from transformers'
+    ``load_image``, which drops the alpha channel; they are then mostly black."""
     max_source_pixels: int = setting(120_000_000, unit="pixels")
     """An image or frame with more pixels than this is rejected before it is decoded."""
     max_decoded_bytes: int = setting(5 * 2**30, unit="bytes")

@@ -134,7 +134,7 @@ def audit_chunk(
     contents: list[bytes] = []
     for index, record in enumerate(audited):
         if isinstance(record, _WithMedia):
-            record = _with_media(record, audit.keys[index], config, checker, audit)
+            record = _with_media(record, index, config, checker, audit)
         if isinstance(record, SampleRejected):
             audit.warnings.pop(index, None)
             reason, detail = record.reason, _short(record.detail)
@@ -195,7 +195,7 @@ def _audit(
 
 
 def _with_media(
-    record: _WithMedia, key: str, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
+    record: _WithMedia, index: int, config: ConvertConfig, checker: MediaChecker, audit: ChunkAudit
 ) -> _Good | SampleRejected:
     """A record after its media are checked; counts them."""
     parsed = record.parsed
@@ -203,12 +203,14 @@ def _with_media(
         found = [_checked(checker, media, path) for media, path in zip(record.media, record.paths, strict=True)]
         files = [file for file, _ in found]
         names = [file.name for file in files]
-        content = encode_record(parsed.record(key, media_names(config.layout, names), files))
+        content = encode_record(parsed.record(audit.keys[index], media_names(config.layout, names), files))
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
     named = parsed.references if isinstance(parsed, ParsedRecord) else parsed.media
     audit.mentions.update(item.kind for item in named)
     audit.named[len(audit.sizes)] = names
+    if any(isinstance(file, MediaFile) and file.transparent for file in files):
+        audit.warnings.setdefault(index, []).append("transparent_image")
     for file, stamp in found:
         audit.files.setdefault(file.name, (file, stamp))
     return content, parsed.ignored, parsed.layout

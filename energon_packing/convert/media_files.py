@@ -63,6 +63,7 @@ class MediaFile:
         stored_width, stored_height: pixels as stored, before any rotation.
         format: Pillow's or FFmpeg's name of the format.
         mode: Pillow's pixel mode; empty for videos.
+        transparent: see `energon_packing.media.probe.ImageInfo`; False for videos.
     """
 
     kind: MediaKind
@@ -78,6 +79,7 @@ class MediaFile:
     stored_height: int
     format: str
     mode: str
+    transparent: bool = False
 
     @property
     def extension(self) -> str:
@@ -206,6 +208,7 @@ def check_media(path: str, kind: MediaKind, config: ConvertConfig) -> MediaFile:
                 stored_height=image.stored_height,
                 format=image.format,
                 mode=image.mode,
+                transparent=image.transparent,
             )
         video = probe_video(path, max_pixels=config.max_pixels, decode=decode)
         return MediaFile(

@@ -148,7 +148,8 @@ def decode_media(
     Args:
         measured: the sample.
         read: returns the bytes of an image or video by its name.
-        config: its ``decode_seconds``, ``jpeg_scaled_decoding``, ``max_decoded_bytes`` and ``max_source_pixels`` apply.
+        config: its ``decode_seconds``, ``jpeg_scaled_decoding``, ``max_decoded_bytes``, ``max_source_pixels`` and
+            ``transparency`` apply.
         family: with the limits of this sample.
 
     Returns:
@@ -223,19 +224,21 @@ def _decode(
     family: VisionFamily,
 ) -> torch.Tensor:
     """Decodes one image, or the planned frames of one video, into at most ``left`` bytes."""
-    pixels = config.max_source_pixels
+    pixels, on_white = config.max_source_pixels, config.transparency == "white"
     if plan.kind == "image" and config.jpeg_scaled_decoding is not None:
         height, width = family.image_size(plan)
         least = config.jpeg_scaled_decoding * height, config.jpeg_scaled_decoding * width
-        image = decode_scaled_image(read(media.name), least, max_pixels=pixels, max_bytes=left)
+        image = decode_scaled_image(read(media.name), least, max_pixels=pixels, max_bytes=left, on_white=on_white)
         _check_size(media, image.width, image.height)
         # From the size of the smaller image, a processor would compute another grid.
         return family.resize_image(image.pixels, plan)
     if plan.kind == "image":
-        decoded = decode_image(read(media.name), max_pixels=pixels, max_bytes=left)
+        decoded = decode_image(read(media.name), max_pixels=pixels, max_bytes=left, on_white=on_white)
     elif media.frame_names:
         names = [media.frame_names[index] for index in plan.frame_indices]
-        decoded = decode_frame_files(read, names, max_pixels=pixels, max_bytes=left, deadline=deadline)
+        decoded = decode_frame_files(
+            read, names, max_pixels=pixels, max_bytes=left, deadline=deadline, on_white=on_white
+        )
     else:
         decoded = decode_frames(
             read(media.name), plan.frame_indices, max_pixels=pixels, max_bytes=left, deadline=deadline

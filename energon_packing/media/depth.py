@@ -13,6 +13,9 @@ signed TIFF, TIFF of 32-bit integers      no value that readers agree on (counts
 ========================================  =====================================================================
 
 Colour of 16 bits per channel needs nothing here: Pillow keeps the upper 8 bits of each channel.
+
+Transparent pixels are shown on white. Pillow's conversion to RGB drops the alpha channel, so what is transparent gets
+the colour that the file happens to hold there, mostly black: a black drawing on transparency becomes all black.
 """
 
 from __future__ import annotations
@@ -70,12 +73,24 @@ def grey_range(image: Image.Image) -> GreyRange | None:
     return GreyRange(white, inverted) if white else None
 
 
-def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
+def is_transparent(image: Image.Image) -> bool:
+    """Whether a decoded image has a pixel that is not opaque."""
+    if not image.has_transparency_data:
+        return False
+    if image.mode in (*_SIXTEEN_BITS, "I"):  # a PNG that names one value as transparent
+        import numpy as np
+
+        return bool((np.asarray(image) == image.info["transparency"]).any())
+    return bool(image.convert("RGBA").getchannel("A").getextrema()[0] < 255)  # type: ignore[operator]
+
+
+def to_rgb(image: Image.Image, grey: GreyRange | None, *, on_white: bool = True) -> Image.Image:
     """A decoded image of any mode as RGB.
 
     Args:
         image: the whole image, or a part of it.
         grey: what `grey_range` returned for it when it was opened.
+        on_white: show transparent pixels on white; else their alpha is dropped.
 
     Raises:
         SampleRejected: ``unsupported_depth`` for float samples outside 0 to 1.
@@ -89,8 +104,13 @@ def to_rgb(image: Image.Image, grey: GreyRange | None) -> Image.Image:
             levels = np.rint(_between_0_and_1(samples) * np.float32(255)).astype(np.uint8)
         else:
             levels = (samples.astype(np.uint32) * 255 // int(grey.white)).astype(np.uint8)
+            if on_white and "transparency" in image.info:
+                levels[samples == image.info["transparency"]] = 255
         image = Image.fromarray(255 - levels if grey.inverted else levels)
-    return image.convert("RGB")
+    elif on_white and image.has_transparency_data:
+        shown = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _between_0_and_1(samples: np.ndarray) -> np.ndarray:

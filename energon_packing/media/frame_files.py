@@ -19,6 +19,7 @@ def decode_frame_files(
     max_pixels: int,
     max_bytes: int | None = None,
     deadline: float | None = None,
+    on_white: bool = True,
 ) -> torch.Tensor:
     """Decodes images as the frames of one video.
 
@@ -29,6 +30,7 @@ def decode_frame_files(
         max_bytes: the most bytes that all frames together may take, checked before the second one is decoded; None
             sets no limit.
         deadline: a `time.monotonic` value after which decoding gives up; None sets no limit.
+        on_white: see `energon_packing.media.image.decode_image`.
 
     Returns:
         uint8 ``[len(names), 3, H, W]``.
@@ -42,7 +44,7 @@ def decode_frame_files(
     for number, name in enumerate(names):
         if deadline is not None and time.monotonic() > deadline:
             raise SampleRejected("decode_timeout", f"frame {number} was not decoded within encoder.decode_seconds")
-        frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes)
+        frame = decode_image(read(name), max_pixels=max_pixels, max_bytes=max_bytes, on_white=on_white)
         if frames is None:
             check_decoded_bytes(len(names), frame.shape[2], frame.shape[1], max_bytes)
             # Stored as rows of pixels, like images.

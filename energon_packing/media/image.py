@@ -33,7 +33,12 @@ class ScaledImage(NamedTuple):
 
 
 def decode_scaled_image(
-    data: bytes, least: tuple[float, float], *, max_pixels: int, max_bytes: int | None = None
+    data: bytes,
+    least: tuple[float, float],
+    *,
+    max_pixels: int,
+    max_bytes: int | None = None,
+    on_white: bool = True,
 ) -> ScaledImage:
     """Decodes an image; a JPEG file at the smallest of 1/2, 1/4 and 1/8 of its size that is large enough.
 
@@ -42,15 +47,15 @@ def decode_scaled_image(
     Args:
         data: the file's bytes.
         least: height and width, as displayed, that the decoded image has at least, unless the whole one is smaller.
-        max_pixels, max_bytes: as for `decode_image`; the size of the whole image counts.
+        max_pixels, max_bytes, on_white: as for `decode_image`; the size of the whole image counts.
 
     Raises:
         SampleRejected: as for `decode_image`.
     """
-    return _decode(data, least, max_pixels, max_bytes)
+    return _decode(data, least, max_pixels, max_bytes, on_white)
 
 
-def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) -> torch.Tensor:
+def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None, on_white: bool = True) -> torch.Tensor:
     """Decodes an encoded image.
 
     EXIF orientation is applied, as ``transformers.image_utils.load_image`` does. Of an animation, the first frame is
@@ -60,6 +65,7 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
         data: the file's bytes.
         max_pixels: an image with more is refused from its header, before any pixel is decoded.
         max_bytes: the same for its bytes, at 3 per pixel; None sets no limit.
+        on_white: show transparent pixels on white; else drop their alpha, as ``load_image`` does.
 
     Returns:
         uint8 ``[3, H, W]``, a read-only view of rows of pixels (channels last), the fastest layout for resizing.
@@ -68,10 +74,12 @@ def decode_image(data: bytes, *, max_pixels: int, max_bytes: int | None = None) 
         SampleRejected: ``corrupt_media`` if the image cannot be decoded completely, ``media_too_large`` above a limit,
             ``unsupported_depth`` for samples without a defined black and white.
     """
-    return _decode(data, None, max_pixels, max_bytes).pixels
+    return _decode(data, None, max_pixels, max_bytes, on_white).pixels
 
 
-def _decode(data: bytes, least: tuple[float, float] | None, max_pixels: int, max_bytes: int | None) -> ScaledImage:
+def _decode(
+    data: bytes, least: tuple[float, float] | None, max_pixels: int, max_bytes: int | None, on_white: bool
+) -> ScaledImage:
     whole = None
     if not data:
         raise SampleRejected("corrupt_media", "the image file is empty")
@@ -93,7 +101,7 @@ def _decode(data: bytes, least: tuple[float, float] | None, max_pixels: int, max
                     return ScaledImage(decoded, image.width, image.height)
                 grey = grey_range(image)
                 ImageOps.exif_transpose(image, in_place=True)  # otherwise an upright image would be copied
-                pixels = torch.from_numpy(np.asarray(image if image.mode == "RGB" else to_rgb(image, grey)))
+                pixels = torch.from_numpy(np.asarray(to_rgb(image, grey, on_white=on_white)))
     except Image.DecompressionBombError as error:
         raise SampleRejected("media_too_large", str(error)) from error
     except SampleRejected:

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 
 from energon_packing.errors import SampleRejected
 from energon_packing.media.container_size import named_size
-from energon_packing.media.depth import grey_range, to_rgb
+from energon_packing.media.depth import grey_range, is_transparent, to_rgb
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 
 IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
@@ -43,6 +43,7 @@ class ImageInfo(NamedTuple):
         mode: Pillow's pixel mode, such as ``"RGB"``.
         stored_width: pixels as stored, before EXIF orientation.
         stored_height: pixels as stored, before EXIF orientation.
+        transparent: whether a pixel is not opaque; of an image that is not decoded, whether one may be.
     """
 
     width: int
@@ -51,6 +52,7 @@ class ImageInfo(NamedTuple):
     mode: str
     stored_width: int
     stored_height: int
+    transparent: bool = False
 
 
 class VideoInfo(NamedTuple):
@@ -124,8 +126,10 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
                 stored_width, stored_height = _stored_size(image)
                 info = (image.format or "UNKNOWN", image.mode)
                 grey = grey_range(image)
+                transparent = image.has_transparency_data
                 if decode:
                     image.load()
+                    transparent = is_transparent(image)
                     # A mode that cannot become RGB would fail later, at every use. All float samples are needed, to
                     # check their range.
                     to_rgb(image if image.mode == "F" else image.crop((0, 0, 1, 1)), grey)
@@ -138,7 +142,7 @@ def image_info(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: 
             raise SampleRejected("corrupt_media", f"not a readable image: {_words(error)}") from error
     turned = orientation in (5, 6, 7, 8)
     width, height = (stored_height, stored_width) if turned else (stored_width, stored_height)
-    return ImageInfo(width, height, *info, stored_width, stored_height)
+    return ImageInfo(width, height, *info, stored_width, stored_height, transparent)
 
 
 def _stored_size(image: Image.Image) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import torch
 from megatron.energon import stateless
 from PIL import Image
 
+from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
 from energon_packing.encoders.measured import Measured
 from energon_packing.energon.samples import MeasuredSample, RenderedSample, read_media
@@ -84,7 +85,7 @@ class WatchedTaskEncoder(PackingTaskEncoder):
             size += f", {len(plan.frame_indices)} of {media.frames} frames"
         pictures: list[str] = []
         if self.pictures_left > 0:
-            for frame in _frames(media, plan, read, self.encoder.config.max_source_pixels):
+            for frame in _frames(media, plan, read, self.encoder.config):
                 pictures.append(picture(frame))
                 self.pictures_left -= len(pictures[-1])
         return ShownMedia(
@@ -96,15 +97,17 @@ class WatchedTaskEncoder(PackingTaskEncoder):
         )
 
 
-def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], max_pixels: int) -> torch.Tensor:
+def _frames(media: Media, plan: MediaPlan, read: Callable[[str], bytes], config: EncoderConfig) -> torch.Tensor:
     """uint8 ``[N, 3, H, W]``: the image, or some frames of the video."""
+    max_pixels, on_white = config.max_source_pixels, config.transparency == "white"
     if media.kind == "image":
-        return decode_image(read(media.name), max_pixels=max_pixels)[None]
+        return decode_image(read(media.name), max_pixels=max_pixels, on_white=on_white)[None]
     count = len(plan.frame_indices)
     places = sorted({round(at * (count - 1) / (FRAMES - 1)) for at in range(FRAMES)}) if count else []
     indices = [plan.frame_indices[place] for place in places]
     if media.frame_names:
-        return decode_frame_files(read, [media.frame_names[index] for index in indices], max_pixels=max_pixels)
+        names = [media.frame_names[index] for index in indices]
+        return decode_frame_files(read, names, max_pixels=max_pixels, on_white=on_white)
     return decode_frames(read(media.name), sorted(set(indices)), max_pixels=max_pixels)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from source_files import rejects, run, sharegpt, write_image, write_json
+from PIL import Image
+from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.convert import media_files
 from energon_packing.convert.config import ConvertConfig
@@ -35,6 +37,21 @@ def test_an_error_that_nobody_foresaw_costs_the_file_and_names_it(tmp_path, monk
     (line,) = rejects(tmp_path / "out")
     assert "odd.png cannot be checked" in line["detail"]
     assert type(error).__name__ in line["detail"]
+
+
+@pytest.mark.parametrize("check", ["full", "header"])
+def test_records_with_transparent_images_are_counted(tmp_path, check):
+    Image.new("RGBA", (40, 30), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    Image.new("RGBA", (40, 30), (0, 0, 0, 255)).save(tmp_path / "solid.png")
+    Image.new("L", (40, 30), 7).save(tmp_path / "keyed.png", transparency=7)
+    write_image(tmp_path / "plain.jpg")
+    names = ("clear.png", "solid.png", "keyed.png", "plain.jpg", "clear.png")
+    records = [openai(f"k{at}", "<image>?", images=[name]) for at, name in enumerate(names)]
+    report = run(write_lines(tmp_path / "a.jsonl", records), tmp_path / "out", check_media=check)
+    warned = [json.loads(line)["key"] for line in (tmp_path / "out/warnings.jsonl").read_text().splitlines()]
+    # A header says that there is an alpha channel, and not what is in it.
+    assert warned == (["k0", "k2", "k4"] if check == "full" else ["k0", "k1", "k2", "k4"])
+    assert report.warnings == {"transparent_image": len(warned)}
 
 
 @pytest.fixture(scope="module")

@@ -103,6 +103,7 @@ IMAGES: dict[str, Callable[[], bytes]] = {
     "palette png with transparency": lambda: palette_with_transparency(80, 60),
     "one bit png": lambda: encoded(picture(80, 60, "L").convert("1"), "PNG"),
     "animated gif": lambda: animation(70, 50),
+    "transparent webp": lambda: encoded(picture(100, 64, "RGBA"), "WEBP"),
     "webp": lambda: encoded(picture(100, 64), "WEBP"),
     **{f"exif {turn}": lambda turn=turn: turned_by_exif(120, 64, turn) for turn in range(1, 9)},
     "1x1": lambda: encoded(picture(1, 1), "PNG"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,11 @@ def by_processor(encoder: Any, conversation: Conversation, folder: Folder, turns
     images, videos, metadata = [], [], []
     for media in conversation.media:
         if media.kind == "image":
-            images.append(load_image(str(folder.path / media.name)))
+            image: Any = Image.open(folder.path / media.name)
+            if encoder.config.transparency == "white" and image.has_transparency_data:
+                shown = image.convert("RGBA")
+                image = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+            images.append(load_image(image))
         else:
             frames = [np.rot90(frame, turns) for frame in full_decode(folder.read(media.name))]
             videos.append(torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2))
@@ -93,6 +98,39 @@ def test_an_image_of_any_kind_becomes_what_the_processor_makes_of_it(
 ) -> None:
     folder = Folder(tmp_path)
     check_against_processor(encoders[family], about(folder.add("a.img", IMAGES[kind]())), folder)
+
+
+@pytest.mark.parametrize("in_child", [True, False])
+@pytest.mark.parametrize("kind", ["png with alpha", "grey png with alpha", "transparent webp"])
+def test_transparency_may_be_left_to_the_processor(encoders: Any, tmp_path: Path, kind: str, in_child: bool) -> None:
+    folder = Folder(tmp_path)
+    conversation = about(folder.add("a.img", IMAGES[kind]()))
+    config = EncoderConfig(transparency="processor", decode_in_child=in_child)
+    encoder = ConversationEncoder(config, processor=encoders["qwen3_vl"].processor)
+    row = check_against_processor(encoder, conversation, folder)
+    white = check_against_processor(encoders["qwen3_vl"], conversation, folder)
+    assert row["input_ids"].equal(white["input_ids"])
+    assert not row["visual_inputs"]["pixel_values"].equal(white["visual_inputs"]["pixel_values"])
+    assert encoder.fingerprint() != encoders["qwen3_vl"].fingerprint()
+
+
+def test_frames_of_a_list_are_shown_on_white_too(encoders: Any, tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    clear = [folder.add(f"{at}.png", encoded(picture(64, 100, "RGBA"), "PNG")) for at in range(4)]
+    solid = []
+    for media in clear:
+        shown = Image.open(tmp_path / media.name).convert("RGBA")
+        flat = Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
+        solid.append(folder.add(f"flat-{media.name}", encoded(flat, "PNG")))
+    pixels = []
+    for frames in (clear, solid):
+        names = tuple(frame.name for frame in frames)
+        video = Media(kind="video", name=names[0], width=64, height=100, frames=4, fps=2.0, duration=2.0)
+        video = dataclasses.replace(video, frame_names=names)
+        measured = encoders["qwen3_vl"].measure(about(video))
+        row = finished_row(encoders["qwen3_vl"].render(measured, folder.read))
+        pixels.append(row["visual_inputs"]["pixel_values_videos"])
+    assert pixels[0].equal(pixels[1])
 
 
 def test_a_sixteen_bit_image_looks_like_its_eight_bit_twin(encoders: Any, tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ LIMIT = 10**6
 
 
 def shown(data: bytes) -> np.ndarray:
-    """The decoded image ``[H, W, 3]``, which conversion must let pass too."""
-    found = decode_image(data, max_pixels=LIMIT).permute(1, 2, 0).numpy()
+    """The decoded image ``[H, W, 3]`` without its alpha, which conversion must let pass too."""
+    found = decode_image(data, max_pixels=LIMIT, on_white=False).permute(1, 2, 0).numpy()
     info = image_info(data, decode=True)
     assert (info.height, info.width) == found.shape[:2]
     return found

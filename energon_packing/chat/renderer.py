@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from calendar import timegm
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +18,15 @@ from energon_packing.errors import ConfigError, SampleRejected
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIELDS = re.compile(r"\b(?:reasoning_content|reasoning|thinking)\b")
 """Fields of a message in which templates look for thinking."""
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CLOCK = re.compile(r"\bstrftime_now\s*\(")
+_CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 _PROBE = "energon packing probe"
+_DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July"),
+    *("August", "September", "October", "November", "December"),
+)
 
 
 class TemplateRenderer:
@@ -25,13 +35,25 @@ class TemplateRenderer:
     Args:
         source: the Jinja text.
         special: special tokens by name, as ``apply_chat_template`` passes them.
+        date: the day that ``strftime_now`` tells, as ``2026-01-31``; None refuses a template that asks for it.
 
     Raises:
-        ConfigError: the template is not valid Jinja or shows no text of a plain conversation.
+        ConfigError: the template is not valid Jinja, shows no text of a plain conversation, draws at random, or asks
+            for the date without being given one.
     """
 
-    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
-        self.source, self._special = source, special
+    def __init__(self, source: str, special: Mapping[str, Any], *, date: str | None = None) -> None:
+        code = _COMMENT.sub("", source)
+        if chance := _CHANCE.search(code):
+            raise ConfigError(
+                f"The chat template draws at random ({chance[0]!r}), so that a sample would have other tokens whenever "
+                "it is measured; remove that from the template."
+            )
+        if date is None and _CLOCK.search(code):
+            _no_date("")
+        self.source = source
+        # A variable of this name takes the place of the function that transformers gives to every template.
+        self._special = {**special, "strftime_now": _no_date if date is None else clock(date)}
         self.marks_generation = _GENERATION.search(source) is not None
         self.content_as_list = self._wants_lists()
 
@@ -62,6 +84,8 @@ class TemplateRenderer:
             raise ConfigError(
                 f"The chat template is not valid Jinja (line {error.lineno}): {error.message}."
             ) from error
+        except ConfigError:
+            raise
         except Exception as error:
             # A template is a program of its own: whatever goes wrong in it (a division, a recursion, an attribute
             # that the sandbox refuses) is due to this conversation and that template, not to our code.
@@ -138,3 +162,29 @@ class TemplateRenderer:
         raise ConfigError(
             "The chat template renders no text for a plain user message; give another encoder.chat_template."
         )
+
+
+def _no_date(form: str) -> str:
+    raise ConfigError(
+        "The chat template writes today's date (strftime_now), so that a sample would have other tokens on another "
+        "day; set encoder.template_date to the date that it shall write, such as '2026-01-31'."
+    )
+
+
+def clock(date: str) -> Callable[[str], str]:
+    """Returns ``strftime_now`` for midnight of a day: ``datetime.strftime`` in the C locale, whatever the process has.
+
+    Args:
+        date: as ``2026-01-31``.
+    """
+    at = datetime.fromisoformat(date)
+    day, month = _DAYS[at.weekday()], _MONTHS[at.month - 1]
+    # The directives that depend on the locale, and on the time zone.
+    fixed = {"A": day, "a": day[:3], "B": month, "b": month[:3], "h": month[:3], "p": "AM", "P": "am"}
+    fixed |= {"c": at.ctime(), "x": f"{at:%m/%d/%y}", "X": "00:00:00", "r": "12:00:00 AM", "%": "%%"}
+    fixed["s"] = str(timegm(at.timetuple()))
+
+    def strftime_now(form: str) -> str:
+        return at.strftime(re.sub(r"%(.)", lambda found: fixed.get(found[1], found[0]), form))
+
+    return strftime_now

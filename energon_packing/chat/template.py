@@ -61,10 +61,10 @@ class ChatTemplate:
         train_line_break: whether the line break after an answer is trained.
         tool_definitions: whether the template may leave out tool definitions.
         stops: texts of further tokens at which generation stops, such as those of a generation configuration.
+        date: the day that the template is told, see `TemplateRenderer`.
 
     Raises:
-        ConfigError: the tokenizer has no chat template or several, or the template is not valid Jinja or shows no text
-            of a plain conversation.
+        ConfigError: the tokenizer has no chat template or several, or as for `TemplateRenderer`.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class ChatTemplate:
         train_line_break: TrainLineBreak = "as_marked",
         tool_definitions: ToolDefinitions = "required",
         stops: Sequence[str] = (),
+        date: str | None = None,
     ) -> None:
         source = source if source is not None else tokenizer.chat_template
         if isinstance(source, Mapping):
@@ -95,7 +96,7 @@ class ChatTemplate:
         self.train_line_break = train_line_break
         # As apply_chat_template passes them: strings, or a list if a tokenizer keeps several under one name.
         named = dict(tokenizer.special_tokens_map)
-        self.renderer = TemplateRenderer(source, named)
+        self.renderer = TemplateRenderer(source, named, date=date)
         self._reader = TemplateReader(self.renderer, tool_definitions)
         known = set(tokenizer.get_added_vocab()) | {str(token) for token in named.values()}
         ends = {*stops, *(token for token in END_OF_TURN if token in known)}
@@ -277,7 +278,7 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
         texts[f"{kind}_token"] = texts[kind] = placeholder
         content = [{"type": "text", "text": before}, {"type": kind}, {"type": "text", "text": after}]
         try:
-            own = ChatTemplate(tokenizer, source=source)
+            own = ChatTemplate(tokenizer, source=source, date="2000-01-01")  # no day changes what is asked for here
             shown, _ = own.renderer.run([{"role": "user", "content": content}], None, track=False)
         except (ConfigError, SampleRejected):
             continue  # no template of its own, or one that does not take this kind

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Literal
 
 from energon_packing.config.bounds import at_least
@@ -96,6 +98,9 @@ class EncoderConfig:
     the chat template writes (Qwen3's)."""
     train_on: TrainOn = "assistant"
     """What is trained: all answers, the last answer only, or every token."""
+    template_date: str | None = setting(None, changes_rows=True)
+    """The date that a chat template writes which asks for today's (``strftime_now``), such as ``2026-01-31``; without
+    it, such a template is refused, because tokens would depend on the day. See docs/prompts.md."""
     train_line_break: TrainLineBreak = "as_marked"
     """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
     marks it with ``{% generation %}``, ``always``, or ``never``."""
@@ -182,6 +187,8 @@ class EncoderConfig:
             if small is not None and large is not None and small > large:
                 raise ConfigError(f"encoder.{low} ({small}) is above encoder.{high} ({large}).")
         at_least("encoder", {"loss_scale": self.loss_scale}, 1)
+        if self.template_date is not None and not _is_date(self.template_date):
+            raise ConfigError(f"encoder.template_date is {self.template_date!r}; write a date such as '2026-01-31'.")
         if len(set(self.extra_fields)) != len(self.extra_fields) or not all(self.extra_fields):
             raise ConfigError(f"encoder.extra_fields is {list(self.extra_fields)}; name each field once.")
         scaled = self.jpeg_scaled_decoding
@@ -193,3 +200,9 @@ class EncoderConfig:
             value = getattr(self, name)
             if value is not None and not (0 < value < math.inf):
                 raise ConfigError(f"encoder.{name} is {value}; it must be a number above 0.")
+
+
+def _is_date(text: str) -> bool:
+    with suppress(ValueError):
+        return date.fromisoformat(text).isoformat() == text
+    return False

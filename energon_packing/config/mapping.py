@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from datetime import date
 from typing import Any, Literal
 
 from energon_packing.errors import ConfigError
@@ -73,6 +74,8 @@ def _convert(hint: Any, value: Any, *, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{where} is {_shown(value)}; expected a list.")
         return tuple(_convert(kind, entry, where=where) for entry in value)
+    if hint is str and type(value) is date:
+        return value.isoformat()  # YAML 1.1 takes 2026-01-31 for a date
     if hint is float and isinstance(value, str) and _SCIENTIFIC.fullmatch(value):
         return float(value)  # YAML 1.1, which PyYAML reads, takes 1e-3 for a text
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

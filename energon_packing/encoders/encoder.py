@@ -86,6 +86,7 @@ class ConversationEncoder(SampleEncoder):
             train_line_break=config.train_line_break,
             tool_definitions=config.tool_definitions,
             stops=generation_stops(config, self.tokenizer),
+            date=config.template_date,
         )
         self._backend = self.tokenizer.backend_tokenizer
         self._tokens = TextTokenizer(self._backend)

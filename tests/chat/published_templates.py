@@ -44,6 +44,10 @@ _EOS = {
 }
 
 
+DATE = "2026-01-31"
+"""The day that templates are told which ask for it."""
+
+
 def templates() -> dict[str, str]:
     """Name -> Jinja text; empty where trl is not installed."""
     found = importlib.util.find_spec("trl")
@@ -156,11 +160,11 @@ def verdict(template: ChatTemplate, name: str) -> str:
 def rows(directories: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Template and verdicts, for all of trl and for the tokenizers of directories."""
     for name, source in templates().items():
-        yield name, verdicts(ChatTemplate(tokenizer_of(name), source=source))
+        yield name, verdicts(ChatTemplate(tokenizer_of(name), source=source, date=DATE))
     for directory in directories:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)  # runs no code of the directory's
         try:
-            yield Path(directory).name, verdicts(ChatTemplate(tokenizer))
+            yield Path(directory).name, verdicts(ChatTemplate(tokenizer, date=DATE))
         except ConfigError as error:
             yield Path(directory).name, dict.fromkeys(CONVERSATIONS, str(error))
 

@@ -18,6 +18,7 @@ from published_templates import (
     ASKED,
     CALLED,
     CONVERSATIONS,
+    DATE,
     TOOL,
     conversation,
     table,
@@ -79,7 +80,7 @@ def known(facts: dict[str, str], name: str, default: str) -> str:
 
 
 def template(name: str, **options: Any) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(name), source=TEMPLATES[name], **options)
+    return ChatTemplate(tokenizer_of(name), source=TEMPLATES[name], **{"date": DATE, **options})
 
 
 @functools.cache
@@ -171,7 +172,7 @@ def differences(name: str, kind: str, pieces: list[str]) -> list[str]:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_plain_template_trains_what_its_training_variant_marks(name: str, kind: str) -> None:
     tokenizer = tokenizer_of(f"{name}_training")
-    plain = ChatTemplate(tokenizer, source=TEMPLATES[name], train_line_break="always")
+    plain = ChatTemplate(tokenizer, source=TEMPLATES[name], date=DATE, train_line_break="always")
     try:
         found = trained(plain.render(conversation(kind)))
     except SampleRejected:
@@ -251,7 +252,7 @@ def test_a_built_in_format_with_tools_writes_what_the_model_was_published_with(
     turns = what.turns if system is None else (turn("system", system), *what.turns)
     what = Conversation(key="k", turns=turns, tools=(TOOL,))
     texts = [
-        ChatTemplate(tokenizer, source=source).render(what)
+        ChatTemplate(tokenizer, source=source, date=DATE).render(what)
         for source in (TEMPLATES[published], template_source(builtin, tokenizer, {}))
     ]
     assert texts[0].text == texts[1].text

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from typing import Any
 
 import pytest
-from published_templates import ANSWERED, ASKED, CALL, CALLED, TOLD, TOOL, templates, tokenizer_of, turn
+from published_templates import ANSWERED, ASKED, CALL, CALLED, DATE, TOLD, TOOL, templates, tokenizer_of, turn
 from templates_in_use import CHATML, LLAMA3, marked, plain
 from transformers import AddedToken, AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from energon_packing.chat.template import ChatTemplate
-from energon_packing.config import EncoderConfig
+from energon_packing.config import EncoderConfig, from_mapping
 from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.plain_yaml import load_yaml
 
 PUBLISHED = templates()
 needs_trl = pytest.mark.skipif(not PUBLISHED, reason="trl, whose templates are read, is not installed")
@@ -26,7 +29,7 @@ def talk(*turns: Turn, tools: tuple[Any, ...] | None = None) -> Conversation:
 
 
 def published(name: str, **options: Any) -> ChatTemplate:
-    return ChatTemplate(tokenizer_of(name), source=PUBLISHED[name], **options)
+    return ChatTemplate(tokenizer_of(name), source=PUBLISHED[name], **{"date": DATE, **options})
 
 
 def own(source: str, *tokens: str, eos: str = "<|im_end|>", **options: Any) -> ChatTemplate:
@@ -517,3 +520,75 @@ def test_thinking_that_only_closes_is_taken_back_like_any_other(name: str) -> No
 def test_a_call_without_a_name_is_refused_and_never_named_none() -> None:
     call: dict[str, Any] = {"type": "function", "function": {}}
     assert reason(own(plain(CHATML)), talk(ASKED, turn("assistant", tool_calls=(call,))))[0] == "bad_record"
+
+
+# -- 75: what is not in the record -------------------------------------------------------------------------------------
+
+ASKS_FOR_THE_DATE = [name for name, source in PUBLISHED.items() if "strftime_now(" in source]
+DIRECTIVES = "%a %A %w %d %b %B %h %m %y %Y %H %I %p %P %M %S %j %U %W %c %x %X %r %G %V %%b %-d %s"
+EVERY_DIRECTIVE = CHATML.replace("Be brief.<|im_end|>", f"' + strftime_now('{DIRECTIVES}') + '<|im_end|>")
+
+
+class Frozen(datetime.datetime):
+    """A clock that stands still."""
+
+    day = ""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return cls.fromisoformat(cls.day)
+
+
+@needs_trl
+@pytest.mark.parametrize("day", [DATE, "2024-05-01", "1999-12-26"])
+@pytest.mark.parametrize("name", [*ASKS_FOR_THE_DATE, "own"])
+def test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting(
+    monkeypatch: pytest.MonkeyPatch, name: str, day: str
+) -> None:
+    """Oracle: ``apply_chat_template`` on that day."""
+    source = plain(EVERY_DIRECTIVE) if name == "own" else PUBLISHED[name]
+    tokenizer = tokenizer_of("qwen2_5" if name == "own" else name)
+    asked = talk(ASKED, ANSWERED)
+    monkeypatch.setattr(chat_template_utils, "datetime", Frozen)
+    monkeypatch.setattr(Frozen, "day", day)
+    expected = tokenizer.apply_chat_template(asked.to_messages(), chat_template=source, tokenize=False)
+    monkeypatch.setattr(Frozen, "day", "2031-03-03")
+    on_another_day = tokenizer.apply_chat_template(asked.to_messages(), chat_template=source, tokenize=False)
+    assert on_another_day != expected or name.startswith("muse")  # which writes it with tools alone
+    assert ChatTemplate(tokenizer, source=source, date=day).render(asked).text == expected
+
+
+@needs_trl
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_a_template_that_asks_for_the_date_is_refused_at_the_start_unless_it_is_set(name: str) -> None:
+    if name in ASKS_FOR_THE_DATE:
+        with pytest.raises(ConfigError, match=r"set encoder\.template_date"):
+            published(name, date=None)
+    else:  # also Llama 3.1, which has a date of its own for want of another
+        assert published(name, date=None).render(talk(ASKED, ANSWERED)) == published(name).render(talk(ASKED, ANSWERED))
+
+
+def test_a_template_that_hides_that_it_asks_for_the_date_ends_the_run_and_costs_no_sample() -> None:
+    hidden = "{%- set now = strftime_now %}" + plain(CHATML).replace(
+        "Be brief.<|im_end|>", "' + now('%Y') + '<|im_end|>"
+    )
+    with pytest.raises(ConfigError, match="template_date"):
+        own(hidden).render(talk(ASKED, ANSWERED))
+    assert "2026<|im_end|>" in own(hidden, date=DATE).render(talk(ASKED, ANSWERED)).text
+
+
+@pytest.mark.parametrize("by_chance", ["{{ ['a', 'b'] | random }}", "{{ lipsum(n=1) }}"])
+def test_a_template_that_draws_at_random_is_refused(by_chance: str) -> None:
+    with pytest.raises(ConfigError, match="at random"):
+        own(plain(CHATML) + by_chance)
+    own(plain(CHATML) + "{# " + by_chance + " #}")
+
+
+@pytest.mark.parametrize("value", ["2026-1-31", "31.01.2026", "20260131", "2026-02-30", "today", ""])
+def test_a_date_that_is_none_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"encoder\.template_date"):
+        EncoderConfig(template_date=value)
+
+
+def test_a_date_needs_no_quotes_in_yaml() -> None:
+    assert from_mapping(EncoderConfig, load_yaml("template_date: 2026-01-31"), where="run.yaml").template_date == DATE

@@ -280,7 +280,7 @@ CHANGES: list[dict[str, Any]] = [
 ELSEWHERE = {
     *("processor", "family", "chat_template", "modality", "thinking", "train_line_break", "tool_definitions"),
     *("loss_weighting", "loss_scale", "tokens_per_second", "pan_and_scan", "pixels", "jpeg_scaled_decoding"),
-    *("limits", "extra_fields"),
+    *("limits", "extra_fields", "template_date", "transparency"),
 }
 """Settings that are in the encoder's fingerprint and changed by other tests."""
 NO_ROW = {

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from energon_packing.conversation import Turn
-from energon_packing.convert.record_media import MediaReference, refuse_cut
+from energon_packing.convert.record_media import MediaReference, refuse_own_view
 from energon_packing.convert.unread import says_nothing, unread
 from energon_packing.errors import SampleRejected
 
@@ -74,10 +74,9 @@ def check_columns(
         raise SampleRejected(
             "placeholder_mismatch", f"the text has {count} <audio> placeholder(s), but the record has no audio"
         )
-    if any(reference.kind == "video" and not reference.is_frames for reference in media):
-        refuse_cut(
-            {name: record[name] for name in record if name not in read}, "video", "unsupported_column", "the record"
-        )
+    others = {name: record[name] for name in record if name not in read}
+    for kind, is_frames in sorted({(reference.kind, reference.is_frames) for reference in media}):
+        refuse_own_view(others, kind, "unsupported_column", "the record", is_frames=is_frames)
     return unread(record, read)
 
 

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from energon_packing.conversation import MediaKind, Part
-from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, kind_of, reference_of, refuse_cut
+from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, kind_of, reference_of, refuse_own_view
 from energon_packing.errors import SampleRejected
 
 _TEXTS = ("input_text", "output_text")
@@ -88,6 +88,8 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             media.ignore(path, {"url", "path", "bytes"}, f"{column}[].{kind}")
             if not isinstance(path.get("bytes"), bytes):
                 path = path.get("url", path.get("path"))
+        own_view = {"is_frames": isinstance(path, list), "is_part": True}
+        refuse_own_view(part, media_kind, "unsupported_field", f"turn {number}: a content part", **own_view)
         if path is None and all(value is None for field, value in part.items() if field != "type"):
             # As in tables, which fill the fields that a part lacks with null.
             pieces.append(media.next_of_column(media_kind))  # a bare part stands for the column's next entry
@@ -95,7 +97,6 @@ def _read_part(part: Any, number: int, media: RecordMedia, column: str, pieces: 
             pieces.append(media.add(reference_of({**part, "frames": path}, media_kind, kind, media.frame_fps)))
             read.update(FRAME_TIMING)
         else:
-            refuse_cut(part, media_kind, "unsupported_field", f"turn {number}: a content part")
             pieces.append(media.add(reference_of(path, media_kind, kind, media.frame_fps)))
         media.ignore(part, read, f"{column}[]")
     else:

@@ -18,6 +18,22 @@ READ_COLUMNS = frozenset((*COLUMNS["image"], *COLUMNS["video"], _RATES, _TIMES))
 FRAME_TIMING = ("sample_fps", "fps", "timestamps")
 """Fields of a list of frames; a video file contains this information itself."""
 _CUTS = ("video_start", "video_end", "start", "end", "start_time", "end_time")
+_SIZES = ("resized_height", "resized_width", "min_pixels", "max_pixels", "total_pixels")
+_MOST_FRAMES = ("min_frames", "max_frames")
+_FRAMES = ("nframes", "fps")  # of a content part; elsewhere they describe the file
+_INSTEAD = {
+    **dict.fromkeys(_CUTS, "parts of a video are not supported, store the part as a file"),
+    **dict.fromkeys(
+        _SIZES,
+        "which gives one image or video a size of its own, and boxes in an answer may count in it; store the file in "
+        "that size, or remove the field and set encoder.max_pixels or encoder.video_max_pixels for all",
+    ),
+    **dict.fromkeys(
+        (*_MOST_FRAMES, *_FRAMES),
+        "which chooses the frames of one video alone; store those frames as a list of images, or remove the field and "
+        "set encoder.video_fps or encoder.video_max_frames for all",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,29 +213,43 @@ def _column(record: Mapping[str, Any], kind: MediaKind, media: RecordMedia) -> l
 
 def _look_at_entry(entry: Mapping[str, Any], kind: MediaKind, column: str, media: RecordMedia) -> None:
     is_frames = kind == "video" and isinstance(entry.get("frames", entry.get("video")), list)
-    if not is_frames:
-        refuse_cut(entry, kind, "unsupported_field", f"an entry of {column!r}")
+    refuse_own_view(entry, kind, "unsupported_field", f"an entry of {column!r}", is_frames=is_frames)
     read = {"path", "bytes"} if isinstance(entry.get("bytes"), bytes) else {"path"}
     media.ignore(entry, {"frames", "video", *FRAME_TIMING} if is_frames else read, f"{column}[]")
 
 
-def refuse_cut(value: Mapping[str, Any], kind: MediaKind, reason: str, where: str) -> None:
-    """Rejects an object that asks for a part of a video file, because the whole file would be shown.
+def refuse_own_view(
+    value: Mapping[str, Any],
+    kind: MediaKind,
+    reason: str,
+    where: str,
+    *,
+    is_frames: bool = False,
+    is_part: bool = False,
+) -> None:
+    """Rejects an object that asks for a part of a video, for a size or for frames of its own: it would be shown whole,
+    in another size or with other frames, and the answer, its boxes and times, would be about something else.
+
+    Fields as ``qwen_vl_utils.fetch_image`` and ``fetch_video`` read them.
 
     Args:
         value: a record, an entry of a column, or a content part.
-        kind: ``image`` or ``video``; images have no parts.
+        kind: ``image`` or ``video``; images have no parts and no frames.
         reason: reason of the rejection.
         where: what the object is, for the message.
+        is_frames: whether the video is a list of frames, which is used as it is; its rate says when they are shown.
+        is_part: whether this is a content part.
 
     Raises:
         SampleRejected: ``reason``.
     """
-    for name in _CUTS if kind == "video" else ():
-        cut = value.get(name)
-        if not says_nothing(cut) and not ("start" in name and cut == 0):
-            detail = f"{where} has {name!r} {cut!r:.40}; parts of a video are not supported, store the part as a file"
-            raise SampleRejected(reason, detail)
+    names: tuple[str, ...] = _SIZES
+    if kind == "video" and not is_frames:
+        names += _CUTS + _MOST_FRAMES + (_FRAMES if is_part else ())
+    for name in names:
+        asked = value.get(name)
+        if not says_nothing(asked) and not ("start" in name and asked == 0):
+            raise SampleRejected(reason, f"{where} has {name!r} {asked!r:.40}; {_INSTEAD[name]}")
 
 
 def _path(entry: Any, name: str) -> MediaPath:

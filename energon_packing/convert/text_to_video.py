@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from energon_packing.conversation import Media
 from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.record_media import refuse_cut
+from energon_packing.convert.record_media import refuse_own_view
 from energon_packing.convert.tensor_files import TensorFile
 from energon_packing.convert.unread import unread
 from energon_packing.errors import SampleRejected
@@ -120,7 +120,7 @@ def parse_text_to_video(value: Any) -> ParsedVideoRecord:
         found["video"] = None
         warnings.append("video_not_stored")
     if found["video"]:
-        refuse_cut(value, "video", "unsupported_column", "the record")
+        refuse_own_view(value, "video", "unsupported_column", "the record")
     kinds: tuple[Literal["video", "latents", "context"], ...] = ("video", "latents", "context")
     return ParsedVideoRecord(
         caption=caption,

@@ -127,6 +127,50 @@ def test_a_part_of_a_video_is_refused_where_the_whole_would_be_shown() -> None:
     assert parse_record(openai(question="<video>?", videos=[["a.png", "b.png"]], **cut)).ignored == ("end", "start")
 
 
+SIZES = [{"resized_height": 280, "resized_width": 420}, {"min_pixels": 2_000_000}, {"max_pixels": 90_000}]
+CHOICES = [{"nframes": 4}, {"fps": 0.5}, {"min_frames": 40}, {"max_frames": 8}]
+
+
+@pytest.mark.parametrize("own", SIZES, ids=lambda own: next(iter(own)))
+def test_an_image_that_asks_for_a_size_of_its_own_is_refused(tmp_path: Path, own: dict[str, int]) -> None:
+    """Oracle: Qwen's own reader, which shows it in that size, so that boxes in the answer count in it."""
+    reader = pytest.importorskip("qwen_vl_utils.vision_process")
+    path = str(write_image(tmp_path / "a.png", 640, 480))
+    part = {"type": "image", "image": path}
+    assert reader.fetch_image({**part, **own}).size != reader.fetch_image(part).size
+    for record, expected in (
+        (openai(question=[{**part, **own}, {"type": "text", "text": "Where?"}]), "unsupported_field"),
+        (
+            openai(question=[{"type": "image", **own}, {"type": "text", "text": "?"}], images=[path]),
+            "unsupported_field",
+        ),
+        (openai(question=[{"type": "video", "video": [path] * 4, **own}]), "unsupported_field"),
+        (openai(question=[{"type": "video", "video": "a.mp4", **own}]), "unsupported_field"),
+        (openai(question="<image>?", images=[{"path": path, **own}]), "unsupported_field"),
+        (openai(question="<image>?", image=path, **own), "unsupported_column"),
+    ):
+        reason, detail = refused(record)
+        assert (reason, repr(next(iter(own))) in detail) == (expected, True)
+    assert parse_record(openai(**own)).ignored == tuple(sorted(own))
+    unset = openai(question=[{**part, **dict.fromkeys(own)}, {"type": "text", "text": "Where?"}])
+    assert parse_record(unset).ignored == ()
+
+
+@pytest.mark.parametrize("own", CHOICES, ids=lambda own: next(iter(own)))
+def test_a_video_that_asks_for_frames_of_its_own_is_refused(own: dict[str, float]) -> None:
+    """Oracle: Qwen's own reader, which takes another number of frames."""
+    reader = pytest.importorskip("qwen_vl_utils.vision_process")
+    assert reader.smart_nframes(own, 300, 30.0) != reader.smart_nframes({}, 300, 30.0)
+    name = next(iter(own))
+    reason, detail = refused(openai(question=[{"type": "video", "video": "a.mp4", **own}]))
+    assert (reason, repr(name) in detail) == ("unsupported_field", True)
+    entry = openai(question="<video>?", videos=[{"path": "a.mp4", **own}])
+    if name in ("fps", "nframes"):  # beside a path, what the file has
+        assert parse_record(entry).ignored == (f"videos[].{name}",)
+    else:
+        assert refused(entry)[0] == "unsupported_field"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "turn"),
     [
@@ -157,13 +201,13 @@ def test_sound_in_a_content_part_is_refused_by_name() -> None:
 
 
 def test_what_nothing_reads_is_named_with_its_place() -> None:
-    record = openai("k", [{"type": "image", "image": "a.png", "max_pixels": 9}, {"type": "text", "text": "?"}])
+    record = openai("k", [{"type": "image", "image": "a.png", "caption": "a"}, {"type": "text", "text": "?"}])
     record["messages"][0]["name"] = "ann"
     record["messages"][1].update(channel="final", tool_call_id="c")
     parsed = parse_record({**record, "source": "web"})
     assert parsed.ignored == (
         "messages[].channel",
-        "messages[].content[].max_pixels",
+        "messages[].content[].caption",
         "messages[].name",
         "messages[].tool_call_id",
         "source",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any, Literal
 
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, StoredRecord
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -21,7 +22,10 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 RECORD_VERSION = 1
 PREFERENCE = "preference"
 """The extra that is computed, not read: 1 for targets of a chosen answer, -1 for those of a rejected one, else 0."""
+Pairs = Literal["refuse", "chosen", "drop", "both"]
+"""``packing.pairs``: what is trained of preference pairs, and of answers that a label marks (KTO)."""
 _RECORD = StoredRecord("conversation")
+_OLD_NOISE = Fraction(1, 2**50)
 MEDIA_FIELDS = ("kind", "name", "width", "height", "frames", "fps", "duration", "frame_names", "frame_times")
 
 
@@ -35,7 +39,7 @@ class Media:
         width: pixels as displayed, that is after EXIF or container rotation; None if not probed yet.
         height: pixels as displayed.
         frames: number of frames of a video; None for images.
-        fps: average frames per second of a video; None for images.
+        fps: average frames per second of a video, see also `rate`; None for images.
         duration: seconds of a video; None for images.
         frame_names: for a video that is a list of images, the names of its ``frames`` entries in the store, in order;
             ``name`` is the first one. Such a list is already sampled: families use every frame of it.
@@ -51,6 +55,20 @@ class Media:
     duration: float | None = None
     frame_names: tuple[str, ...] = ()
     frame_times: tuple[float, ...] = ()
+
+    @property
+    def rate(self) -> Fraction | None:
+        """The frame rate that ``fps`` stands for: a fraction such as 24000/1001 where one is close by, else ``fps``.
+
+        Containers state fractions, and a record holds the nearest float. Older records are up to 4 units in the last
+        place off, since their rates were computed in floats. No two fractions are so close at usual rates if one has a
+        denominator of at most 10,000 and the other fits into a container (32 bits).
+        """
+        if self.fps is None:
+            return None
+        exact = Fraction(self.fps)
+        near = exact.limit_denominator(10_000)
+        return near if abs(near - exact) <= exact * _OLD_NOISE else exact
 
     def to_record(self) -> dict[str, Any]:
         """The JSON form, without fields that are None or empty."""
@@ -73,6 +91,54 @@ Part = str | MediaPart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PairCounts:
+    """How much of a data set a cross-entropy loss must not train as it is.
+
+    Attributes:
+        samples: all of them.
+        pairs: samples with a chosen and a rejected answer.
+        unwanted: samples whose label says that the answer is unwanted (KTO).
+    """
+
+    samples: int = 0
+    pairs: int = 0
+    unwanted: int = 0
+
+    def __add__(self, other: PairCounts) -> PairCounts:
+        return PairCounts(
+            samples=self.samples + other.samples,
+            pairs=self.pairs + other.pairs,
+            unwanted=self.unwanted + other.unwanted,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs or self.unwanted)
+
+    def __str__(self) -> str:
+        found = ((self.pairs, "preference pair"), (self.unwanted, "unwanted answer"))
+        named = " and ".join(f"{count:,} {what}{'s' * (count != 1)}" for count, what in found if count)
+        mixed = ", mixed with plain conversations" if 0 < self.pairs < self.samples - self.unwanted else ""
+        return f"{named or 'no preference pairs'} among {self.samples:,} samples{mixed}"
+
+    def check(self, where: object, pairs: Pairs) -> None:
+        """Refuses a run on such data before its first step.
+
+        Raises:
+            ConfigError: there are some, and the run did not choose what is trained of them.
+        """
+        if self and pairs == "refuse":
+            raise _refused(f"{where} has {self}")
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what}, and packing.pairs is 'refuse', because cross-entropy would train rejected answers like all others; "
+        "set it to 'chosen' (only the chosen answers are trained), 'drop', or 'both' (for a loss that reads "
+        "'preference', see docs/limits.md)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """What one speaker says.
 
@@ -84,6 +150,8 @@ class Turn:
         tool_call_id: for a tool turn, the id of the call that it answers; None if the data has none.
         loss_weight: for an assistant turn that ``train_on`` trains: 0.0 excludes the turn, any other number weights
             its tokens, None means 1.0. Ignored for other turns.
+        thinking: what the record holds in a field of its own (``reasoning_content`` and others), to the byte; None for
+            an answer without such a field, whose text may hold ``<think>...</think>``.
     """
 
     role: Role
@@ -91,6 +159,7 @@ class Turn:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     loss_weight: float | None = None
     tool_call_id: str | None = None
+    thinking: str | None = None
 
     @property
     def text(self) -> str:
@@ -111,13 +180,15 @@ class Turn:
             record["loss_weight"] = self.loss_weight
         if self.tool_call_id is not None:
             record["tool_call_id"] = self.tool_call_id
+        if self.thinking is not None:
+            record["thinking"] = self.thinking
         return record
 
 
-# A frozen dataclass sets every field through `object.__setattr__`, which for five fields costs more than reading the
+# A frozen dataclass sets every field through `object.__setattr__`, which for six fields costs more than reading the
 # JSON of the turn. A slot's own setter does the same at a fifth of the price.
-_SET_ROLE, _SET_PARTS, _SET_CALLS, _SET_WEIGHT, _SET_CALL_ID = (
-    Turn.__dict__[name].__set__ for name in ("role", "parts", "tool_calls", "loss_weight", "tool_call_id")
+_SET_ROLE, _SET_PARTS, _SET_CALLS, _SET_WEIGHT, _SET_CALL_ID, _SET_THINKING = (
+    Turn.__dict__[name].__set__ for name in ("role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking")
 )
 
 
@@ -129,6 +200,7 @@ def text_turn(role: Role, text: str) -> Turn:
     _SET_CALLS(turn, ())
     _SET_WEIGHT(turn, None)
     _SET_CALL_ID(turn, None)
+    _SET_THINKING(turn, None)
     return turn
 
 
@@ -156,6 +228,11 @@ class Conversation:
     chosen: tuple[Turn, ...] = ()
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def modality(self) -> str:
+        """What it has beside text, for counting: ``text`` (nothing), ``image``, ``video`` or ``image and video``."""
+        return " and ".join(sorted({media.kind for media in self.media})) or "text"
 
     @property
     def is_pair(self) -> bool:
@@ -187,6 +264,34 @@ class Conversation:
             )
             for which, sign, turns in (("chosen", 1.0, self.chosen), ("rejected", -1.0, self.rejected))
         )
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether a label says that the answer is unwanted (KTO)."""
+        return bool(self.extras) and not self.is_pair and self.extras.get(PREFERENCE, 0) < 0
+
+    def trained(self, pairs: Pairs) -> Conversation:
+        """What a run trains of it: itself, or under ``chosen`` of a pair the conversation with the chosen answer.
+
+        As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
+
+        Raises:
+            SampleRejected: one of `energon_packing.drop_budget.WISHED`.
+            ConfigError: the run did not choose, and this is a pair or an unwanted answer.
+        """
+        if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):
+            return self
+        if pairs == "drop":
+            what = ("pair", "it has two answers") if self.is_pair else ("labelled_answer", "its answer has a label")
+            raise SampleRejected(what[0], f"{what[1]}, and packing.pairs is 'drop'")
+        if pairs == "chosen":
+            if self.is_unwanted:
+                raise SampleRejected("unwanted_answer", "its label says so, and packing.pairs is 'chosen'")
+            return replace(self.answers()[0], key=self.key) if self.is_pair else self
+        if self.is_pair or self.is_unwanted:
+            what_it_is = "a preference pair" if self.is_pair else "an answer that its label calls unwanted"
+            raise _refused(f"Sample {self.key} is {what_it_is}")
+        return self
 
     def __post_init__(self) -> None:
         if bool(self.chosen) != bool(self.rejected):
@@ -232,6 +337,8 @@ class Conversation:
                 message["tool_calls"] = [dict(call) for call in turn.tool_calls]
             if turn.tool_call_id is not None:
                 message["tool_call_id"] = turn.tool_call_id
+            if turn.thinking is not None:
+                message["reasoning_content"] = turn.thinking
             messages.append(message)
         return messages
 
@@ -329,7 +436,7 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
         if type(role) is str and type(parts) is list and len(parts) == 1 and type(parts[0]) is str:
             return text_turn(role, parts[0])  # type: ignore[arg-type]  # the conversation checks roles
     where = f"{which}turn {number}"
-    _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id"}, where)
+    _RECORD.check_keys(turn, {"role", "parts", "tool_calls", "loss_weight", "tool_call_id", "thinking"}, where)
     if not isinstance(turn.get("role"), str):
         raise _RECORD.bad(f"the role of {where} is a {type(turn.get('role')).__name__}")
     read: list[Part] = []
@@ -343,15 +450,17 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     weight = turn.get("loss_weight")
     if weight is not None:
         _RECORD.check_number(weight, f"the loss_weight of {where}", above_zero=False)
-    call = turn.get("tool_call_id")
-    if call is not None and not isinstance(call, str):
-        raise _RECORD.bad(f"the tool_call_id of {where} is a {type(call).__name__}, expected text")
+    call, thinking = turn.get("tool_call_id"), turn.get("thinking")
+    for name, value in (("tool_call_id", call), ("thinking", thinking)):
+        if value is not None and not isinstance(value, str):
+            raise _RECORD.bad(f"the {name} of {where} is a {type(value).__name__}, expected text")
     return Turn(
         role=turn["role"],
         parts=tuple(read),
         tool_calls=_mappings(turn, "tool_calls", where),
         loss_weight=weight,
         tool_call_id=call,
+        thinking=thinking,
     )
 
 

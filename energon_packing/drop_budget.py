@@ -13,6 +13,7 @@ the count too small, so the statement stays true.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 FALSE_STOP = 1e-6
 """Chance that a worker whose true share is within the budget is ever stopped, however long it runs."""
@@ -20,6 +21,15 @@ FALSE_STOP = 1e-6
 BUDGET_STARTS_AT = 200
 """Samples read before a budget above 0 is checked: the first samples of an unshuffled split may all come from one bad
 file."""
+
+
+WISHED = ("pair", "labelled_answer", "unwanted_answer")
+"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so the budget does not count them."""
+
+
+def unwished(reasons: Mapping[str, int]) -> int:
+    """Returns how many drops count, of all drops by reason."""
+    return sum(count for reason, count in reasons.items() if reason not in WISHED)
 
 
 def over_budget(dropped: int, read: int, budget: float) -> bool:

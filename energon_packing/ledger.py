@@ -24,6 +24,9 @@ Without it, an endless loader would silently drop its data again and again, beca
 
 from __future__ import annotations
 
+import mmap
+import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,22 +34,34 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
-from energon_packing.drop_budget import over_budget
+from energon_packing.drop_budget import over_budget, unwished
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.line_file import LineFile
 from energon_packing.quarantine import CRASH, REASON, TIMEOUT, Quarantine
 
 LONGEST_DETAIL = 2000
 """Characters of an entry's detail; an error may quote a whole sample."""
+_CLAIMED = mmap.mmap(-1, 1 << 16)
+"""Warnings that a worker of this process has given, by a hash of run and name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DroppedSample:
-    """A source key that reaches no pack, and why."""
+    """A source key that reaches no pack, and why.
+
+    Attributes:
+        key: the sample's key.
+        reason, detail: see `SampleRejected`.
+        data: path of its data set; empty if unknown.
+        modality: see `energon_packing.conversation.Conversation.modality`; empty if the record could not be read.
+    """
 
     key: str
     reason: str
     detail: str
+    data: str = ""
+    modality: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +95,12 @@ class Ledger:
         budget: share of samples that may be dropped, 0 to 1.
         name: name of the worker's file, without suffix; unique among the workers of a run.
         most_pending: entries that may wait for the next pack before the run stops; bounds the ledger's memory.
+        run: name that all workers of the run have, if `begin` does not give one.
 
     Attributes:
-        read: samples that reached the worker; the reader counts each one here before it is dropped or held.
+        read: samples that reached the worker; the reader counts each one by `count_read` before it is dropped or held.
+        tells: whether this ledger warns of frequent drops (`FrequentDrops`); false where a loader does, which knows all
+            workers of its rank.
         emitted: samples that left in a pack.
         reasons: number of dropped samples by reason.
 
@@ -91,15 +109,25 @@ class Ledger:
     """
 
     def __init__(
-        self, directory: str | None, *, budget: float, name: str, most_pending: int = MAX_DROPS_WITHOUT_PACK
+        self,
+        directory: str | None,
+        *,
+        budget: float,
+        name: str,
+        most_pending: int = MAX_DROPS_WITHOUT_PACK,
+        run: str = "",
     ) -> None:
         self.budget = budget
         self.most_pending = most_pending
         self.read = 0
+        self.tells = True
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
+        self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
+        self._frequent = FrequentDrops()
+        self._run = run
         self._path = None if directory is None else Path(directory) / f"{name}.jsonl"
         self._file: LineFile | None = None
         self._marked = False
@@ -123,6 +151,7 @@ class Ledger:
                 may come in a finite epoch) and ``ahead`` (most samples in its shuffle buffer), or ``packs_of_plan``.
         """
         self._marked = True
+        self._run = str(marks.get("run", self._run))
         self._write(marks)
 
     def end_epoch(self, read: int) -> None:
@@ -130,12 +159,18 @@ class Ledger:
         if self._marked:
             self._write({"epoch_read": read})
 
-    def drop_quarantined(self, key: str, data: str) -> bool:
+    def count_read(self, data: str = "", modality: str = "") -> None:
+        """Counts a sample that was read; see `DroppedSample` for the arguments."""
+        self.read += 1
+        self._new[data, modality] += 1
+
+    def drop_quarantined(self, key: str, data: str, modality: str = "") -> bool:
         """Enters a sample that an earlier decode ended on, if it is one.
 
         Args:
             key: of the sample.
             data: path of its data set.
+            modality: see `DroppedSample`.
 
         Returns:
             Whether it is one.
@@ -145,31 +180,31 @@ class Ledger:
         """
         cause = self._quarantine.cause(data, key)
         if cause is not None:
-            self.drop(key, REASON, cause, data=data)
+            self.drop(key, REASON, cause, data=data, modality=modality)
         return cause is not None
 
-    def drop(self, key: str, reason: str, detail: str, *, data: str = "") -> None:
+    def drop(self, key: str, reason: str, detail: str, *, data: str = "", modality: str = "") -> None:
         """Enters a dropped sample; one that ended its decoder is quarantined too.
 
         Args:
             key: of the sample.
             reason: a stable word.
             detail: one sentence.
-            data: path of its data set; empty if unknown.
+            data, modality: see `DroppedSample`.
 
         Raises:
             DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
             NothingToPack: ``most_pending`` samples were dropped without a pack in between.
         """
         detail = detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 3]}..."
-        entry = DroppedSample(key=key, reason=reason, detail=detail)
+        entry = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
         self._pending.append(entry)
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
-        if over_budget(self.dropped, self.read, self.budget):
+        if over_budget(unwished(self.reasons), self.read, self.budget):
             common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
             raise DropBudgetExceeded(
                 f"{self.dropped} of the {max(self.read, self.dropped)} samples read were dropped ({common}), more than "
@@ -210,10 +245,30 @@ class Ledger:
         self.reasons = Counter() if counts is None else Counter(counts["reasons"])
 
     def take_dropped(self) -> tuple[DroppedSample, ...]:
-        """Returns and clears the samples dropped since the last call; they travel with the next pack."""
+        """Returns and clears the samples dropped since the last call; they travel with the next pack.
+
+        Warns:
+            UserWarning: a reason drops many samples, if the ledger `tells`; of a rank's workers, the first one does.
+        """
         taken = tuple(self._pending)
         self._pending.clear()
+        if self.tells:
+            self._frequent.add(self.take_read(), taken)
+            for sentence in self._frequent.news(claim=self._claim) if taken else ():
+                warnings.warn(sentence, stacklevel=3)
         return taken
+
+    def take_read(self) -> Counter[tuple[str, str]]:
+        """Returns and clears the samples read since the last call, by data set and modality; none if it `tells`."""
+        taken, self._new = self._new, Counter()
+        return taken
+
+    def _claim(self, name: str) -> bool:
+        """Whether no other worker of this run has claimed the name; workers are forks and share `_CLAIMED`."""
+        at = zlib.crc32(f"{self._run}/{name}".encode("utf-8", "replace")) % len(_CLAIMED)
+        free = not self._run or not _CLAIMED[at]
+        _CLAIMED[at] = 1
+        return free
 
     def _write(self, entry: Mapping[str, object]) -> None:
         file = self._file

@@ -43,12 +43,13 @@ def conversations(draw: st.DrawFn) -> Conversation:
                 times = sorted(draw(st.sets(st.floats(0, 1e6), min_size=len(frames), max_size=len(frames))))
                 clip |= {"name": frames[0], "frames": len(frames), "frame_names": frames}
                 clip["frame_times"] = tuple(times) if draw(st.booleans()) else ()
-            fields = {"kind": kind, "name": draw(names), "width": draw(sizes), "height": draw(sizes)} | clip
-            media.append(Media(**fields))
+            shape = {"kind": kind, "name": draw(names), "width": draw(sizes), "height": draw(sizes)} | clip
+            media.append(Media(**shape))
         calls = tuple(draw(st.lists(objects, max_size=2)))
         weight = draw(st.none() | st.floats(0, 1e6))
         answered = draw(st.none() | st.text(max_size=9))
-        turns.append(Turn(role=role, parts=tuple(parts), tool_calls=calls, loss_weight=weight, tool_call_id=answered))
+        fields = {"loss_weight": weight, "tool_call_id": answered, "thinking": draw(st.none() | st.text(max_size=9))}
+        turns.append(Turn(role=role, parts=tuple(parts), tool_calls=calls, **fields))
     tools = draw(st.none() | st.lists(objects, max_size=2).map(tuple))
     return Conversation(key="k", turns=tuple(turns), media=tuple(media), tools=tools)
 

@@ -139,7 +139,10 @@ class PackedEnergonDatasetConfig(PackProvider):
 
     def make_loader(self, config: RunConfig, **arguments: Any) -> LoaderBase:
         """See `PackProvider.make_loader`."""
-        return open_loader(config, task_encoder=self._task_encoder(config), **arguments)
+        encoder = self._task_encoder(config)
+        if self._run is not None:  # the processor may have been downloaded just now, and no rule has seen it
+            _enforce_rules(self._run)
+        return open_loader(config, task_encoder=encoder, **arguments)
 
     def make_form(self, config: RunConfig) -> Callable[[Any], dict[str, Any]]:
         """See `PackProvider.make_form`; in the modes that do not pack here, Bridge's own functions form the batches."""

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from megatron.bridge.data.collators.sequence import prepare_sequence_batch
 from megatron.bridge.data.packing.in_batch import build_mcore_thd_sequence_batch_from_rows
-from torch.nn.functional import pad
 
 from energon_packing import thd
 from energon_packing.config import ParallelConfig
 from energon_packing.energon.micro_batches import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.batch import IGNORE_INDEX, TYPES, PackedBatch
-from energon_packing.thd.visual_container import EXPERT_TYPES
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
 
 PAD_TO_MULTIPLE_OF = 128
 """Bridge's default multiple for the width of single-sample rows."""
@@ -69,17 +68,16 @@ class MicroBatchForm:
                 "encoder.position_ids to 1d"
             )
         rows = thd.unpack(batch)
-        made = self._packed(rows, tuple(batch.extra)) if self.packed else self._padded(rows, tuple(batch.extra))
+        extra = tuple(TokenField(name=name, dtype=tensor.dtype) for name, tensor in batch.extra.items())
+        made = self._packed(rows, extra) if self.packed else self._padded(rows, extra)
         made["tokens"] = made["input_ids"]
-        visual = batch.to_bridge()["visual_inputs"]
-        for name in (TYPES, EXPERT_TYPES):
-            if visual is not None and made.get(name) is not None:
-                setattr(visual, name, made[name])  # of this width
-        made["visual_inputs"] = visual
+        made["visual_inputs"] = visual = batch.to_bridge()["visual_inputs"]
+        for name in batch.model_inputs:
+            setattr(visual, name, made[name])  # of this width
         return made
 
-    def _packed(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:
-        fills: dict[str, Any] = dict.fromkeys(extra, 0.0)
+    def _packed(self, rows: list[dict[str, Any]], extra: tuple[TokenField, ...]) -> dict[str, Any]:
+        fills: dict[str, Any] = {field.name: field.pad for field in extra}
         asks: dict[str, Any] = {}
         if "emit_padding_mask" in inspect.signature(build_mcore_thd_sequence_batch_from_rows).parameters:
             asks["emit_padding_mask"] = True  # from 0.7 on, where no row may bring a mask
@@ -98,16 +96,16 @@ class MicroBatchForm:
         )
         return made
 
-    def _padded(self, rows: list[dict[str, Any]], extra: tuple[str, ...]) -> dict[str, Any]:
-        rows = rows + [_masked_row(extra)] * (self.samples - len(rows))
+    def _padded(self, rows: list[dict[str, Any]], extra: tuple[TokenField, ...]) -> dict[str, Any]:
+        fields = [field for field in (*TOKEN_FIELDS, *extra) if field.of_row]
+        # A masked row of one token replaces a sample that could not be rendered.
+        rows = rows + [{field.of_row: field.filled(1) for field in fields}] * (self.samples - len(rows))
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         width = int(lengths.max())
-        fills = {"input_ids": PAD_TOKEN, "labels": IGNORE_INDEX, "loss_mask": 0.0, **dict.fromkeys(extra, 0.0)}
         made: dict[str, Any] = {
-            name: torch.stack([pad(row[name], (0, width - len(row[name])), value=fill) for row in rows])
-            for name, fill in fills.items()
+            field.of_row: torch.stack([field.padded(row[field.of_row], width - len(row["input_ids"])) for row in rows])
+            for field in fields
         }
-        made["position_ids"] = torch.stack([_counted_on(row["position_ids"], width) for row in rows])
         made["attention_mask"] = (torch.arange(width)[None, :] < lengths[:, None]).long()
         prepare_sequence_batch(
             made,
@@ -116,7 +114,7 @@ class MicroBatchForm:
             pad_to_multiple_of=math.lcm(self.pad_to_multiple_of, self.multiple),
             pad_token_id=PAD_TOKEN,
             ignore_index=IGNORE_INDEX,
-            sequence_tensor_pad_values=dict.fromkeys(extra, 0.0),
+            sequence_tensor_pad_values={field.name: field.pad for field in extra},
         )
         return made
 
@@ -179,20 +177,3 @@ def form_of(dataset: Any, multiple: int) -> MicroBatchForm:
         pad_to_multiple_of=dataset.pad_to_multiple_of,
         pad_to_max_length=dataset.pad_to_max_length,
     )
-
-
-def _masked_row(extra: tuple[str, ...]) -> dict[str, Any]:
-    """The row that replaces a sample that could not be rendered; it has no loss."""
-    return {
-        "input_ids": torch.full((1,), PAD_TOKEN),
-        "labels": torch.full((1,), IGNORE_INDEX),
-        "loss_mask": torch.zeros(1),
-        "position_ids": torch.zeros(1, dtype=torch.int64),
-        **{name: torch.zeros(1) for name in extra},
-    }
-
-
-def _counted_on(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Positions that count on after their end, as Bridge's do."""
-    last = int(positions[-1])
-    return torch.cat([positions, torch.arange(last + 1, last + 1 + width - len(positions))])

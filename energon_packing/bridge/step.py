@@ -28,14 +28,13 @@ import torch
 from megatron.bridge.training.state import GlobalState
 from megatron.bridge.training.utils.packed_seq_utils import get_packed_seq_cp_partition_indices
 from megatron.bridge.training.utils.pg_utils import get_pg_collection
-from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.utils import get_model_config
 
+from energon_packing.config import ParallelConfig
+from energon_packing.encoders.model_forward import innermost, refuse_untaken
 from energon_packing.errors import ConfigError
+from energon_packing.thd.expert_masks import experts_read_masks, put_mask
 from energon_packing.validate.run_view import RunView, installed_version
-
-_ON_PARAMS = "energon_packing_padding_mask"
-_HOOKED = "_energon_packing_hooked"
 
 
 def forward_step(
@@ -55,14 +54,16 @@ def forward_step(
     Raises:
         ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
             plans take no boundaries, so every token would attend to the samples before its own. ``gpt_step`` of 0.7
-            passes them boundaries and mask.
+            passes them boundaries and mask. Also where the model's forward does not take what the family's processor
+            makes per token, and where a router would take a packed row for one sequence.
     """
-    inner = _innermost(model)
+    inner = innermost(model)
     step = _bridge_step(inner)
     if data_iterator is None:
         return step(state, data_iterator, model, return_schedule_plan)
     batch = next(data_iterator)
     packed = batch.get("cu_seqlens_q") is not None
+    _refuse_another_model(inner, batch, state.cfg.dataset)
     if packed and return_schedule_plan and not _forwards_batches_whole(step):
         raise ConfigError(
             "overlap_moe_expert_parallel_comm is on, but Bridge's schedule plan ignores the boundaries of packed rows; "
@@ -71,9 +72,7 @@ def forward_step(
     with contextlib.ExitStack() as added:
         if packed:
             added.enter_context(_declared_packed(state.cfg.dataset))
-            mask = batch.get("padding_mask")
-            if mask is not None and not _hook_expert_layers(inner):
-                mask = None
+            mask = batch.get("padding_mask") if experts_read_masks(inner) else None
             if mask is not None:
                 _refuse_graphs(model, step)
             added.enter_context(_travelling(pads_between_sequences(batch), mask, inner, model))
@@ -125,11 +124,15 @@ def local_padding_mask(mask: torch.Tensor, params: Any, groups: Any, *, sequence
     return mask.contiguous()
 
 
-def _innermost(model: Any) -> Any:
-    """The model without its wrappers (data parallel, mixed precision)."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    return model
+def _refuse_another_model(inner: Any, batch: Mapping[str, Any], dataset: Any) -> None:
+    """Refuses a model whose forward does not take the family's fields per token; Bridge leaves them out in silence.
+
+    Raises:
+        ConfigError: see `refuse_untaken`.
+    """
+    if batch.get("visual_inputs") is not None and hasattr(dataset, "run_config"):  # a data set of ours
+        fields = [name for name in batch["visual_inputs"].as_model_kwargs() if name in batch]
+        refuse_untaken(inner, fields, lambda: dataset.run_config(ParallelConfig()).encoder)
 
 
 def _bridge_step(inner: Any) -> Any:
@@ -165,21 +168,6 @@ def _declared_packed(dataset: Any) -> Iterator[None]:
             delattr(dataset, names[0])
 
 
-def _hook_expert_layers(inner: Any) -> bool:
-    """Makes layers with experts read a mask from their ``packed_seq_params``; returns whether there is such a layer.
-
-    Hooks each model once; the hooks do nothing for a row without a mask.
-    """
-    found: bool | None = getattr(inner, _HOOKED, None)
-    if found is None:
-        layers = [module for module in inner.modules() if isinstance(getattr(module, "mlp", None), BaseMoELayer)]
-        for layer in layers:
-            layer.register_forward_pre_hook(_take_mask_from_params, with_kwargs=True)
-        found = bool(layers)
-        setattr(inner, _HOOKED, found)
-    return found
-
-
 def _refuse_graphs(model: Any, step: Any) -> None:
     """Refuses Transformer Engine's CUDA graphs, which bypass the hooks of layers.
 
@@ -197,15 +185,6 @@ def _refuse_graphs(model: Any, step: Any) -> None:
             "cuda_graph_impl is 'transformer_engine': CUDA graphs bypass the hooks through which the padding mask "
             "reaches the experts; set cfg.model.cuda_graph_impl to 'none' (rule ours/padding-mask-under-graphs)."
         )
-
-
-def _take_mask_from_params(_layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    mask = getattr(keywords.get("packed_seq_params"), _ON_PARAMS, None)
-    if mask is None:
-        return None
-    # Replaces an existing mask too: Qwen3-VL of Bridge 0.7 derives one from the boundaries, which count the masked rest
-    # of a row as a sample.
-    return arguments, {**keywords, "padding_mask": mask}
 
 
 @contextlib.contextmanager
@@ -229,7 +208,7 @@ def _travelling(padded: bool, mask: torch.Tensor | None, inner: Any, model: Any)
         local = local_padding_mask(
             mask.to(device=device, non_blocking=True), params, groups, sequence_parallel=config.sequence_parallel
         )
-        setattr(params, _ON_PARAMS, local)
+        put_mask(params, local)
 
     handle = inner.register_forward_pre_hook(attach, with_kwargs=True)
     try:

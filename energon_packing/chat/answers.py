@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from energon_packing.chat.layout import Layout
 from energon_packing.chat.sentinels import find_marks
-from energon_packing.chat.thinking import OPEN
 from energon_packing.errors import SampleRejected
 
 Render = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -93,7 +92,9 @@ def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
-def find_answers(layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens) -> list[Answer]:
+def find_answers(
+    layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, thinking: str
+) -> list[Answer]:
     """All answers with at least one mark.
 
     Args:
@@ -101,6 +102,7 @@ def find_answers(layout: Layout, messages: Sequence[dict[str, Any]], render: Ren
         messages: with marks, those that the layout was made from.
         render: runs the template.
         stops: of the tokenizer.
+        thinking: what the template writes before thinking; a generation prompt that holds it opens the thinking.
 
     Raises:
         SampleRejected: ``assistant_first`` if the template does not show where a leading answer begins,
@@ -113,13 +115,19 @@ def find_answers(layout: Layout, messages: Sequence[dict[str, Any]], render: Ren
         if messages[turn].get("role") != "assistant":
             continue
         last = _last_mark(layout, messages, render, turn, last)
-        before = len(layout.frames[first]) - _header(layout, messages, render, stops, turn, first)
+        before = len(layout.frames[first]) - _header(layout, messages, render, stops, thinking, turn, first)
         answers.append(Answer(turn, first, before, last, *_end(layout, messages, render, stops, turn, last)))
     return answers
 
 
 def _header(
-    layout: Layout, messages: Sequence[dict[str, Any]], render: Render, stops: StopTokens, turn: int, first: int
+    layout: Layout,
+    messages: Sequence[dict[str, Any]],
+    render: Render,
+    stops: StopTokens,
+    thinking: str,
+    turn: int,
+    first: int,
 ) -> int:
     """Length of the frame before an answer up to the end of its header."""
     try:
@@ -132,7 +140,7 @@ def _header(
     frame = layout.frames[first]
     if not turn:
         # Without turns, a template writes no beginning and no default prompt; the frame must hold the whole header.
-        opening = asked.partition(OPEN)[0]
+        opening = asked.partition(thinking)[0]
         if not opening or opening not in frame:
             raise SampleRejected("assistant_first", _LEADING)
         return frame.rindex(opening) + len(opening)
@@ -143,13 +151,13 @@ def _header(
             f"the chat template renders the turns before turn {turn + 1} differently on their own; mark the answers in "
             "it with {% generation %} and name the file in encoder.chat_template",
         )
-    header = _common(prompt, frame)
+    header = common_prefix(prompt, frame)
     header = min(stops.whole(prompt, header), stops.whole(frame, header))
     # The generation prompt may open the thinking while history does not; thinking belongs to the answer.
-    opened = prompt.find(OPEN)
+    opened = prompt.find(thinking)
     header = header if opened < 0 else min(header, opened)
     # After a tool's result, some templates write a header in history but not in the generation prompt.
-    name = _own_header(messages[:turn], render)
+    name = _own_header(messages[:turn], render, thinking)
     header += len(name) if name and frame.startswith(name, header) else 0
     # A special token that opens the text is a header if the template has no generation prompt.
     headless = layout.pieces[layout.order[first]].kind == "text" and stops.opening(frame[header:])
@@ -162,7 +170,7 @@ def _header(
     return header
 
 
-def _own_header(messages: Sequence[dict[str, Any]], render: Render) -> str:
+def _own_header(messages: Sequence[dict[str, Any]], render: Render, thinking: str) -> str:
     """What the generation prompt adds to the last question before an answer."""
     questions = [at for at, message in enumerate(messages) if message.get("role") == "user"]
     if not questions or questions[-1] + 1 == len(messages):
@@ -172,7 +180,7 @@ def _own_header(messages: Sequence[dict[str, Any]], render: Render) -> str:
     except SampleRejected:
         return ""
     name = prompted[len(without) :] if prompted.startswith(without) else ""
-    return name.partition(OPEN)[0]
+    return name.partition(thinking)[0]
 
 
 def _behind(text: str, piece: int | None) -> str | None:
@@ -183,7 +191,7 @@ def _behind(text: str, piece: int | None) -> str | None:
     return text[ends[-1] :] if ends else None
 
 
-def _common(one: str, other: str) -> int:
+def common_prefix(one: str, other: str) -> int:
     """Length of the prefix that both texts share."""
     shorter = min(len(one), len(other))
     return next((at for at in range(shorter) if one[at] != other[at]), shorter)
@@ -228,7 +236,7 @@ def _end(
         alone = _behind(render(messages[: turn + 1], False), layout.order[last])
     except SampleRejected:
         alone = None
-    closing = _common(alone or "", frame)
+    closing = common_prefix(alone or "", frame)
     if end is not None and end <= closing:
         return end, "", False
     # Of the headers that may follow, only those of a question or a result stop an answer.
@@ -258,7 +266,7 @@ def _open_end(
     if followed is None:  # before another turn, the template drops the answer
         return len(frame), "", False
     behind = followed.partition(_PROBE)[0]
-    closing = _common(frame, behind)
+    closing = common_prefix(frame, behind)
     if closing < len(frame):
         # The template appends the generation prompt unasked, so the shared prefix may end inside a header.
         return stops.opening(frame) or closing, "", True

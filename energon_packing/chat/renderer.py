@@ -11,8 +11,8 @@ from typing import Any
 
 from energon_packing.chat.sandbox import render_template
 from energon_packing.chat.sentinels import Passing, Words, to_messages
-from energon_packing.chat.thinking import CLOSE, OPEN
-from energon_packing.conversation import Conversation, Turn
+from energon_packing.chat.thinking import PLAIN, ThinkingForm, find_form
+from energon_packing.conversation import Conversation
 from energon_packing.errors import ConfigError, SampleRejected
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -107,20 +107,26 @@ class TemplateRenderer:
             raise SampleRejected("bad_record", "the arguments of a tool call are nested too deeply") from error
 
     @cached_property
-    def reads_thinking(self) -> bool:
-        """Whether the template shows thinking that is passed in a field of the message; see `_FIELDS`."""
+    def passing(self) -> Passing:
+        """The form for a conversation without calls."""
+        form = self.thinking
+        return Passing(thinking_apart=form.field, thinking_split=form.field and not form.inline)
+
+    @cached_property
+    def thinking(self) -> ThinkingForm:
+        """How the template writes thinking."""
         if not _FIELDS.search(self.source):
-            return False
-        turns = (
-            Turn(role="user", parts=(_PROBE,)),
-            Turn(role="assistant", parts=(f"{OPEN}thinking probe{CLOSE}answer probe",)),
-        )
-        messages, _ = self.messages(Conversation(key="probe", turns=turns), Words(), Passing(thinking_apart=True))
-        try:
-            text, _ = self.run(messages, None, track=False)
-        except SampleRejected:
-            return False
-        return "thinking probe" in text
+            return PLAIN
+
+        def render(messages: list[dict[str, Any]], prompt: bool) -> str:
+            if self.content_as_list:
+                messages = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
+            try:
+                return self.run(messages, None, track=False, prompt=prompt)[0]
+            except SampleRejected:
+                return ""
+
+        return find_form(render)
 
     @cached_property
     def hides_empty_system(self) -> bool:

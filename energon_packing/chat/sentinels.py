@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from energon_packing.chat.thinking import TAG, split_answer
+from energon_packing.chat.thinking import CLOSE, OPEN, TAG, joined_answer, split_answer
 from energon_packing.conversation import Conversation, MediaPart, Part, Turn
 from energon_packing.errors import SampleRejected
 
@@ -65,13 +65,16 @@ class Passing:
         no_text_is_none: the content of an answer that only calls tools is None, not an empty text (DeepSeek-V3).
         arguments_as_text: arguments of calls are JSON text, not objects (DeepSeek-V3).
         name_results: a tool's result carries the name of the tool.
-        thinking_apart: thinking at the beginning of an answer is a field of the message (gpt-oss, Gemma 4, Qwen3.8).
+        thinking_apart: thinking of a field stays a field; otherwise it opens the text.
+        thinking_split: thinking that opens a text becomes a field, for templates that know no tags (gpt-oss, Gemma 4,
+            Qwen3.8).
     """
 
     no_text_is_none: bool = False
     arguments_as_text: bool = False
     name_results: bool = False
     thinking_apart: bool = False
+    thinking_split: bool = False
 
 
 class Words:
@@ -117,6 +120,7 @@ class Marks(Words):
         self.pieces: list[Piece] = []
         self._markup, self._calls = markup, calls
         self._named: dict[tuple[int, int], str] = {}
+        self._depth = (-1, 0)  # the turn of the last text, and how many thinking tags are open after it
 
     def _mark(self, turn: int, kind: PieceKind, value: str | int | float) -> str | int | float:
         number = len(self.pieces)
@@ -136,18 +140,20 @@ class Marks(Words):
 
     def text(self, turn: int, text: str, *, answer: bool) -> str:
         """A text of a turn with one mark, or one per stretch between tags."""
-        if not self._markup and not (answer and "think>" in text):  # nearly all texts
+        depth = self._depth[1] if self._depth[0] == turn else 0  # an image may stand between the tags
+        if not self._markup and not (answer and (depth or "think>" in text)):  # nearly all texts
             return self._core(turn, "text", text)
         tags = TAG.findall(text) if answer and "think>" in text else []
         # Thinking models are given the opening tag, so data may hold the closing tag alone.
-        depth, pieces = int(tags[:1] == ["</think>"]), []
+        depth, pieces = depth or int(tags[:1] == [CLOSE]), []
         split = MARKUP if self._markup else TAG
         for at, run in enumerate(re.split(f"({split.pattern})", text)):
             if at % 2:
-                depth += {"<think>": 1, "</think>": -1}.get(run, 0) if answer else 0
+                depth += {OPEN: 1, CLOSE: -1}.get(run, 0) if answer else 0
                 pieces.append(run)
             else:
                 pieces.append(self._core(turn, "thinking" if depth > 0 else "text", run))
+        self._depth = (turn, max(depth, 0))
         return "".join(pieces)
 
     def thinking(self, turn: int, text: str) -> str:
@@ -215,8 +221,13 @@ def to_messages(
     for number, turn in enumerate(conversation.turns):
         message: dict[str, Any] = {"role": turn.role, "content": None}
         parts = turn.parts
-        if passing.thinking_apart and turn.role == "assistant":
-            thinking, parts = split_answer(parts)
+        if turn.role == "assistant":
+            thinking = turn.thinking or None
+            if thinking is not None and not passing.thinking_apart:
+                parts = joined_answer(thinking, parts)
+                thinking = None
+            elif thinking is None and passing.thinking_split:
+                thinking, parts = split_answer(parts)
             if thinking is not None:
                 said = words.thinking(number, thinking)
                 # Each model has its own name for the field; a template reads the one that it knows.

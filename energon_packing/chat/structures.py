@@ -22,7 +22,6 @@ from energon_packing.errors import SampleRejected
 
 _MODES: tuple[dict[str, bool], ...] = ({}, {"markup": True}, {"markup": True, "calls": False})
 """Ways to mark a conversation, the most informative first; the others suit templates that look into texts or calls."""
-_PLAIN, _APART = Passing(), Passing(thinking_apart=True)
 KEPT_STRUCTURES = 256
 """Structures whose layouts are cached; data sets have few, and each costs two or more renderings."""
 
@@ -101,7 +100,7 @@ class TemplateReader:
             if found is None:
                 if not mode:
                     self._renderer.run(
-                        *self._renderer.messages(conversation, Words(), Passing()), track=False
+                        *self._renderer.messages(conversation, Words(), self._renderer.passing), track=False
                     )  # raises with its own words
                 failure = failure or error
                 continue
@@ -193,19 +192,15 @@ class TemplateReader:
 
     def _passings(self, conversation: Conversation) -> Iterator[Passing]:
         """Ways of passing worth trying, the plain one first."""
-        thought = any("</think>" in turn.text for turn in conversation.turns if turn.role == "assistant")
-        apart = thought and self._renderer.reads_thinking
-        calls = any(turn.tool_calls for turn in conversation.turns)
-        if not calls:
-            yield _APART if apart else _PLAIN
+        plain = self._renderer.passing
+        if not any(turn.tool_calls for turn in conversation.turns):
+            yield plain
             return
         results = any(turn.role == "tool" for turn in conversation.turns)
         for names in (False, True) if results else (False,):
             for as_text in (False, True):
                 for none in (False, True):
-                    yield Passing(
-                        no_text_is_none=none, arguments_as_text=as_text, name_results=names, thinking_apart=apart
-                    )
+                    yield replace(plain, no_text_is_none=none, arguments_as_text=as_text, name_results=names)
 
     def _structure(
         self, conversation: Conversation, passing: Passing, mode: Mapping[str, bool], *, anew: bool = False

@@ -18,11 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from energon_packing.chat.answers import StopTokens, find_answers
+from energon_packing.chat.answers import StopTokens, common_prefix, find_answers
 from energon_packing.chat.renderer import TemplateRenderer
-from energon_packing.chat.sentinels import Passing, Words
+from energon_packing.chat.sentinels import Words
 from energon_packing.chat.structures import Reading, TemplateReader
-from energon_packing.chat.thinking import EMPTY, TrainedSpan, mask_thinking, strip_thinking, trim_empty_thinking
+from energon_packing.chat.thinking import (
+    TrainedSpan,
+    check_closed,
+    strip_thinking,
+    trim_empty_thinking,
+    without_spans,
+)
 from energon_packing.config import Thinking, ToolDefinitions, TrainLineBreak, TrainOn
 from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
@@ -119,10 +125,7 @@ class ChatTemplate:
                 ``nothing_to_learn`` if no character is trained.
             ConfigError: the template is not valid Jinja.
         """
-        if self.thinking == "strip":
-            conversation = strip_thinking(conversation)
-        elif self.thinking == "trim_empty":
-            conversation = trim_empty_thinking(conversation)
+        conversation = self._shown(conversation)
         reading = self._reader.read(conversation)
         text = reading.text
         weights = {number: turn.loss_weight for number, turn in enumerate(conversation.turns)}
@@ -136,15 +139,32 @@ class ChatTemplate:
             text += added
         spans = {turn: found for turn, found, _ in answers}
         if self.thinking == "trim_empty":
-            text, spans = _without_empty(reading, text, spans)
+            text, spans = _cut(text, spans, self._empty(reading, spans, breaks=True))
         trained = self._trained(conversation, text, spans, weights)
         if self.thinking == "mask":
-            trained = mask_thinking(_without_calls(reading, text), trained)
+            hidden = [*self._empty(reading, spans, breaks=False), *self._thoughts(reading)]
+            trained = without_spans(trained, sorted(hidden))
         kept = tuple(span for span in trained if span.end > span.start)
         if not any(span.weight > 0 for span in kept):
             raise SampleRejected("nothing_to_learn", f"train_on={self.train_on} leaves no token of the text to train")
         ends = tuple((turn + 1, _with_space(text, found[-1].end)) for turn, found in spans.items() if found)
         return RenderedChat(text=text, spans=kept, ends=ends)
+
+    def trained_turns(self, conversation: Conversation) -> frozenset[int]:
+        """The turns of a record that are trained; with ``train_on: all``, every turn.
+
+        A record chooses its targets once. Whatever is cut from it afterwards trains what is left of this choice: no
+        earlier answer becomes the last one, and none is trained that the template does not mark in the whole.
+
+        Raises:
+            SampleRejected: as `render`.
+        """
+        if self.train_on == "all":
+            return frozenset(range(len(conversation.turns)))
+        chat = self.render(conversation)
+        return frozenset(
+            next(turns for turns, end in chat.ends if span.end <= end) - 1 for span in chat.spans if span.weight > 0
+        )
 
     def turn_end(self, conversation: Conversation, chat: RenderedChat, turns: int) -> int | None:
         """Where the first ``turns`` turns of a conversation end in its rendered text, in characters.
@@ -158,12 +178,9 @@ class ChatTemplate:
             None if the template does not tell: it refuses those turns alone or renders them differently, and they do
             not end with an answer.
         """
-        if self.thinking == "strip":
-            conversation = strip_thinking(conversation)
-        elif self.thinking == "trim_empty":
-            conversation = trim_empty_thinking(conversation)
+        conversation = self._shown(conversation)
         try:
-            messages, tools = self.renderer.messages(conversation, Words(), Passing())
+            messages, tools = self.renderer.messages(conversation, Words(), self.renderer.passing)
             before, _ = self.renderer.run(messages[:turns], tools, track=False)
         except SampleRejected:
             before = None
@@ -171,7 +188,56 @@ class ChatTemplate:
             return len(before)
         return dict(chat.ends).get(turns)
 
+    def _shown(self, conversation: Conversation) -> Conversation:
+        """The conversation that is passed to the template."""
+        if self.thinking == "strip":
+            return strip_thinking(conversation)
+        if self.thinking == "trim_empty":
+            return trim_empty_thinking(conversation)
+        if self.thinking == "mask":
+            check_closed(conversation)
+        return conversation
+
     # -- what is trained ---------------------------------------------------------------------------------------------
+
+    def _thoughts(self, reading: Reading) -> list[tuple[int, int]]:
+        """Characters ``[start, end)`` of every thinking of an answer, with the marks around it.
+
+        Raises:
+            SampleRejected: ``unclosed_thinking`` if the marks are not where the template writes them.
+        """
+        form, places, text = self.renderer.thinking, reading.places, reading.text
+        pieces = [reading.structure.layout.pieces[piece] for piece in reading.structure.layout.order]
+        found: list[tuple[int, int]] = []
+        at = 0
+        while at < len(pieces):
+            first, at = at, at + 1
+            if pieces[first].kind != "thinking":
+                continue
+            while at < len(pieces) and pieces[at].kind == "thinking" and pieces[at].turn == pieces[first].turn:
+                at += 1  # nested, or with an image inside
+            start = form.before(text, places[first - 1][1] if first else 0, places[first][0])
+            end = form.after(text, places[at - 1][1], places[at][0] if at < len(places) else len(text))
+            if start is None or end is None:
+                raise SampleRejected(
+                    "unclosed_thinking",
+                    f"the thinking of turn {pieces[first].turn + 1} is not between {form.opening!r} and "
+                    f"{form.closing!r} in the chat template's text, so it cannot be masked",
+                )
+            found.append((start, end))
+        return found
+
+    def _empty(
+        self, reading: Reading, spans: Mapping[int, list[TrainedSpan]], *, breaks: bool
+    ) -> list[tuple[int, int]]:
+        """Characters ``[start, end)`` of the empty thinking with which answers open, with its line ends or without."""
+        form = self.renderer.thinking if breaks else self.renderer.thinking._replace(breaks=0)
+        found = []
+        for turn, (first, _) in sorted(reading.structure.layout.places_of_turns().items()):
+            if spans.get(turn):
+                empty = form.empty(reading.text, spans[turn][0].start, reading.places[first][0])
+                found += [empty] if empty else []
+        return found
 
     def _answers(self, reading: Reading) -> list[tuple[int, list[TrainedSpan], str]]:
         """For each answer: its turn, its spans, and the text that is added after it."""
@@ -185,6 +251,7 @@ class ChatTemplate:
                 structure.messages,
                 lambda messages, prompt: run(list(messages), tools, track=False, prompt=prompt)[0],
                 self.stops,
+                self.renderer.thinking.opening,
             )
         found = []
         for answer in structure.answers:
@@ -288,6 +355,31 @@ def media_texts(tokenizer: Any, source: str | None, placeholders: Mapping[MediaK
     return texts
 
 
+def media_frames(template: ChatTemplate, placeholders: Mapping[MediaKind, str]) -> dict[MediaKind, tuple[str, str]]:
+    """What a template adds to a message with one image or video, before and after the placeholder, by kind.
+
+    It is the difference to the same message without it, wherever the template puts it: between two texts, or before
+    both, as LLaVA's do. Both sides are empty if the template does not take this kind.
+    """
+    texts = [{"type": "text", "text": text} for text in ("text before a medium", "text after a medium")]
+    frames: dict[MediaKind, tuple[str, str]] = {}
+    for kind, placeholder in placeholders.items():
+        frames[kind] = "", ""
+        try:
+            without, shown = (
+                template.renderer.run([{"role": "user", "content": content}], None, track=False)[0]
+                for content in (texts, [texts[0], {"type": kind}, texts[1]])
+            )
+        except SampleRejected:
+            continue
+        start = common_prefix(without, shown)
+        end = common_prefix(without[start:][::-1], shown[start:][::-1])
+        before, found, after = shown[start : len(shown) - end].partition(placeholder)
+        if found:
+            frames[kind] = before, after
+    return frames
+
+
 def _with_line_break(text: str, end: int) -> int:
     return end + 1 if text.startswith("\n", end) else end
 
@@ -308,15 +400,10 @@ def _with_gaps(spans: list[TrainedSpan], length: int) -> list[TrainedSpan]:
     return [*result, TrainedSpan(start=cursor, end=length)]
 
 
-def _without_empty(
-    reading: Reading, text: str, spans: Mapping[int, list[TrainedSpan]]
+def _cut(
+    text: str, spans: Mapping[int, list[TrainedSpan]], cuts: Sequence[tuple[int, int]]
 ) -> tuple[str, dict[int, list[TrainedSpan]]]:
-    """The text and the spans without the empty thinking with which the template opens answers."""
-    cuts: list[tuple[int, int]] = []
-    for turn, (first, _) in reading.structure.layout.places_of_turns().items():
-        if spans.get(turn):
-            empty = EMPTY.search(text, spans[turn][0].start, reading.places[first][0])
-            cuts += [empty.span()] if empty else []
+    """The text and the spans without ascending ranges of characters."""
 
     def moved(at: int) -> int:
         return at - sum(min(end, at) - start for start, end in cuts if start < at)
@@ -330,12 +417,3 @@ def _without_empty(
         for turn, found in spans.items()
     }
     return "".join([*shown, text[cursor:]]), shifted
-
-
-def _without_calls(reading: Reading, text: str) -> str:
-    """The text with blanks in place of the names and arguments of calls, where tags are ordinary text."""
-    blank = list(text)
-    for (start, end), piece in zip(reading.places, reading.structure.layout.order, strict=True):
-        if reading.structure.layout.pieces[piece].kind in ("call", "argument"):
-            blank[start:end] = " " * (end - start)
-    return "".join(blank)

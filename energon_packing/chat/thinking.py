@@ -1,19 +1,26 @@
-"""Thinking spans: what an assistant wrote between ``<think>`` and ``</think>``, kept, left out, or not trained."""
+"""Thinking: what an assistant wrote before its answer, kept, left out, or not trained.
+
+A conversation holds thinking in a field of its turn, or in its text between ``<think>`` and ``</think>``, which is the
+notation of the data. How a chat template writes thinking is not known here but found out: a probe is rendered, and what
+surrounds its thinking are the template's marks (`find_form`).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from energon_packing.conversation import Conversation, Part, Turn
 from energon_packing.errors import SampleRejected
 
 OPEN, CLOSE = "<think>", "</think>"
 TAG = re.compile(f"{re.escape(OPEN)}|{re.escape(CLOSE)}")
-EMPTY = re.compile(re.escape(OPEN) + r"\s*" + re.escape(CLOSE) + r"\s*")
-_OPENING = re.compile(r"\s*" + EMPTY.pattern)
+LINE_ENDS = "\r\n"
+"""What belongs to a tag beside it; spaces and tabs belong to the text."""
+_EMPTY_OPENING = re.compile(rf"\s*{re.escape(OPEN)}\s*{re.escape(CLOSE)}[{LINE_ENDS}]*")
+_A_TAG = re.compile(r"\s*(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|◁[^◁▷\s]{1,40}▷)")
 
 
 class TrainedSpan(NamedTuple):
@@ -27,8 +34,94 @@ class TrainedSpan(NamedTuple):
     weight: float = 1.0
 
 
+class ThinkingForm(NamedTuple):
+    """How a chat template writes thinking.
+
+    Attributes:
+        field: whether it shows a field of the message.
+        inline: whether it takes tags in the text for the same; false for templates that know the field alone (gpt-oss,
+            Gemma 4, Qwen3.8).
+        opening: what stands before thinking, without the white space around it.
+        closing: what stands after it.
+        breaks: line ends that belong to an empty thinking with which the template opens an answer that has none.
+    """
+
+    field: bool
+    inline: bool
+    opening: str
+    closing: str
+    breaks: int
+
+    def before(self, text: str, start: int, end: int) -> int | None:
+        """Where the marks begin that end at ``end``, white space aside; None if there is none in ``[start, end)``."""
+        found = re.search(rf"(?:{re.escape(self.opening)}\s*)+\Z", text[start:end])
+        return start + found.start() if found else None
+
+    def after(self, text: str, start: int, end: int) -> int | None:
+        """Where the marks end that begin at ``start``, white space aside; None if there is none in ``[start, end)``."""
+        found = re.compile(rf"(?:\s*{re.escape(self.closing)})+").match(text, start, end)
+        return found.end() if found else None
+
+    def empty(self, text: str, start: int, end: int) -> tuple[int, int] | None:
+        """The first thinking without words in ``[start, end)``, with the line ends that the template adds."""
+        marks = rf"{re.escape(self.opening)}\s*{re.escape(self.closing)}\n{{0,{self.breaks}}}"
+        found = re.compile(marks).search(text, start, end)
+        return found.span() if found else None
+
+
+PLAIN = ThinkingForm(field=False, inline=True, opening=OPEN, closing=CLOSE, breaks=2)
+"""A template that writes texts as they are, and with them the tags of the data."""
+
+
+def find_form(render: Callable[[list[dict[str, Any]], bool], str]) -> ThinkingForm:
+    """Finds out how a template writes thinking, by probes with a text and with a call after the thinking.
+
+    Args:
+        render: the text of messages, with or without the generation prompt; empty if the template refuses them.
+    """
+    asked = [{"role": "user", "content": "energon packing probe"}]
+    header = render(asked, True)[len(render(asked, False)) :].strip()
+    thought, said = "Zqthoughtqz", "Zqsaidqz"
+    call = {"id": "a1b2c3d4e", "type": "function", "function": {"name": said, "arguments": {}}}
+    # Each model has its own name for the field; a template reads the one that it knows.
+    field = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), thought)
+    for text, calls in ((said, {}), ("", {"tool_calls": [call]})):
+
+        def answer(text: str, fields: dict[str, Any]) -> str:
+            return render([*asked, {"role": "assistant", "content": text, **fields}], False)
+
+        shown, without = answer(text, {**field, **calls}), answer(text, calls)
+        start, at = shown.find(thought), shown.find(said)
+        if not 0 <= start < at or said not in without:
+            continue
+        inline = answer(f"{OPEN}\n{thought}\n{CLOSE}\n\n{text}", calls)
+        after, silent = start + len(thought), without[: without.find(said)]
+        close = _A_TAG.match(shown, after, at)
+        end = close.end() if close else after
+        # Without thinking, a template writes nothing in its place, or its marks with nothing between them.
+        opened = next((tag.start() for tag in reversed([*_A_TAG.finditer(shown, 0, start)])), start)
+        opening, closing = shown[opened:start].strip(), shown[after:end].strip()
+        reads_tags = "".join(inline.split()) == "".join(shown.split())
+        form = ThinkingForm(field=True, inline=reads_tags, opening=opening, closing=closing, breaks=0)
+        empty = form.empty(silent, 0, len(silent)) if closing else None
+        if empty is None:
+            # What thinking adds, moved to end with the closing mark: the same text may stand at both ends of it.
+            added = len(shown) - len(without)
+            opening = shown[max(end - added, 0) : start].strip()
+            return form._replace(opening=opening.removeprefix(header).strip())
+        rest = silent[empty[1] :]
+        return form._replace(breaks=len(rest) - len(rest.lstrip("\n")))
+    return PLAIN
+
+
+def tagged(thinking: str) -> str:
+    """Thinking of a field as text before an answer, as Qwen3's published template writes it."""
+    thinking = thinking.strip("\n")
+    return f"{OPEN}\n{thinking}\n{CLOSE}\n\n"
+
+
 def strip_thinking(conversation: Conversation) -> Conversation:
-    """The conversation without the assistant's thinking spans and the white space after them.
+    """The conversation without the assistant's thinking, its tags and the line ends after them.
 
     Raises:
         SampleRejected: ``unclosed_thinking`` if a tag has no partner in its text.
@@ -38,19 +131,22 @@ def strip_thinking(conversation: Conversation) -> Conversation:
 
 def trim_empty_thinking(conversation: Conversation) -> Conversation:
     """The conversation without empty thinking spans at the beginning of answers."""
-    return _changed(conversation, lambda text: text[found.end() :] if (found := _OPENING.match(text)) else text)
+    return _changed(
+        conversation, lambda text: text[found.end() :] if (found := _EMPTY_OPENING.match(text)) else text, keep=True
+    )
 
 
-def _changed(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
-    if not any(CLOSE in turn.text or OPEN in turn.text for turn in conversation.turns if turn.role == "assistant"):
-        return conversation
-    turns = tuple(_rewritten(turn, change) if turn.role == "assistant" else turn for turn in conversation.turns)
-    return dataclasses.replace(conversation, turns=turns)
+def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: bool = False) -> Conversation:
+    turns = tuple(_rewritten(turn, change, keep) if turn.role == "assistant" else turn for turn in conversation.turns)
+    return conversation if turns == conversation.turns else dataclasses.replace(conversation, turns=turns)
 
 
-def _rewritten(turn: Turn, change: Callable[[str], str]) -> Turn:
+def _rewritten(turn: Turn, change: Callable[[str], str], keep: bool) -> Turn:
+    thinking = turn.thinking if keep else None
+    if "think>" not in turn.text:
+        return turn if turn.thinking == thinking else dataclasses.replace(turn, thinking=thinking)
     parts = tuple(change(part) if isinstance(part, str) else part for part in turn.parts)
-    return dataclasses.replace(turn, parts=tuple(part for part in parts if part != ""))
+    return dataclasses.replace(turn, parts=tuple(part for part in parts if part != ""), thinking=thinking)
 
 
 def _without_thinking(text: str) -> str:
@@ -65,7 +161,7 @@ def _without_thinking(text: str) -> str:
         if depth < 0:
             break
         cursor = tag.end()
-        while not depth and cursor < len(text) and text[cursor].isspace():
+        while not depth and cursor < len(text) and text[cursor] in LINE_ENDS:
             cursor += 1
     if depth:
         raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} or {CLOSE} without its matching tag")
@@ -73,48 +169,60 @@ def _without_thinking(text: str) -> str:
 
 
 def split_answer(parts: tuple[Part, ...]) -> tuple[str | None, tuple[Part, ...]]:
-    """The thinking at the beginning of an answer, and the answer without it.
+    """The thinking at the beginning of an answer, and the answer without it; line ends beside the tags belong to them.
 
     Returns:
-        None and the parts as they are, unless the answer opens with a non-empty thinking span and has no other tag.
+        None and the parts as they are, unless the answer opens with thinking and has no other tag. Data of models whose
+        prompt opens the thinking may hold the closing tag alone. Empty thinking is None.
     """
     first = parts[0] if parts else None
-    if not isinstance(first, str) or not first.lstrip().startswith(OPEN):
+    if not isinstance(first, str) or CLOSE not in first:
         return None, parts
     tags = [tag for part in parts if isinstance(part, str) for tag in TAG.findall(part)]
-    if tags != [OPEN, CLOSE] or CLOSE not in first:
+    before, _, after = first.partition(CLOSE)
+    if tags != [CLOSE] and (tags != [OPEN, CLOSE] or not before.lstrip().startswith(OPEN)):
         return None, parts
-    thinking, _, answer = first.lstrip()[len(OPEN) :].partition(CLOSE)
-    if not thinking.strip():
-        return None, parts
-    answer = answer.lstrip()
-    return thinking.strip(), (answer, *parts[1:]) if answer else parts[1:]
+    thinking = before.lstrip().removeprefix(OPEN).strip(LINE_ENDS)
+    answer = after.lstrip(LINE_ENDS)
+    return (thinking if thinking.strip() else None), (answer, *parts[1:]) if answer else parts[1:]
 
 
-def mask_thinking(text: str, spans: Sequence[TrainedSpan]) -> list[TrainedSpan]:
-    """The trained spans, with weight 0 for the thinking in them, tags included.
+def joined_answer(thinking: str, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """An answer with the thinking of its field in its text."""
+    if parts and isinstance(parts[0], str):
+        return tagged(thinking) + parts[0], *parts[1:]
+    return tagged(thinking), *parts
 
-    A template may write the opening tag itself, right before the trained text; such a span begins with thinking.
+
+def check_closed(conversation: Conversation) -> None:
+    """Checks that no thinking in a text stays open.
 
     Raises:
-        SampleRejected: ``unclosed_thinking`` if a tag has no matching tag.
+        SampleRejected: ``unclosed_thinking``.
     """
-    result: list[TrainedSpan] = []
-    for span in spans:
-        cursor, opened, depth = span.start, span.start, 0
-        for tag in TAG.finditer(text, span.start, span.end):
-            if tag.group() == OPEN:
-                opened = tag.start() if not depth else opened
-                depth += 1
-                continue
-            if not depth and (cursor > span.start or not text[: span.start].rstrip().endswith(OPEN)):
-                raise SampleRejected("unclosed_thinking", f"an assistant turn has {CLOSE} without {OPEN}")
-            depth = max(depth - 1, 0)
-            if depth:
-                continue
-            result += [span._replace(start=cursor, end=opened), TrainedSpan(opened, tag.end(), 0.0)]
-            cursor = opened = tag.end()
+    for turn in conversation.turns:
+        tags = TAG.findall(turn.text) if turn.role == "assistant" else []
+        depth = 0
+        for tag in tags:
+            depth = depth + 1 if tag == OPEN else max(depth - 1, 0)
         if depth:
             raise SampleRejected("unclosed_thinking", f"an assistant turn has {OPEN} without {CLOSE}")
+
+
+def without_spans(spans: Sequence[TrainedSpan], hidden: Sequence[tuple[int, int]]) -> list[TrainedSpan]:
+    """Trained spans, with weight 0 where they meet one of the ascending ranges of characters that are not trained."""
+    result: list[TrainedSpan] = []
+    for span in spans:
+        cursor = span.start
+        for start, end in _within(hidden, span):
+            result += [span._replace(start=cursor, end=start), TrainedSpan(start, end, 0.0)]
+            cursor = end
         result.append(span._replace(start=cursor))
     return result
+
+
+def _within(hidden: Sequence[tuple[int, int]], span: TrainedSpan) -> Iterator[tuple[int, int]]:
+    for start, end in hidden:
+        start, end = max(start, span.start), min(end, span.end)
+        if start < end:
+            yield start, end

@@ -76,7 +76,8 @@ Examples:
 @click.option("--dataset", help="Entry of --dataset-info.")
 @click.option(
     "--kto-label",
-    help="Column that says whether an answer is wanted; kept as the extra value 'preference' (1 or -1).",
+    help="Column that says whether an answer is wanted; kept as the extra value 'preference' (1 or -1). With "
+    "--dataset-info, the entry's kto_tag.",
 )
 @click.option(
     "--missing-placeholder",
@@ -193,10 +194,12 @@ def convert(
     if (dataset_info is None) != (dataset is None):
         raise ConfigError("--dataset-info and --dataset belong together: the file, and the name of an entry in it")
     if dataset_info is not None and dataset is not None:
-        if column_map or kto_label or record_format != "auto":
-            raise ConfigError("--dataset-info sets columns, roles, labels and format; leave out the options for them")
+        if column_map or record_format != "auto":
+            raise ConfigError("--dataset-info sets columns, roles and format; leave out the options for them")
         entry = read_dataset_info(dataset_info, dataset)
-        column_map, kto_label, record_format = entry.column_map, entry.kto_label, entry.format
+        if kto_label != entry.kto_label:
+            raise ConfigError(_other_label(dataset, entry.kto_label, kto_label))
+        column_map, record_format = entry.column_map, entry.format
         media_root = media_root or entry.media_root
         if not sources and entry.source is None:
             raise ConfigError(f"--dataset {dataset} is not a local file; download it and name its files as SRC")
@@ -267,6 +270,18 @@ def convert(
             click.echo(f"Next: write data.path: {shown(config.out)} into a configuration")
 
 
+def _other_label(dataset: str, kto_tag: str | None, given: str | None) -> str:
+    """Why an entry's labels are not read: unwanted answers come in only where the user says so."""
+    if kto_tag is None:
+        return (
+            f"--kto-label {given}: the entry {dataset!r} has no kto_tag; leave the option out, or add it to the entry"
+        )
+    return (
+        f"the entry {dataset!r} labels its answers as wanted or unwanted (kto_tag: {kto_tag}), and cross-entropy would "
+        f"train both; add --kto-label {kto_tag} to keep the labels, which packing.pairs of a run decides about"
+    )
+
+
 def _print_report(report: ConversionReport) -> None:
     title = "Conversion (already complete, nothing to do)" if report.skipped else "Conversion"
     title = "Dry run (nothing was written)" if report.dry_run else title
@@ -282,6 +297,8 @@ def _print_report(report: ConversionReport) -> None:
     table.add_row("rejected", f"{sum(report.rejected.values()):,}")
     for reason, count in report.rejected.items():
         table.add_row(f"  {reason}", f"{count:,}")
+    if report.pair_counts:
+        table.add_row("preference pairs / unwanted answers", f"{report.pairs:,} / {report.unwanted:,}")
     for warning, count in report.warnings.items():
         table.add_row(f"warning: {warning}", f"{count:,}")
     table.add_row("images / videos named", f"{report.images:,} / {report.videos:,}")
@@ -294,6 +311,12 @@ def _print_report(report: ConversionReport) -> None:
     table.add_row("seconds", f"{report.seconds:,.1f}")
     console = Console()
     console.print(table)
+    if report.pair_counts:
+        console.print(
+            f"{report.pair_counts}: packing.pairs of a run says what is trained of them; its default refuses them.",
+            soft_wrap=True,
+            highlight=False,
+        )
     lines = report.ignored_lines()
     for line in lines[:_MOST_LINES]:
         console.print(f"warning: {line}", soft_wrap=True, highlight=False, markup=False)

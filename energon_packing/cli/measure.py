@@ -25,7 +25,13 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("datasets", metavar="DATASET...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--config", "config", required=True, type=click.Path(path_type=Path), help="YAML; `encoder` is used.")
+@click.option(
+    "--config",
+    "config",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="YAML; `encoder` and `packing.pairs` are used.",
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory of the index.")
 @click.option("--split", default="train", show_default=True, help="Part of each data set.")
 @executor_options
@@ -49,9 +55,11 @@ def measure(
     """Measure all samples of data sets once, without pixels.
 
     DATASET are data sets that `energon-packing convert` wrote, or metadatasets of them. The index holds tokens, images,
-    patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section only. A
-    second run measures what is new; an interrupted one goes on.
+    patches and positions of every sample, and why the others are dropped. It depends on the `encoder` section and on
+    `packing.pairs` only. A second run measures what is new; an interrupted one goes on.
     """
+    from energon_packing.cli.stats_tables import print_warnings
+    from energon_packing.offline.index import frequent_drops, pair_counts
     from energon_packing.offline.kinds import KINDS
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure
@@ -79,22 +87,31 @@ def measure(
             "shards": len(each.shards),
             "samples": sum(shard.samples for shard in each.shards),
             "dropped": sum(shard.dropped for shard in each.shards),
+            "pairs": sum(shard.pairs for shard in each.shards),
+            "unwanted": sum(shard.unwanted for shard in each.shards),
             "tokens": sum(shard.tokens for shard in each.shards),
         }
         for each in datasets_of
     ]
+    warnings = [] if report.index is None else frequent_drops(report.index).news(final=True)
     if as_json:
         counts = {"measured": report.measured, "reused": report.reused, "missing": report.missing}
-        click.echo(json.dumps({"out": str(out), "shards": counts, "datasets": rows}, ensure_ascii=False))
+        found = {"out": str(out), "shards": counts, "datasets": rows, "warnings": warnings}
+        click.echo(json.dumps(found, ensure_ascii=False))
         return
     console = Console()
     if rows:
         table = Table(title="Index", title_justify="left")
-        for name in rows[0]:
+        shown_columns = [name for name in rows[0] if name not in ("pairs", "unwanted")]
+        for name in shown_columns:
             table.add_column(name, justify="left" if name in ("dataset", "path", "split") else "right", overflow="fold")
         for row in rows:
-            table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in row.values()))
+            values = [row[name] for name in shown_columns]
+            table.add_row(*(f"{value:,}" if isinstance(value, int) else escape(str(value)) for value in values))
         console.print(table)
+    print_warnings(console, warnings)
+    if pairs := pair_counts(datasets_of):
+        console.print(f"{pairs}; packing.pairs is {run.packing.pairs}", highlight=False, soft_wrap=True)
     console.print(f"shards measured: {report.measured:,}, up to date: {report.reused:,}", highlight=False)
     if report.missing:
         console.print(

@@ -86,25 +86,34 @@ def preview(
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
-    from energon_packing.report.previewed_packs import Wanted, described, drawn_packs
+    from energon_packing.cli.stats_tables import print_warnings
+    from energon_packing.report.previewed_packs import Wanted, described, drawn_packs, pairs_at
 
     wanted = Wanted(packs=packs, first=first, key=key)
+    warnings: list[str] = []
     if html is not None:
         from energon_packing.report.page import check_place, write_page
         from energon_packing.report.preview_page import preview_page
 
         check_place(html)
         with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
-            drawn, facts = drawn_packs(config, wanted, progress=shown)
+            drawn, facts = drawn_packs(config, wanted, progress=shown, tell=warnings.append)
         write_page(html, preview_page(drawn, facts))
-        click.echo(json.dumps({"html": str(html)}) if as_json else f"Written: {html}")
+        click.echo(json.dumps({"html": str(html), "warnings": warnings}) if as_json else f"Written: {html}")
+        if not as_json and (pairs := pairs_at(config)):
+            click.echo(f"{pairs}; packing.pairs is {config.packing.pairs}")
+        print_warnings(Console(), () if as_json else warnings)
         return
     with ShownProgress(Console(stderr=True), _STAGES, quiet=as_json, units=_UNITS) as shown:
-        views = described(config, wanted, progress=shown)
+        views = described(config, wanted, progress=shown, tell=warnings.append)
+    pairs = pairs_at(config)
     if as_json:
-        click.echo(json.dumps({"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views}, indent=2))
+        found = {"dataset": dataset, "seq_length": config.packing.seq_length, "packs": views, "warnings": warnings}
+        click.echo(json.dumps({**found, "pairs": pairs.pairs, "unwanted": pairs.unwanted}, indent=2))
         return
     console = Console()
+    if pairs:
+        console.print(f"{pairs}; packing.pairs is {config.packing.pairs}", soft_wrap=True, highlight=False)
     for view in views:
         console.print(pack_panel(view, text_width, colours=console.color_system is not None))
     if not views:
@@ -117,6 +126,7 @@ def preview(
         f"{config.packing.seq_length}: fill {real / len(views) / config.packing.seq_length:.2%}, "
         f"alignment padding {counted(tokens - real, 'token')} (multiple {config.parallel.multiple})"
     )
+    print_warnings(console, warnings)
 
 
 def pack_panel(view: Mapping[str, Any], text_width: int, *, colours: bool) -> Panel:

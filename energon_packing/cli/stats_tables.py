@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -44,6 +44,7 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
                 Text(visible(each["reason"])), number(each["samples"]), with_error(each["share"], each["error"])
             )
         console.print(table)
+    print_warnings(console, report["warnings"])
     if report["plan"]:
         console.print(Text("This plan"), style="bold")
         _packing(console, [report["plan"]])
@@ -56,6 +57,12 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
         grid = Table.grid(padding=(0, 1))
         grid.add_row("\u2022", Text(reason, overflow="fold"))
         console.print(grid)
+
+
+def print_warnings(console: Console, warnings: Iterable[str]) -> None:
+    """Prints sentences that nobody should miss."""
+    for sentence in warnings:
+        console.print(Text(visible(f"warning: {sentence}"), style="yellow", overflow="fold"))
 
 
 def _table(first: str, *others: str, fold: bool = True) -> Table:

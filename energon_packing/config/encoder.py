@@ -58,8 +58,9 @@ class LimitsConfig:
     when_over: tuple[WhenOver, ...] = ("drop",)
     """Actions tried in order on a sample over a limit: ``resize`` its media down, ``truncate`` it after a turn,
     ``drop`` it, or ``raise``. A sample that is still over the limit after the last action is dropped."""
-    min_active_ratio: float = setting(1 / 256, unit="share, 0 to 1")
-    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps all samples."""
+    min_active_ratio: float = setting(0.0, unit="share, 0 to 1")
+    """A sample is dropped unless targets make up strictly more than this share of its tokens; 0 keeps every sample that
+    has a target. InternVL's packed data set uses 1/256, which drops one-word answers to photos."""
 
     def __post_init__(self) -> None:
         for name in ("max_images", "max_frames", "max_visual_tokens"):
@@ -114,7 +115,8 @@ class EncoderConfig:
     """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
     trains it without them. Calls and results are always required."""
     loss_weighting: LossWeighting = "token"
-    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x)."""
+    """Weight of a target in a sample of x targets: ``token`` 1, ``sample`` 1/x, ``square`` 1/sqrt(x). If turns have
+    weights, each target is multiplied by its turn's, and x is their sum."""
     loss_scale: int | None = setting(None, unit="number")
     """Factor applied to all weights, so that Bridge's integer token count preserves their sum. None means 1 for
     ``token`` and `energon_packing.encoders.weighting.FIXED_POINT` for the others."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from energon_packing.config.bounds import at_least
 from energon_packing.config.setting import setting
+from energon_packing.conversation import Pairs
 from energon_packing.errors import ConfigError
 
 Oversize = Literal["drop", "raise", "truncate", "split"]
@@ -57,6 +58,10 @@ class PackingConfig:
     split_positions: SplitPositions = "restart"
     """Positions of a piece: ``restart`` counts each piece from 0; ``continue`` continues from the end of the previous
     piece."""
+    pairs: Pairs = setting("refuse", changes_rows=True)
+    """What is trained of preference pairs, and of answers with a label (KTO): ``refuse`` stops the run, ``chosen``
+    trains chosen and wanted answers as ordinary conversations, ``drop`` leaves pairs and labelled answers out, ``both``
+    trains all, for a loss that reads ``preference``; see docs/limits.md."""
     pad_to_max_length: bool = False
     """True makes every row ``seq_length`` long, which pipelines, experts and CUDA graphs need."""
     dummy_image: bool = False

@@ -13,7 +13,7 @@ def setting[T](default: T, *, unit: str = "", by_family: bool = False, changes_r
         default: its value where nobody sets it.
         unit: of a number, for docs/settings.md.
         by_family: vision families refuse another value unless they name the field in their ``reads``.
-        changes_rows: tokens or pixels of an encoder depend on it, so that another value is another fingerprint of
+        changes_rows: tokens or pixels of a sample depend on it, so that another value is another fingerprint of
             stored lengths, plans and loader states. The default leaves fingerprints as they were before the field.
     """
     marks = {"unit": unit, "by_family": by_family, "changes_rows": changes_rows}

@@ -53,7 +53,8 @@ class ChunkAudit:
         warnings: index of a good record -> its warnings.
         ignored: name of a column that nothing reads -> good records that fill it, in the order of first sight.
         layouts: name of a layout -> good records that have it.
-        mentions: kind of media -> how often the good records name one.
+        mentions: kind of media -> how often the good records name one; ``pair`` and ``unwanted`` -> how many of them
+            are that, see `ParsedRecord.judged`.
         named: good records with media: number among the good ones -> names in the media store, one per mention.
         files: the distinct files that those records name, by name.
         checks: new entries of the journal of checked media.
@@ -88,8 +89,8 @@ class _WithMedia:
     paths: list[str]
 
 
-_Good = tuple[bytes, tuple[str, ...], str]
-"""A record as JSON, the columns that nothing reads, and the name of its layout."""
+_Good = tuple[bytes, tuple[str, ...], str, str]
+"""A record as JSON, the columns that nothing reads, the name of its layout, and `ParsedRecord.judged`."""
 _Audited = _Good | _WithMedia | SampleRejected
 """A good record, one that waits for its media, or why it is rejected."""
 
@@ -140,8 +141,10 @@ def audit_chunk(
             reason, detail = record.reason, _short(record.detail)
             audit.rejects.append(RejectedRecord(index=index, where=places[index], reason=reason, detail=detail))
             continue
-        content, ignored, layout = record
+        content, ignored, layout, judged = record
         audit.layouts[layout] += 1
+        if judged:
+            audit.mentions[judged] += 1
         for name in ignored:  # in the order of the records
             audit.ignored[name] = audit.ignored.get(name, 0) + 1
         contents.append(content)
@@ -172,7 +175,7 @@ def _audit(
             not (config.extra_columns or config.column_map or config.kto_label)
             and (content := plain_record(raw.value, config.format)) is not None
         ):
-            return content, (), plain_layout(raw.value)
+            return content, (), plain_layout(raw.value), ""
         else:
             parsed = parse_record(
                 raw.value,
@@ -189,7 +192,8 @@ def _audit(
         if media:
             paths = [embedded.place(file.path, root, raw.members) for file in media]
             return _WithMedia(parsed=parsed, media=media, paths=paths)
-        return encode_record(parsed.record(audit.keys[index], [], [])), parsed.ignored, parsed.layout
+        content = encode_record(parsed.record(audit.keys[index], [], []))
+        return content, parsed.ignored, parsed.layout, parsed.judged
     except SampleRejected as error:
         return SampleRejected(error.reason, error.detail)
 
@@ -213,7 +217,7 @@ def _with_media(
         audit.warnings.setdefault(index, []).append("transparent_image")
     for file, stamp in found:
         audit.files.setdefault(file.name, (file, stamp))
-    return content, parsed.ignored, parsed.layout
+    return content, parsed.ignored, parsed.layout, parsed.judged
 
 
 def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: str) -> Found:

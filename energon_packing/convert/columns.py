@@ -28,6 +28,7 @@ _WEIGHTS = (
     "loss_weight",
     "loss_scale",
     "loss_mask",
+    "loss",
     "train_mask",
     "mask",
     "train",

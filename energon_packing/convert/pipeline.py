@@ -190,6 +190,8 @@ def _build(
         layouts={name: dict(sorted(counts.items())) for name, counts in reading.layouts.items()},
         first_rejects=dict(sorted(reading.first_rejects.items())),
         splits=splits,
+        pairs=reading.mentions["pair"],
+        unwanted=reading.mentions["unwanted"],
         images=reading.mentions["image"],
         videos=reading.mentions["video"],
         tensors=reading.mentions["latents"] + reading.mentions["context"],

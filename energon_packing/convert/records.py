@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from energon_packing.conversation import Conversation, Turn
+from energon_packing.conversation import PREFERENCE, Conversation, Turn
 from energon_packing.convert.column_map import ColumnMap
 from energon_packing.convert.columns import check_columns
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, MissingPlaceholder, RecordFormat
@@ -59,6 +59,11 @@ class ParsedRecord:
     rejected: tuple[Turn, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
     layout: str = field(default="", compare=False)
+
+    @property
+    def judged(self) -> str:
+        """``pair`` for two answers, ``unwanted`` for one whose label says so; empty for any other."""
+        return "pair" if self.chosen else "unwanted" if self.extras.get(PREFERENCE, 0) < 0 else ""
 
     @property
     def media(self) -> tuple[FileReference, ...]:

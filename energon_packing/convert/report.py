@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.near_names import near_name
 from energon_packing.remote_files import read, remote_address
 
-CONVERSION_VERSION = 5
+CONVERSION_VERSION = 6
 """Changes whenever the format of a conversion's files changes; part of the fingerprint."""
 
 CONVERSION_FILE = "conversion.json"
@@ -39,6 +40,8 @@ class ConversionReport:
         layouts: source -> name of a layout -> number of samples whose record has it.
         first_rejects: reason -> the first record that was rejected for it, and why.
         splits: name -> number of samples.
+        pairs: samples with a chosen and a rejected answer.
+        unwanted: samples whose label says that the answer is unwanted (``--kto-label``).
         images, videos, tensors: number of media that samples name, including repetitions.
         media_files: distinct media, by content.
         media_bytes: bytes of media in the data set.
@@ -67,11 +70,18 @@ class ConversionReport:
     seconds: float = 0.0
     skipped: bool = False
     dry_run: bool = False
+    pairs: int = 0
+    unwanted: int = 0
     tensors: int = 0
     layouts: dict[str, dict[str, int]] = field(default_factory=dict)
     first_rejects: dict[str, str] = field(default_factory=dict)
     ignored_columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     fingerprint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pair_counts(self) -> PairCounts:
+        """What a run must be told how to train."""
+        return PairCounts(samples=self.written, pairs=self.pairs, unwanted=self.unwanted)
 
     @property
     def reject_share(self) -> float:
@@ -128,6 +138,26 @@ def read_report(directory: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) and {"fingerprint", "written", "entry"} <= set(value) else None
+
+
+def counted_pairs(places: Iterable[Path]) -> PairCounts:
+    """What conversions counted in the data sets at these places, all splits together; nothing where nobody counted.
+
+    Args:
+        places: data sets, or their parts, which lie a level below the report.
+    """
+    reports: dict[str, dict[str, Any] | None] = {}
+    for place in places:
+        for folder in (place, place.parent):
+            if str(folder) not in reports:
+                reports[str(folder)] = read_report(folder)
+            if reports[str(folder)] is not None:
+                break
+    found = PairCounts()
+    for report in filter(None, reports.values()):
+        written, pairs, unwanted = (report.get(name, 0) for name in ("written", "pairs", "unwanted"))
+        found += PairCounts(samples=int(written), pairs=int(pairs), unwanted=int(unwanted))
+    return found
 
 
 def fingerprint_difference(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str | None:

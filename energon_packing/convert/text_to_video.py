@@ -49,7 +49,7 @@ class ParsedVideoRecord:
         metadata: the object that the record holds under this name.
         warnings: names of oddities that were accepted.
         ignored: columns that hold something but that nothing reads, sorted.
-        layout: for the report.
+        layout, judged: for the report; a clip has no answers that anybody judges.
     """
 
     caption: str | None
@@ -58,6 +58,7 @@ class ParsedVideoRecord:
     warnings: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     layout: str = "text-to-video"
+    judged: str = ""
 
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
         """The JSON form of the sample.

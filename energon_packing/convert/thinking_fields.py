@@ -1,4 +1,4 @@
-"""Thinking in a field of a message -> thinking in its text, in the form that chat templates read back."""
+"""Thinking in a field of a message: which field holds it, and whether the text holds other thinking."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 """Written by DeepSeek, Qwen and vLLM; by OpenRouter and newer vLLM; by gpt-oss and TRL, in this order."""
 
 
-def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
-    """The text to write before that of an assistant's message: ``<think>\\n...\\n</think>\\n\\n``, or nothing.
-
-    Qwen3's published template writes ``reasoning_content`` in this form, with line breaks around the thinking stripped,
-    and splits it again if it finds it in the text.
+def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | None:
+    """The thinking of an assistant's message as the field holds it; None if there is none, or the text holds it too.
 
     Args:
         message: as the record holds it.
@@ -36,19 +33,20 @@ def thinking_text(message: Mapping[str, Any], text: str, number: int) -> str:
         if not isinstance(value, str):
             raise SampleRejected("non_string_value", f"turn {number} has {name} that is {kind_of(value)}, not text")
         if value.strip():
-            given[name] = value.strip("\n")
+            given[name] = value
     if not given:
-        return ""
+        return None
     first, *others = given
     thought = given[first]
     for other in others:
-        if given[other] != thought:
+        if given[other].strip("\n") != thought.strip("\n"):
             raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and {other}, and they differ")
     if OPEN in thought or CLOSE in thought:
         raise SampleRejected("conflicting_thinking", f"turn {number} has {first} with {OPEN} or {CLOSE} in it")
     if OPEN not in text and CLOSE not in text:
-        return f"{OPEN}\n{thought}\n{CLOSE}\n\n"
+        return thought
     inner, closed, rest = text.lstrip().removeprefix(OPEN).partition(CLOSE)
-    if text.lstrip().startswith(OPEN) and closed and inner.strip("\n") == thought and OPEN not in rest + inner:
-        return ""  # the text holds it already
+    same = inner.strip("\n") == thought.strip("\n")
+    if text.lstrip().startswith(OPEN) and closed and same and OPEN not in rest + inner:
+        return None
     raise SampleRejected("conflicting_thinking", f"turn {number} has {first} and different thinking in its text")

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from energon_packing.chat.thinking import tagged
 from energon_packing.conversation import MediaPart, Part, Role, Turn, text_turn
 from energon_packing.convert.columns import AUDIO, LABELS, is_preference_label
 from energon_packing.convert.content_parts import joined, read_content, split_text
 from energon_packing.convert.loss_fields import LOSS_FIELDS, loss_weight
 from energon_packing.convert.record_media import RecordMedia, kind_of
 from energon_packing.convert.role_names import ROLE_OF, ROLE_OF_TEXT
-from energon_packing.convert.thinking_fields import THINKING_FIELDS, thinking_text
+from energon_packing.convert.thinking_fields import THINKING_FIELDS, thinking_of
 from energon_packing.convert.tool_calls import call_id, parse_function_call_text, parse_tool_calls
 from energon_packing.convert.unread import says_nothing
 from energon_packing.errors import SampleRejected
@@ -89,19 +90,22 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
             content = ""
     if in_calls:
         media.ignored |= {f"{column}[].tool_calls[].{name}" for name in in_calls}
-    thinking: list[Part] = []
-    if role == "assistant" and (thought := thinking_text(message, _plain_text(content), number)):
-        split_text(thought, media, thinking)
+    thought = thinking_of(message, _plain_text(content), number) if role == "assistant" else None
+    around: list[Part] = []
+    if thought and any(tag in thought for tag in ("<image>", "<video>")):
+        split_text(tagged(thought), media, around)  # a field cannot hold media
+        thought = None
     parts = read_content(content, number, media, f"{column}[].{content_field}")
     # With an empty system turn, a conversation keeps the template's own system prompt out.
     if role != "system" and not calls and not _holds(parts):
         raise SampleRejected("empty_turn", f"turn {number} ({role_name}) is empty")
     return Turn(
         role=role,
-        parts=joined([*thinking, *parts]) if thinking else parts,
+        parts=joined([*around, *parts]) if around else parts,
         tool_calls=calls,
         loss_weight=loss_weight(message, number, role),
         tool_call_id=call_id(message.get("tool_call_id")) if role == "tool" else None,
+        thinking=thought,
     )
 
 

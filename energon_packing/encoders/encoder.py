@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from energon_packing.chat.prompt_files import template_source
-from energon_packing.chat.template import ChatTemplate, RenderedChat
+from energon_packing.chat.template import ChatTemplate, media_texts
 from energon_packing.config import MODALITIES, EncoderConfig, LimitsConfig, Modality, SplitAt, SplitPositions
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.decoding import FilesRead, HasMedia, MediaToDecode, decodable, visual_inputs
@@ -27,11 +27,11 @@ from energon_packing.encoders.fitting import Bounds, beginning, fit, fit_pair
 from energon_packing.encoders.joinable_rows import PADDED_MEDIA
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
-from energon_packing.encoders.placeholders import Placeholders, check_reserved, own_template
+from energon_packing.encoders.placeholders import Expanded, Placeholders, check_reserved, own_template
 from energon_packing.encoders.resizing import Resizer, Settings
 from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
-from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, expanded, split
+from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
 from energon_packing.encoders.targets import enough_targets, trained_tokens
 from energon_packing.encoders.tokenized import SpecialTexts, TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
@@ -39,6 +39,7 @@ from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
 from energon_packing.families.registry import build_family, generation_stops, load_processor
 from energon_packing.media.decoding_process import DecodingProcess
+from energon_packing.thd.fields import TokenField
 
 IGNORE_INDEX = -100
 
@@ -61,7 +62,7 @@ class ConversationEncoder(SampleEncoder):
         self.processor = load_processor(config) if processor is None else processor
         self.family = build_family(self.processor, config)
         self.tokenizer = self.family.tokenizer
-        if clash := sorted(set(config.extra_fields) & set(self.family.token_fields)):
+        if clash := sorted(set(config.extra_fields) & {field.name for field in self.family.token_fields}):
             raise ConfigError(
                 f"encoder.extra_fields names {clash[0]!r}, which the family {self.family.name} makes itself; rename it."
             )
@@ -77,7 +78,6 @@ class ConversationEncoder(SampleEncoder):
                 f"{type(self.tokenizer).__name__} is not a fast tokenizer; labels need character offsets. "
                 "Convert it with transformers (tokenizer.json)."
             )
-        self._placeholders = Placeholders(self.family)
         self.template = ChatTemplate(
             self.tokenizer,
             source=self._template_source(),
@@ -88,6 +88,7 @@ class ConversationEncoder(SampleEncoder):
             stops=generation_stops(config, self.tokenizer),
             date=config.template_date,
         )
+        self._placeholders = Placeholders(self.family, self.template)
         self._backend = self.tokenizer.backend_tokenizer
         self._specials = SpecialTexts(self.tokenizer, config.special_tokens_in_text)
         self._tokens = TextTokenizer(self._backend, self._specials)
@@ -96,9 +97,7 @@ class ConversationEncoder(SampleEncoder):
         self._make_pixels = functools.partial(_visual_inputs, config, self._resizer, self.family)
         self._decoding = DecodingProcess(self._make_pixels, config.decode_seconds)
         self._run_ids = sorted(set(self.family.placeholder_ids.values()))
-        vocabulary = self.tokenizer.get_added_vocab()
         self._prepared: dict[int, _Prepared] = {}
-        self._never_trained = sorted({vocabulary[token] for token in self.family.reserved if token in vocabulary})
 
     @property
     def pad_token_id(self) -> int:
@@ -107,7 +106,7 @@ class ConversationEncoder(SampleEncoder):
         return int(token_id if token_id is not None else self.tokenizer.eos_token_id or 0)
 
     @property
-    def token_fields(self) -> tuple[str, ...]:
+    def token_fields(self) -> tuple[TokenField, ...]:
         """The family's token fields, such as ``mm_token_type_ids`` of GLM-4.1V."""
         return self.family.token_fields
 
@@ -146,7 +145,8 @@ class ConversationEncoder(SampleEncoder):
         conversation = self._specials(conversation)
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
-        return self._enough_targets(decodable(fit(conversation, self._measure, self._resizer, bounds), self.config))
+        fitted = fit(conversation, self._measure, self._resizer, bounds, self.template.trained_turns)
+        return self._enough_targets(decodable(fitted, self.config))
 
     def prepare(self, conversations: Sequence[Conversation]) -> None:
         """Renders and tokenizes conversations together, which is quicker; `measure` finds it done.
@@ -154,7 +154,7 @@ class ConversationEncoder(SampleEncoder):
         Whatever stands in the way of one of them is for `measure` to say. Those of an earlier call are forgotten.
         """
         self._prepared.clear()
-        chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], RenderedChat]]] = {}
+        chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
         for conversation in conversations:
             with contextlib.suppress(Exception):
                 if self._specials(conversation) is not conversation:
@@ -210,19 +210,20 @@ class ConversationEncoder(SampleEncoder):
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.
         """
-        kept = beginning(self._specials(conversation), measured.turns)
-        chat = self.template.render(kept)
-        family = self._resizer.family(measured.settings)
-        text, spans, moved = expanded(chat.text, self._placeholders.texts(chat.text, measured.plans, family))
-        tokenized = self._tokenize(text)
+        kept = conversation = self._specials(conversation)
+        if measured.turns < len(conversation.turns):
+            kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
+        rendered = self.template.render(kept)
+        chat = self._placeholders.expand(rendered, measured.plans)
+        tokenized = self._tokenize(chat.text)
         if not np.array_equal(tokenized.ids, measured.token_ids):
             raise PackingError(f"sample {measured.key} has different tokens than when it was measured")
 
         def turn_end(turns: int) -> int | None:
-            end = self.template.turn_end(kept, chat, turns)
-            return None if end is None else moved(end)
+            end = self.template.turn_end(kept, rendered, turns)
+            return None if end is None else chat.moved(end)
 
-        whole = SampleText(offsets=tokenized.offsets, media=spans, turns=kept.turns, turn_end=turn_end)
+        whole = SampleText(offsets=tokenized.offsets, media=chat.media, turns=kept.turns, turn_end=turn_end)
         pieces = split(measured, whole, fits, at)
         if positions == "continue":
             starts = np.cumsum([0, *(piece.length for piece in pieces[:-1])])
@@ -252,7 +253,7 @@ class ConversationEncoder(SampleEncoder):
             plans, chat = self._rendered(conversation, self._resizer.family(settings))
             text = self._tokenize(chat.text)
         ids = text.ids
-        trained, weights = trained_tokens(text, chat.spans, self._never_trained)
+        trained, weights = trained_tokens(text, chat.spans)
         targets = int(np.count_nonzero(trained[1:]))
         if not targets:
             raise SampleRejected("nothing_to_learn", "the conversation has no target tokens")
@@ -274,15 +275,15 @@ class ConversationEncoder(SampleEncoder):
             media=conversation.media,
             length=len(ids) + int(lengths.sum()) - len(lengths),
             turns=len(conversation.turns),
-            scale=target_weight(self.config, targets),
+            scale=target_weight(self.config, targets if weights is None else float(weights[1:].sum(dtype=np.float64))),
             settings=settings,
             extras=extra_values(conversation, self.config.extra_fields, targets),
         )
 
-    def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], RenderedChat]:
+    def _rendered(self, conversation: Conversation, family: VisionFamily) -> tuple[tuple[MediaPlan, ...], Expanded]:
         """Geometry of the media, and the text with what stands for them."""
         plans = family.plans(conversation.media)
-        return plans, self._placeholders.replace(self.template.render(conversation), plans)
+        return plans, self._placeholders.expand(self.template.render(conversation), plans)
 
     def render(self, measured: Measured, read: Callable[[str], bytes]) -> dict[str, Any]:
         """Decodes the media of one sample and returns its row.
@@ -295,7 +296,7 @@ class ConversationEncoder(SampleEncoder):
             ``input_ids``, ``labels`` (already shifted; -100 where nothing is learned) and ``position_ids`` int64
             ``[L]`` (``[3, L]`` for mRoPE), ``loss_mask`` float32 ``[L]``, ``visual_inputs`` (name -> tensor), with
             ``pixel_forms`` if some of them are bytes, ``key`` and ``expected_length``; each of ``config.extra_fields``
-            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as int64 ``[L]``; ``padded_media`` and
+            as float32 ``[L]``, 0 outside the targets; each of `token_fields` as ``[L]``; ``padded_media`` and
             ``shared_placeholder`` if the family's images and videos need `energon_packing.encoders.joinable_rows` to
             share a pack.
 
@@ -375,7 +376,8 @@ class ConversationEncoder(SampleEncoder):
     def _template_source(self) -> str | None:
         if self.config.chat_template is None:
             return own_template(self.processor)
-        return template_source(self.config.chat_template, self.tokenizer, self._placeholders.media_texts)
+        shown = media_texts(self.tokenizer, own_template(self.processor), self.family.placeholders)
+        return template_source(self.config.chat_template, self.tokenizer, shown)
 
 
 class _Prepared(NamedTuple):
@@ -383,7 +385,7 @@ class _Prepared(NamedTuple):
 
     conversation: Conversation
     plans: tuple[MediaPlan, ...]
-    chat: RenderedChat
+    chat: Expanded
     text: TokenizedText
 
 

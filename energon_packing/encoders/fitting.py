@@ -6,18 +6,19 @@ An action either brings the sample within every limit or leaves it unchanged, an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from energon_packing.config import LimitsConfig
-from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.resizing import Resizer, Settings, frames_of, tokens_of
 from energon_packing.errors import ConfigError, SampleRejected
 
 Measure = Callable[[Conversation, Settings], Measured]
+Choose = Callable[[Conversation], Collection[int]]
+"""Returns the turns of a record that are trained, from the whole record; for `beginning`."""
+_NO_CUT = "no cut after an answer fits and keeps a target, with every answer that its extras describe"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +80,7 @@ def _count(what: str, measured: Measured) -> int:
     return measured.length if what == "tokens" else tokens_of(measured.plans)
 
 
-def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds) -> Measured:
+def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: Bounds, choose: Choose) -> Measured:
     """Measures a conversation and, if needed, changes it to fit all limits.
 
     Raises:
@@ -103,17 +104,18 @@ def fit(conversation: Conversation, measure: Measure, resizer: Resizer, bounds: 
         changed = (
             resized(conversation, measured, measure, resizer, own)
             if action == "resize"
-            else truncated(conversation, measured, measure, own)
+            else truncated(conversation, measured, measure, own, choose)
         )
         measured = measured if changed is None else _noted(measured, changed, over, conversation)
     over = own.excess(measured)
     if over is None and bounds.row is not None:
         over = bounds.excess(measured)
-        cut = truncated(conversation, measured, measure, bounds) if over is not None else None
+        cut = truncated(conversation, measured, measure, bounds, choose) if over is not None else None
         if over is not None and cut is not None:
             return _noted(measured, cut, over, conversation)
     if over is not None:
-        raise SampleRejected(over.reason, over.detail)
+        cuts = bounds.row is not None or "truncate" in bounds.limits.when_over
+        raise SampleRejected(over.reason, over.detail + (f"; {_NO_CUT}" if cuts else ""))
     return measured
 
 
@@ -200,27 +202,33 @@ def resized(
     return measured if bounds.excess(measured) is None else None
 
 
-def truncated(conversation: Conversation, measured: Measured, measure: Measure, bounds: Bounds) -> Measured | None:
+def truncated(
+    conversation: Conversation, measured: Measured, measure: Measure, bounds: Bounds, choose: Choose
+) -> Measured | None:
     """Returns the longest beginning of the conversation that ends with an assistant turn and is within the limits.
 
-    A cut between two turns never separates an image or video from its tokens. The result is None if not even the first
-    answer fits, if nothing that fits is trained, or if the sample has extras with one number per target, because it is
-    not known which of them to keep.
+    It is rendered as a conversation of its own, but trains what the whole record chose: of the turns that are trained
+    there, those that are left. A cut between two turns never separates an image or video from its tokens. Lengths are
+    searched by halves; a template that hides earlier thinking may have a longer beginning that fits.
+
+    The result is None if not even the first answer fits, or if no target is left. Extras describe the trained answers
+    of the whole record, so a sample that has any is cut only after the last of these answers, or not at all.
     """
-    if any(isinstance(value, np.ndarray) for value in measured.extras.values()):
-        return None
+    chosen = choose(conversation)
+    described = any(name != PREFERENCE or value for name, value in measured.extras.items())
+    needed = 1 + (max(chosen) if described else min(chosen))
     ends = [at for at, turn in enumerate(conversation.turns, 1) if turn.role == "assistant"]
-    ends = [end for end in ends if end < measured.turns]
+    ends = [end for end in ends if needed <= end < measured.turns]
     best: Measured | None = None
     low, high = 0, len(ends)
     while low < high:
         middle = (low + high) // 2
         try:
-            tried = measure(beginning(conversation, ends[middle]), measured.settings)
+            tried = measure(beginning(conversation, ends[middle], chosen), measured.settings)
         except SampleRejected as error:
             if error.reason != "nothing_to_learn":
                 raise
-            low = middle + 1  # no target yet, so a shorter beginning has none either
+            low = middle + 1  # a shorter beginning trains no other turn, so it has no target either
             continue
         if bounds.excess(tried) is None:
             best, low = tried, middle + 1
@@ -229,9 +237,13 @@ def truncated(conversation: Conversation, measured: Measured, measure: Measure, 
     return best
 
 
-def beginning(conversation: Conversation, turns: int) -> Conversation:
-    """Returns the first turns of a conversation with the media that they use."""
-    kept = conversation.turns[:turns]
+def beginning(conversation: Conversation, turns: int, trained: Collection[int]) -> Conversation:
+    """Returns the first turns of a conversation with the media that they use; of its answers, only those in ``trained``
+    are trained."""
+    kept = tuple(
+        dataclasses.replace(turn, loss_weight=0.0) if turn.role == "assistant" and number not in trained else turn
+        for number, turn in enumerate(conversation.turns[:turns])
+    )
     media = sum(isinstance(part, MediaPart) for turn in kept for part in turn.parts)
     return dataclasses.replace(conversation, turns=kept, media=conversation.media[:media])
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.nn.functional import pad
 
 from energon_packing.encoders.shared_placeholder import videos_as_images
+from energon_packing.thd.fields import TokenField
 
 PADDED_MEDIA = "padded_media"
 """Key of a row: names of the visual inputs ``[images, channels, height, width]`` that may be padded further."""
 
 
-def joinable(rows: Sequence[Mapping[str, Any]], token_fields: Sequence[str] = ()) -> list[Mapping[str, Any]]:
+def joinable(rows: Sequence[Mapping[str, Any]], fields: Sequence[TokenField] = ()) -> list[Mapping[str, Any]]:
     """Returns the rows in a form that can be joined.
 
     Images that a row names under `PADDED_MEDIA` are padded with zeros below and to the right. Videos become images if
@@ -28,9 +28,9 @@ def joinable(rows: Sequence[Mapping[str, Any]], token_fields: Sequence[str] = ()
 
     Args:
         rows: of the samples that will share a pack; they are not changed.
-        token_fields: names of int64 ``[L]`` inputs; a row without them (of text, or of another encoder) gets zeros.
+        fields: of the pack; a row without one (of text, of another encoder, or a filler) gets the value of padding.
     """
-    rows = videos_as_images([_with_fields(row, token_fields) for row in rows])
+    rows = videos_as_images([_with_fields(row, fields) for row in rows])
     names = {name for row in rows for name in row.get(PADDED_MEDIA, ())}
     if not names:
         return rows
@@ -46,8 +46,5 @@ def joinable(rows: Sequence[Mapping[str, Any]], token_fields: Sequence[str] = ()
     return list(result)
 
 
-def _with_fields(row: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
-    missing = [name for name in names if name not in row]
-    if not missing:
-        return row
-    return {**row, **{name: torch.zeros(len(row["input_ids"]), dtype=torch.int64) for name in missing}}
+def _with_fields(row: Mapping[str, Any], fields: Sequence[TokenField]) -> Mapping[str, Any]:
+    return {**{field.name: field.filled(len(row["input_ids"])) for field in fields if field.name not in row}, **row}

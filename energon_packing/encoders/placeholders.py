@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from energon_packing.chat.template import RenderedChat, media_texts
+from energon_packing.chat.template import ChatTemplate, RenderedChat, media_frames
 from energon_packing.chat.thinking import TrainedSpan
-from energon_packing.conversation import Conversation
-from energon_packing.encoders.splitting import MediaText
+from energon_packing.conversation import Conversation, MediaKind
 from energon_packing.errors import SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
+
+
+class Expanded(NamedTuple):
+    """A rendered conversation with the texts of its images and videos in place of their placeholders.
+
+    Attributes:
+        text: what is tokenized.
+        spans: its trained characters, ascending, and with weight 0 those of ``media``: no trained token touches them.
+        media: characters ``[start, end)`` of each image and video in conversation order: everything that its family
+            inserts (tokens, times, numbers of frames, sentences about crops, line breaks), and its frame.
+        moved: maps a character position of the rendered text to ``text``.
+    """
+
+    text: str
+    spans: tuple[TrainedSpan, ...]
+    media: tuple[tuple[int, int], ...]
+    moved: Callable[[int], int]
 
 
 class Placeholders:
@@ -22,45 +37,33 @@ class Placeholders:
 
     Args:
         family: of the run; it defines the placeholders.
+        template: of the run; it defines the frames, which it writes around a placeholder: ``<|vision_start|>``,
+            ``Picture 1:``, a line break.
     """
 
-    def __init__(self, family: VisionFamily) -> None:
-        self.family = family
+    def __init__(self, family: VisionFamily, template: ChatTemplate) -> None:
+        self.family, self._template = family, template
         kinds = sorted(family.placeholders.items())
         self._kinds = [kind for kind, _ in kinds]
         self._pattern = re.compile("|".join(f"({re.escape(text)})" for _, text in kinds) or "(?!)")
 
     @functools.cached_property
-    def media_texts(self) -> dict[str, str]:
-        """What the processor's template writes per kind of media; see `energon_packing.chat.template.media_texts`."""
-        return media_texts(self.family.tokenizer, own_template(self.family.processor), self.family.placeholders)
+    def _frames(self) -> dict[MediaKind, tuple[re.Pattern[str], re.Pattern[str]]]:
+        """What may stand directly before and after a placeholder, by kind; a number may be another one."""
+        found = {}
+        for kind, sides in media_frames(self._template, self.family.placeholders).items():
+            before, after = (re.sub(r"\d+", r"\\d+", re.escape(side)) for side in sides)
+            found[kind] = re.compile(rf"(?:{before})\Z"), re.compile(after)
+        return found
 
-    @functools.cached_property
-    def frames(self) -> dict[str, tuple[str, str]]:
-        """What the processor's template writes before and after a placeholder, by kind."""
-        frames: dict[str, tuple[str, str]] = {}
-        for kind, placeholder in self.family.placeholders.items():
-            before, _, after = self.media_texts[kind].partition(placeholder)
-            frames[kind] = before, after
-        return frames
+    def expand(self, chat: RenderedChat, plans: Sequence[MediaPlan]) -> Expanded:
+        """Replaces the placeholder of each image and video with its text.
 
-    def texts(self, chat: str, plans: Sequence[MediaPlan], family: VisionFamily) -> list[MediaText]:
-        """Returns the placeholder of each image and video in a rendered chat, with the text that replaces it.
-
-        Args:
-            chat: of the sample, with one placeholder for each of ``plans``.
-            plans: of its media.
-            family: with the limits of the sample.
+        Raises:
+            SampleRejected: ``placeholder_mismatch`` if the placeholders are not those of ``plans``.
         """
-        return [
-            MediaText(start=match.start(), end=match.end(), text=family.replacement(plan), frame=self.frames[plan.kind])
-            for match, plan in zip(self._pattern.finditer(chat), plans, strict=True)
-        ]
-
-    def replace(self, chat: RenderedChat, plans: tuple[MediaPlan, ...]) -> RenderedChat:
-        """Replaces the placeholder of each image and video with its text, and shifts the spans."""
         if not plans and not any(text in chat.text for text in self.family.placeholders.values()):
-            return chat  # the search below takes a tenth of the tokenization time
+            return Expanded(chat.text, chat.spans, (), lambda at: at)  # the search takes a tenth of the tokenization
         matches = list(self._pattern.finditer(chat.text))
         found = [self._kinds[(match.lastindex or 1) - 1] for match in matches]
         expected = [plan.kind for plan in plans]
@@ -69,28 +72,28 @@ class Placeholders:
                 "placeholder_mismatch",
                 f"the chat template writes media {found}, but the conversation has {expected}",
             )
-        if not matches:
-            return chat
-        pieces: list[str] = []
-        ends, shifts = [], []
-        cursor = shift = 0
+        parts: list[str] = []
+        media: list[tuple[int, int]] = []
+        ends, shifts = [], [0]
+        cursor = framed = 0
         for match, plan in zip(matches, plans, strict=True):
-            text = self.family.replacement(plan)
-            pieces += (chat.text[cursor : match.start()], text)
+            start, text = match.start(), self.family.replacement(plan)
+            before, after = self._frames[plan.kind]
+            parts += (chat.text[cursor:start], text)
             cursor = match.end()
-            shift += len(text) - (match.end() - match.start())
+            opened, closed = before.search(chat.text, framed, start), after.match(chat.text, cursor)
+            framed = closed.end() if closed else cursor
             ends.append(cursor)
-            shifts.append(shift)
-        pieces.append(chat.text[cursor:])
+            shifts.append(shifts[-1] + len(text) - (cursor - start))
+            media.append(((opened.start() if opened else start) + shifts[-2], framed + shifts[-1]))
+        parts.append(chat.text[cursor:])
 
-        def moved(position: int) -> int:
-            before = int(np.searchsorted(ends, position, side="right"))
-            return position + (shifts[before - 1] if before else 0)
+        def moved(at: int) -> int:
+            return at + shifts[bisect_right(ends, at)]
 
-        spans = tuple(
-            TrainedSpan(start=moved(span.start), end=moved(span.end), weight=span.weight) for span in chat.spans
-        )
-        return RenderedChat(text="".join(pieces), spans=spans)
+        spans = [TrainedSpan(moved(span.start), moved(span.end), span.weight) for span in chat.spans]
+        spans += [TrainedSpan(start, end, 0.0) for start, end in media]
+        return Expanded("".join(parts), tuple(sorted(spans)), tuple(media), moved)
 
 
 def own_template(processor: Any) -> str | None:
@@ -106,7 +109,7 @@ def check_reserved(conversation: Conversation, tokens: Sequence[str]) -> None:
         SampleRejected: ``reserved_token``.
     """
     called = [turn for turn in conversation.turns if turn.tool_calls or turn.tool_call_id]
-    texts = [turn.text for turn in conversation.turns]
+    texts = [f"{turn.thinking or ''}{turn.text}" for turn in conversation.turns]
     calls = [text for turn in called for text in _strings([turn.tool_calls, turn.tool_call_id])]
     tools = list(_strings(conversation.tools)) if conversation.tools else []
     everything = "\n".join((*texts, *calls, *tools))

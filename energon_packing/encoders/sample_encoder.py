@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation
 from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.pair import MeasuredPair
 from energon_packing.errors import SampleRejected
+from energon_packing.thd.fields import TokenField
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,9 +70,15 @@ class SampleEncoder(ABC):
         return 0
 
     @property
-    def token_fields(self) -> tuple[str, ...]:
-        """Names of additional model inputs in its rows, int64 ``[L]``; 0 on padding and in rows without them."""
+    def token_fields(self) -> tuple[TokenField, ...]:
+        """Additional model inputs in its rows; the value of padding in rows without them."""
         return ()
+
+    @property
+    def fields(self) -> tuple[TokenField, ...]:
+        """All fields ``[L]`` of its rows besides those of every row: ``config.extra_fields`` and `token_fields`."""
+        extra = (TokenField(name=name, dtype=torch.float32, pad=0.0) for name in self.config.extra_fields)
+        return *extra, *self.token_fields
 
     def accepts(self, conversation: Conversation) -> bool:
         """Whether this encoder accepts the conversation; of several encoders, the first that accepts it measures it."""

@@ -44,48 +44,6 @@ class MeasuredSplit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MediaText:
-    """The text that stands for one image or video in a rendered conversation.
-
-    Attributes:
-        start, end: characters ``[start, end)`` of its placeholder.
-        text: the family's replacement for the placeholder.
-        frame: what a chat template may write before and after the placeholder; it stays in the same piece.
-    """
-
-    start: int
-    end: int
-    text: str
-    frame: tuple[str, str]
-
-
-def expanded(text: str, media: Sequence[MediaText]) -> tuple[str, tuple[tuple[int, int], ...], Callable[[int], int]]:
-    """Inserts the texts of images and videos into a rendered text.
-
-    Returns:
-        The text; the characters ``[start, end)`` of each image and video in it, including its frame; and a function
-        that maps a character position of the rendered text to the new text.
-    """
-    parts: list[str] = []
-    spans: list[tuple[int, int]] = []
-    ends: list[int] = []
-    shifts = [0]
-    cursor = 0
-    for item in media:
-        parts += (text[cursor : item.start], item.text)
-        cursor = item.end
-        before, after = item.frame
-        before = before if text.endswith(before, 0, item.start) else ""
-        after = after if text.startswith(after, cursor) else ""
-        start = item.start + shifts[-1]
-        spans.append((start - len(before), start + len(item.text) + len(after)))
-        ends.append(item.end)
-        shifts.append(shifts[-1] + len(item.text) - (item.end - item.start))
-    parts.append(text[cursor:])
-    return "".join(parts), tuple(spans), lambda at: at + shifts[bisect_right(ends, at)]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleText:
     """What the cuts of a sample depend on besides its sizes.
 

@@ -96,6 +96,7 @@ class SpecialTexts:
                     parts=tuple(changed(part) if isinstance(part, str) else part for part in turn.parts),
                     tool_calls=_each(turn.tool_calls, changed),
                     tool_call_id=_each(turn.tool_call_id, changed),
+                    thinking=_each(turn.thinking, changed),
                 )
                 for turn in turns
             )

@@ -37,14 +37,17 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
     """
     store = primary if media is None else media
     keys = basic_sample_keys(sample)
+    conversation = None
     try:
         text = sample["json"] if isinstance(sample["json"], bytes) else str(sample["json"]).encode()
         refuse_unreadable(text)
         record = json.loads(text)
         check_depth(text, record)
-        conversation = complete(Conversation.from_record(sample["__key__"], record), store)
+        conversation = Conversation.from_record(sample["__key__"], record)
+        conversation = complete(conversation, store)
     except SampleRejected as error:
-        return ConversationSample(**keys, conversation=None, problem=Problem(reason=error.reason, detail=error.detail))
+        problem = Problem(reason=error.reason, detail=error.detail)
+        return ConversationSample(**keys, conversation=conversation, problem=problem)
     except RecursionError:
         return ConversationSample(**keys, conversation=None, problem=Problem(reason="too_deep", detail=TOO_DEEP))
     except Exception as error:  # whatever a record does to its reader, only this sample is lost

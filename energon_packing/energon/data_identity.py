@@ -15,7 +15,9 @@ from typing import Any
 
 import yaml
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY, dataset_entry
+from energon_packing.convert.report import counted_pairs
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
@@ -35,22 +37,33 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))
-    for number, (place, text) in enumerate(_walk(root, split, {str(root)})):
+    for number, (place, content) in enumerate(_walk(root, split, {str(root)})):
+        text = _prepared(place) if content is None else f"metadataset {_short(content)}"
         found["data set" if number == 0 else f"data set {number} ({place.name})"] = text
     return found
 
 
-def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, str]]:
-    """Yields each data set from `place` on once, with its entry."""
+def known_pairs(path: str, split: str) -> PairCounts:
+    """What `convert` counted in the data sets at a path, of all their splits; nothing where nobody counted.
+
+    Args:
+        path, split: as for `data_identity`.
+    """
+    root = _place(dataset_entry(path))
+    return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
+
+
+def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, bytes | None]]:
+    """Yields each data set from `place` on once, a metadataset with its content."""
     if not place.is_file():
-        yield place, _prepared(place)
+        yield place, None
         return
     try:
         text = place.read_text()
     except UnicodeDecodeError:  # Energon, which reads it next, says what is wrong
-        yield place, f"metadataset {_short(place.read_bytes())}"
+        yield place, place.read_bytes()
         return
-    yield place, f"metadataset {_short(text.encode())}"
+    yield place, text.encode()
     try:
         content = load_yaml(text, most_values=MOST_OF_DATA)
     except (yaml.YAMLError, ValueError, RecursionError):  # Energon, which reads it next, says what is wrong

@@ -104,7 +104,7 @@ class HookAccounts:
             SkipSample: the sample is in the ledger, or the run is about to stop.
         """
         try:
-            if self.ledger.drop_quarantined(sample.__key__, data_of(sample)):
+            if self.ledger.drop_quarantined(sample.__key__, data_of(sample), sample.modality):
                 raise SkipSample
             return self._render(sample)
         except SkipSample:
@@ -135,7 +135,7 @@ class HookAccounts:
 
     def _refuse(self, sample: MeasuredSample, reason: str, detail: str) -> None:
         try:
-            self.ledger.drop(sample.__key__, reason, detail, data=data_of(sample))
+            self.ledger.drop(sample.__key__, reason, detail, data=data_of(sample), modality=sample.modality)
         except DropBudgetExceeded as error:
             self._stop = error
 
@@ -159,7 +159,7 @@ class AccountedSource(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
     def __iter__(self) -> Iterator[MeasuredSample]:
         for sample in self.dataset:
             self.accounts.check()
-            self.accounts.ledger.read += 1
+            self.accounts.ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
                 account_for(sample, self.accounts.ledger)
             else:
@@ -206,6 +206,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
 
     def __iter__(self) -> Iterator[Pack]:
         own = self.worker_config.rank_worker_id()
+        self.accounts.ledger.tells = not self.tells_end
         samples, times = comes_again(self.dataset, own)
         self.accounts.ledger.begin(
             run=self._run,
@@ -224,7 +225,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
             self.accounts.check()
             with self._pack_index.ctx() as index:
                 pack.index = index
-            pack.dropped = self.accounts.ledger.take_dropped()
+            pack.dropped, pack.read = self.accounts.ledger.take_dropped(), self.accounts.ledger.take_read()
             self.accounts.ledger.emit(index, pack.keys, changed=pack.changed)
             yield add_sample_restore_key(pack, index, src=self)
         self.accounts.check()

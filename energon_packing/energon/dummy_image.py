@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch.nn import functional
 
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import ConfigError, SampleRejected
-from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField
 
 SIDES = (14, 28, 32, 56, 64, 112, 224, 336, 448)
 """Sides of the squares to try, in pixels: families have minimum sizes, and some resize every image to one size."""
@@ -89,7 +89,9 @@ def mask_fillers(batch: PackedBatch, fillers: int) -> PackedBatch:
     )
 
 
-def aligned_filler(row: Mapping[str, Any], multiple: int, pad_token_id: int) -> dict[str, Any]:
+def aligned_filler(
+    row: Mapping[str, Any], fields: Sequence[TokenField], multiple: int, pad_token_id: int
+) -> dict[str, Any]:
     """Returns the filler, padded to an aligned length so that no further padding follows it.
 
     For the loss and the routers the whole filler is padding. For attention it is one segment that fills its aligned
@@ -97,19 +99,18 @@ def aligned_filler(row: Mapping[str, Any], multiple: int, pad_token_id: int) -> 
 
     Args:
         row: as `energon_packing.thd.assemble` takes it, without targets.
+        fields: of the pack, besides those of every row; those that the row has are padded as well.
         multiple: the length becomes a multiple of this.
         pad_token_id: token id of the padding.
     """
     length = len(row["input_ids"])
     more = -length % multiple
-    positions = row["position_ids"]
-    after = int(positions[..., -1].max()) + 1
     padded = {
-        "input_ids": functional.pad(row["input_ids"], (0, more), value=pad_token_id),
-        "labels": functional.pad(row["labels"], (0, more), value=IGNORE_INDEX),
-        "loss_mask": functional.pad(row["loss_mask"], (0, more)),
-        "position_ids": torch.cat([positions, torch.arange(after, after + more).expand(*positions.shape[:-1], -1)], -1),
+        field.of_row: field.padded(row[field.of_row], more)
+        for field in (*TOKEN_FIELDS, *fields)
+        if row.get(field.of_row) is not None
     }
+    padded["input_ids"][length:] = pad_token_id
     return {**row, **padded, "attention_mask": None, "expected_length": length + more}
 
 

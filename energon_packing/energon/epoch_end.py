@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from energon_packing.config import EpochEnd
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
 from energon_packing.ledger import DroppedSample
@@ -48,6 +49,7 @@ class EpochReport:
         dropped_packs: finished packs that were not emitted because another rank had none left.
         dropped_keys: keys of the samples in them.
         agreements: number of integers exchanged with the other ranks.
+        frequent: which drops must be told; of all epochs of the loader.
     """
 
     packs: int = 0
@@ -61,11 +63,18 @@ class EpochReport:
     dropped_at_end: list[DroppedSample] = field(default_factory=list)
     made: int = 0
     complete: bool = False
+    frequent: FrequentDrops = field(default_factory=FrequentDrops)
+
+    def count(self, pack: Pack) -> None:
+        """Counts a pack that a worker made, and what was read and dropped before it."""
+        self.made += bool(pack.keys)
+        self.dropped.update(entry.reason for entry in pack.dropped)
+        self.frequent.add(pack.read, pack.dropped)
 
     def ended(self, end: Pack) -> None:
         """Counts what a worker tells at its end, see `energon_packing.energon.samples.end_of_epoch`."""
+        self.count(end)
         self.read += end.ended or 0
-        self.dropped.update(entry.reason for entry in end.dropped)
         self.dropped_at_end += end.dropped
 
 

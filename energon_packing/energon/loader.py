@@ -14,7 +14,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.energon.data_identity import data_identity
+from energon_packing.energon.data_identity import data_identity, known_pairs
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
@@ -222,11 +222,12 @@ def build_dataset(
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.
-        ConfigError: the processor or a size cannot be used.
+        ConfigError: the processor or a size cannot be used, or ``packing.pairs`` refuses what is known of the data.
     """
     if not config.data.path:
         raise ConfigError(NO_PATH)
     entry = dataset_entry(config.data.path)
+    known_pairs(config.data.path, split or config.data.split).check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
         rank=rank,
         world_size=world_size,

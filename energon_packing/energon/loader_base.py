@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import distributed
+
 from energon_packing.config import EpochEnd
-from energon_packing.drop_budget import over_budget
+from energon_packing.drop_budget import over_budget, unwished
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
@@ -35,7 +39,10 @@ class LoaderBase(ABC):
     Attributes:
         capacity: tokens of a full pack, if known.
         epoch_report: of the current or last epoch; None before the first.
+        tell: receives each sentence about drops; a `UserWarning` by default.
     """
+
+    tell: Callable[[str], None] = staticmethod(functools.partial(warnings.warn, stacklevel=4))
 
     def __init__(
         self,
@@ -50,7 +57,7 @@ class LoaderBase(ABC):
         lock: LedgerLock | None = None,
     ) -> None:
         self._lock = lock
-        self._told_of_hidden = False  # whether the warning about template_omits was given
+        self._frequent = FrequentDrops()
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
             raise ConfigError(
@@ -72,10 +79,13 @@ class LoaderBase(ABC):
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
             DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
                 or if no sample reached a pack.
+
+        Warns:
+            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it.
         """
         if self._lock is not None:
             self._lock.hold()
-        report = self.epoch_report = EpochReport()
+        report = self.epoch_report = EpochReport(frequent=self._frequent)
         packs = _counted(in_sentences(self._own_packs(report)), report)
         if self._together and self._padding is not None:
             agree = agreement(self._group) if self._agree is None else self._agree
@@ -85,11 +95,12 @@ class LoaderBase(ABC):
             report.packs += not self._together and not pack.padding
             if self._monitor is not None:
                 self._monitor.add(pack)
-            if pack.dropped and not self._told_of_hidden:
-                self._tell_of_hidden(pack)
+            if pack.dropped:
+                self.tell_of_drops()
             yield pack
         report.complete = True
         self._check_epoch(report)
+        self.tell_of_drops(final=True)
         self._resumed = False
 
     def _check_epoch(self, report: EpochReport) -> None:
@@ -103,22 +114,27 @@ class LoaderBase(ABC):
                 f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
                 f"({common}{example}). Fix the data, the limits or data.split."
             )
-        if self._budget is not None and over_budget(dropped, report.read, self._budget):
+        if self._budget is not None and over_budget(unwished(report.dropped), report.read, self._budget):
             raise DropBudgetExceeded(
                 f"{dropped} of the {report.read} samples of the epoch were dropped ({common}{example}), more than "
                 f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."
             )
 
-    def _tell_of_hidden(self, pack: Pack) -> None:
-        """Warns once that the chat template omits something, since the cause is the configuration, not the samples."""
-        hidden = [entry for entry in pack.dropped if entry.reason == "template_omits"]
-        if hidden:
-            self._told_of_hidden = True
-            warnings.warn(
-                f"{len(hidden)} of {len(hidden) + len(pack.keys)} samples so far were refused as template_omits, such "
-                f"as {hidden[0].key}: {hidden[0].detail}. The ledger names all of them.",
-                stacklevel=3,
-            )
+    def tell_of_drops(self, *, final: bool = False) -> None:
+        """Tells of reasons that drop many samples, each once, by the rank that notices it first.
+
+        Args:
+            final: no more are read, so that few are no chance.
+        """
+        for sentence in self._frequent.news(final=final, claim=self._claim):
+            self.tell(sentence)
+
+    def _claim(self, name: str) -> bool:
+        """Whether no other rank has claimed the name; nobody waits, since the ranks' store does the counting."""
+        if self._world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
+            return True
+        store = distributed.distributed_c10d._get_default_store()
+        return int(store.add(f"energon_packing/{name}", 1)) == 1
 
     def statistics(self) -> PackStatistics:
         """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.
@@ -165,6 +181,5 @@ class LoaderBase(ABC):
 def _counted(packs: Iterator[Pack], report: EpochReport) -> Iterator[Pack]:
     """Counts the packs that a rank made, and what was dropped before each."""
     for pack in packs:
-        report.made += bool(pack.keys)
-        report.dropped.update(entry.reason for entry in pack.dropped)
+        report.count(pack)
         yield pack

@@ -22,7 +22,7 @@ from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.errors import ConfigError, SampleRejected
+from energon_packing.errors import ConfigError
 
 UNREAD = ("window", "policy", "balance_window", "dummy_image", *PACK_LIMITS)
 """Fields of `PackingConfig` that decide which samples share a row; they have no effect here."""
@@ -49,11 +49,19 @@ def refuse_unread(packing: PackingConfig, *, where: str, mode: str) -> None:
             )
 
 
+def two_rows(key: str) -> ConfigError:
+    """The sentence about a pair of which both answers are asked for where a sample is one row."""
+    return ConfigError(
+        f"Sample {key} is a preference pair, of which packing.pairs 'both' makes two rows, but this run has one row "
+        "per sample; use packs (dataset.mode: packs), or set packing.pairs to 'chosen' or 'drop'."
+    )
+
+
 class MicroBatchTaskEncoder(PackingTaskEncoder):
     """Puts ``micro_batch_size`` consecutive samples of at most ``packing.seq_length`` tokens into each micro-batch.
 
-    If a sample cannot be rendered, its micro-batch has fewer samples. A chosen/rejected pair is two rows and is refused
-    as ``pair``.
+    If a sample cannot be rendered, its micro-batch has fewer samples. Under ``packing.pairs: both`` a preference pair
+    is two rows, and stops the run.
 
     Args:
         encoder, parallel, processor, cookers, fingerprint: as for `PackingTaskEncoder`.
@@ -104,15 +112,14 @@ class MicroBatchTaskEncoder(PackingTaskEncoder):
 
     def _check_size(self, measured: AnyMeasured) -> None:
         if len(measured.segments) > 1:
-            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; use packs for it")
+            raise two_rows(measured.key)
         super()._check_size(measured)
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
         """Joins the samples of one micro-batch, one after the other without padding."""
         batch = thd.assemble(
-            joinable([row for sample in samples for row in sample.rows], self.token_fields),
-            extra_fields=dict.fromkeys((*self.encoder.config.extra_fields, *self.token_fields), 0),
+            joinable([row for sample in samples for row in sample.rows], self.fields), extra_fields=self.fields
         )
         pack = self._pack_of(samples, batch)
         pack.occupied = batch.real_tokens  # nothing is aligned here; that happens when the run forms its rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -67,19 +68,23 @@ def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> Re
         UserError, PackingError, FatalSampleError: the run must stop.
         DropBudgetExceeded: raised by the ledger.
     """
-    return attempt(sample.__key__, lambda: packer.postencode_sample(sample), ledger, data=data_of(sample))
+    render = functools.partial(packer.postencode_sample, sample)
+    return attempt(sample.__key__, render, ledger, data=data_of(sample), modality=sample.modality)
 
 
-def attempt(key: str, render: Callable[[], RenderedSample], ledger: Ledger, *, data: str = "") -> RenderedSample | None:
-    """As `render_or_drop`, for a sample that is rendered in another way; ``data`` is the path of its data set."""
-    if ledger.drop_quarantined(key, data):
+def attempt(
+    key: str, render: Callable[[], RenderedSample], ledger: Ledger, *, data: str = "", modality: str = ""
+) -> RenderedSample | None:
+    """As `render_or_drop`, for a sample that is rendered in another way; see `DroppedSample` for ``data`` and
+    ``modality``."""
+    if ledger.drop_quarantined(key, data, modality):
         return None
     try:
         return render()
     except SampleRejected as error:
-        ledger.drop(key, error.reason, error.detail, data=data)
+        ledger.drop(key, error.reason, error.detail, data=data, modality=modality)
     except (UserError, PackingError, FatalSampleError):
         raise
     except Exception as error:  # whatever failed, memory and recursion included, only this sample is lost
-        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}", data=data)
+        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}", data=data, modality=modality)
     return None

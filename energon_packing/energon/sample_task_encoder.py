@@ -10,6 +10,7 @@ data set, or for a trainer that packs by itself. Each is a plain Energon task en
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from megatron.energon import Batch, Cooker, SkipSample, TaskEncoder, WorkerConfi
 from torch.nn.functional import pad
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, EncoderConfig
+from energon_packing.conversation import Pairs
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextImageEncoder, TextVideoEncoder
@@ -26,12 +28,14 @@ from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
+from energon_packing.energon.micro_batches import two_rows
 from energon_packing.energon.samples import (
     ConversationSample,
     MeasuredSample,
     Problem,
     RenderedSample,
     account_for,
+    data_of,
     read_media,
 )
 from energon_packing.errors import ConfigError, SampleRejected, UserError
@@ -52,7 +56,7 @@ class SampleBatch(Batch):
         position_ids: int64 ``[B, T]``, or ``[3, B, T]`` for mRoPE; 0 on padding.
         lengths: int64 ``[B]``, tokens of each sample.
         visual_inputs: name -> tensor, the media of all rows in order; pixels as the processor's numbers.
-        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as int64.
+        extras: each of ``encoder.extra_fields`` as float32 ``[B, T]``, and of its ``token_fields`` as whole numbers.
         keys: of the samples.
         dropped: ledger entries of this worker since its last batch.
     """
@@ -78,6 +82,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         truncate: whether longer samples are cut after the last assistant turn that fits.
         multiple: every row is padded to a multiple of this.
         pad_to_max_length: whether every row is padded to ``max_length``.
+        pairs: see ``packing.pairs``; ``both`` is for labelled answers (KTO), because a pair is two rows.
         ledger: directory of the ledger files; None keeps the ledger in the batches only.
         drop_budget: share of the samples read that may be dropped; the run stops once the share is surely larger.
         max_drops_without_pack: samples that may be dropped in a row, with no micro-batch between them, before the run
@@ -100,6 +105,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         truncate: bool = False,
         multiple: int = 1,
         pad_to_max_length: bool = False,
+        pairs: Pairs = "refuse",
         ledger: str | None = None,
         drop_budget: float = 0.1,
         max_drops_without_pack: int = MAX_DROPS_WITHOUT_PACK,
@@ -116,11 +122,14 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         self.truncate = truncate
         self.multiple = multiple
         self.pad_to_max_length = pad_to_max_length
+        self.pairs = pairs
         self.cookers = (*cookers, RECORD_COOKER)
         self._of_datasets = DatasetLimits(None)
         if max_drops_without_pack < 1:
             raise ConfigError(f"max_drops_without_pack is {max_drops_without_pack}; it must be at least 1.")
-        self._ledger_of = functools.partial(Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack)
+        self._ledger_of = functools.partial(
+            Ledger, ledger, budget=drop_budget, most_pending=max_drops_without_pack, run=uuid.uuid4().hex[:12]
+        )
         self._ledger: Ledger | None = None
 
     @stateless
@@ -133,15 +142,19 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
                 measured = self._measured(sample)
             except Exception as error:
                 problem = Problem.of(error)
-        return MeasuredSample.derive_from(sample, measured=measured, store=sample.store, problem=problem)
+        modality = sample.conversation.modality if sample.conversation else ""
+        return MeasuredSample.derive_from(
+            sample, measured=measured, store=sample.store, problem=problem, modality=modality
+        )
 
     def _measured(self, sample: ConversationSample) -> AnyMeasured:
         if sample.conversation is None:
             raise SampleRejected("bad_record", "the cooker returned no conversation")
-        if sample.conversation.is_pair:
-            raise SampleRejected("pair", "a chosen/rejected pair takes two rows; read it with PackingTaskEncoder")
+        conversation = sample.conversation.trained(self.pairs)
+        if conversation.is_pair:
+            raise two_rows(conversation.key)
         encoder = self._of_datasets.encoder(self.encoder, sample)
-        measured = encoder.measure(sample.conversation, truncate_to=self.max_length if self.truncate else None)
+        measured = encoder.measure(conversation, truncate_to=self.max_length if self.truncate else None)
         if measured.length > self.max_length:
             raise SampleRejected("oversize", f"{measured.length} tokens; max_length is {self.max_length}")
         return measured
@@ -155,7 +168,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             FatalSampleError: the configuration cannot work, or the drop budget is used up.
         """
         ledger = self._worker_ledger()
-        ledger.read += 1
+        ledger.count_read(data_of(sample), sample.modality)
         try:
             if sample.measured is None:
                 account_for(sample, ledger)
@@ -164,7 +177,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             try:
                 row = self.encoder.render(sample.measured, read)
             except SampleRejected as error:
-                ledger.drop(sample.__key__, error.reason, error.detail)
+                ledger.drop(sample.__key__, error.reason, error.detail, data=data_of(sample), modality=sample.modality)
                 raise SkipSample from error
             return RenderedSample.derive_from(sample, rows=(row,), changes=sample.measured.changes)
         except UserError as error:
@@ -195,9 +208,7 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             position_ids=stacked("position_ids", 0),
             lengths=torch.tensor(lengths),
             visual_inputs=finish(visual_inputs or {}, joined_forms(keys, rows)),
-            extras={
-                name: stacked(name, 0.0) for name in (*self.encoder.config.extra_fields, *self.encoder.token_fields)
-            },
+            extras={field.name: stacked(field.name, field.pad or 0) for field in self.encoder.fields},
             keys=keys,
             dropped=ledger.take_dropped(),
         )

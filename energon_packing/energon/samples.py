@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from megatron.energon import Sample, edataclass
@@ -53,7 +54,7 @@ class ConversationSample(Sample):
     """A conversation and the store that holds its media.
 
     Attributes:
-        conversation: None if cooking failed; ``problem`` then tells why.
+        conversation: None if the record could not be read; ``problem`` then tells why.
         store: maps the name of an image or video to ``(bytes, source)``; None for text.
     """
 
@@ -64,7 +65,8 @@ class ConversationSample(Sample):
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it.
+    """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it, and
+    ``modality`` that of its record (`Conversation.modality`), empty if it could not be read.
 
     If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.split_pieces` turns them into samples.
     """
@@ -74,6 +76,7 @@ class MeasuredSample(Sample):
     problem: Problem | None = None
     encoder: int = 0
     split: MeasuredSplit | None = None
+    modality: str = ""
 
 
 def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
@@ -89,7 +92,7 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
         raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
     if problem.fatal is not None:
         raise problem.fatal
-    ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample))
+    ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample), modality=sample.modality)
 
 
 def data_of(sample: Sample) -> str:
@@ -190,6 +193,8 @@ class Pack(Sample, Generic[Batch]):
         batch: the row; a `PackedBatch`, unless a subclass uses another type.
         keys: of the source samples, in order; a preference pair is one sample and two segments of the row.
         dropped: ledger entries of this worker since its last pack.
+        read: samples that this worker read since its last pack, by data set and modality; empty where the worker itself
+            tells of frequent drops (`Ledger.tells`).
         changed: how samples of this pack differ from their records.
         index: running number of the pack in its worker, from 0.
         flush: whether the pack was selected after the source had ended, when no further sample could fill it.
@@ -207,6 +212,7 @@ class Pack(Sample, Generic[Batch]):
     batch: Batch
     keys: tuple[str, ...] = ()
     dropped: tuple[DroppedSample, ...] = ()
+    read: Counter[tuple[str, str]] = field(default_factory=Counter)
     changed: tuple[ChangedSample, ...] = ()
     index: int = 0
     flush: bool = False
@@ -236,5 +242,6 @@ def end_of_epoch(read: int, ledger: Ledger, worker: int) -> Pack[Any]:
         batch=None,
         ended=read,
         dropped=ledger.take_dropped(),
+        read=ledger.take_read(),
         worker=worker,
     )

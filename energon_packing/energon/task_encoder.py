@@ -100,7 +100,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             )
         self.encoders = _encoders(encoder, packing, processor)
         self.encoder = self.encoders[0]
-        self.token_fields = tuple(dict.fromkeys(name for each in self.encoders for name in each.token_fields))
+        self.fields = tuple(dict.fromkeys(field for each in self.encoders for field in each.fields))
         self.dummy = DummyImage(_with_images(self.encoders)) if packing.dummy_image else None
         reserved = 0 if self.dummy is None else -(-self.dummy.measured.length // self.multiple) * self.multiple
         if reserved >= packing.seq_length:
@@ -143,7 +143,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Renders and tokenizes the texts of samples together."""
         of_encoders: dict[int, list[Conversation]] = {}
         for sample in samples:
-            if sample.conversation is not None and not sample.conversation.is_pair:
+            if sample.problem is None and sample.conversation is not None and not sample.conversation.is_pair:
                 of_encoders.setdefault(self._accepting(sample.conversation), []).append(sample.conversation)
         for number, conversations in of_encoders.items():
             encoder = self.encoders[number]
@@ -161,13 +161,14 @@ class PackingTaskEncoder(WindowTaskEncoder):
             try:
                 if sample.conversation is None:
                     raise SampleRejected("bad_record", "the cooker returned no conversation")
-                number = self._accepting(sample.conversation)
+                conversation = sample.conversation.trained(self.packing.pairs)
+                number = self._accepting(conversation)
                 encoder = self._of_datasets.encoder(self.encoders[number], sample, number=number)
-                measured = self._measured(encoder, sample.conversation, most=self.limits.tokens)
+                measured = self._measured(encoder, conversation, most=self.limits.tokens)
                 if self._lacks_room(measured):
                     tighter = self._tighter(encoder)
-                    measured = self._measured(tighter, sample.conversation, most=self.limits.tokens - self.multiple)
-                split = self._split(encoder, sample.conversation, measured)
+                    measured = self._measured(tighter, conversation, most=self.limits.tokens - self.multiple)
+                split = self._split(encoder, conversation, measured)
                 if split is None:
                     self._check_size(measured)
             except Exception as error:
@@ -179,6 +180,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
             problem=problem,
             encoder=number,
             split=split,
+            modality=sample.conversation.modality if sample.conversation else "",
         )
 
     def _measured(self, encoder: SampleEncoder, conversation: Conversation, *, most: int) -> AnyMeasured:
@@ -309,7 +311,6 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def _assemble(self, rows: list[dict[str, Any]]) -> thd.PackedBatch:
         """Assembles the row; adds the dummy image if the samples have no media, or a filler if there are no samples."""
-        extra = dict.fromkeys(self.encoder.config.extra_fields, 0.0)
         fillers: list[dict[str, Any]] = []
         if self.dummy is not None and needs_dummy(rows):
             fillers = [self.dummy.row]
@@ -323,12 +324,11 @@ class PackingTaskEncoder(WindowTaskEncoder):
                     "position_ids": positions.squeeze(0) if len(positions) == 1 else positions,
                 }
             ]
-        fillers = [aligned_filler(filler, self.multiple, self.encoder.pad_token_id) for filler in fillers]
-        unweighted = {name: torch.zeros(len(filler["input_ids"])) for filler in fillers for name in extra}
+        padded = [aligned_filler(row, self.fields, self.multiple, self.encoder.pad_token_id) for row in fillers]
         batch = thd.assemble(
-            joinable([*rows, *(filler | unweighted for filler in fillers)], self.token_fields),
+            joinable([*rows, *padded], self.fields),
             multiple=self.multiple,
-            extra_fields=extra | dict.fromkeys(self.token_fields, 0),
+            extra_fields=self.fields,
             width=self.packing.seq_length if self.packing.pad_to_max_length else None,
             pad_token_id=self.encoder.pad_token_id,
         )

@@ -32,6 +32,7 @@ from energon_packing.energon.samples import (
     RenderedSample,
     account_for,
     comes_again,
+    data_of,
     end_of_epoch,
     shuffled_ahead,
 )
@@ -50,7 +51,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         packer: chooses, renders and assembles the packs, and creates this worker's ledger.
         fingerprint: names and values that a saved state must match.
         accept_changed: names of these that may differ.
-        tells_end: whether an `end_of_epoch` follows the last pack of an epoch.
+        tells_end: whether an `end_of_epoch` follows the last pack of an epoch, for a loader, which then tells of drops.
     """
 
     _savable_fields = (
@@ -106,6 +107,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         """The ledger of this worker."""
         if self._ledger is None:
             self._ledger = self.packer.make_ledger(self.worker_config)
+            self._ledger.tells = not self.tells_end
         return self._ledger
 
     def len_worker(self, worker_idx: int | None = None) -> int:
@@ -189,7 +191,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
                 sample = next(source)
             except StopIteration:
                 return False
-            self.ledger.read += 1
+            self.ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
                 account_for(sample, self.ledger)
             else:
@@ -255,7 +257,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             pack = self.packer.pack_selected_samples(rendered)
         pack.index = index
         pack.flush = self._draining
-        pack.dropped = self.ledger.take_dropped()
+        pack.dropped, pack.read = self.ledger.take_dropped(), self.ledger.take_read()
         pack.delays, pack.held = tuple(delays), in_window + in_plans
         pack.worker = self.worker_config.rank_worker_id()
         pack.ahead = len(self._plan_lengths) + self.packer.fewest_packs(self._window.buffer)

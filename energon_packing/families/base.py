@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.families.media_plan import MediaPlan as MediaPlan
 from energon_packing.families.pixel_forms import proven
+from energon_packing.thd.fields import TokenField
 from energon_packing.thd.pixels import PixelForm
 
 IMAGE_SIZES = ("min_pixels", "max_pixels")
@@ -54,8 +56,9 @@ class VisionFamily(ABC):
     see `energon_packing.encoders.shared_placeholder`."""
     processor_settings: ClassVar[tuple[str, ...]] = ()
     """Attributes of the processor or its parts that rows depend on, besides `encoders.encoder_fingerprint.LIMITS`."""
-    token_fields: ClassVar[tuple[str, ...]] = ()
-    """Names of the model inputs that `token_values` returns: one integer per token, 0 on padding."""
+    token_fields: ClassVar[tuple[TokenField, ...]] = ()
+    """The model inputs that `token_values` returns: a whole number per token. A training step refuses a model whose
+    forward does not take one of them."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None
@@ -162,7 +165,7 @@ class VisionFamily(ABC):
         return np.broadcast_to(np.arange(len(input_ids), dtype=np.int64), (3, len(input_ids)))
 
     def token_values(self, input_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns each of ``token_fields`` for one sample: int64 ``[L]`` from its expanded ids ``[L]``."""
+        """Returns each of ``token_fields`` for one sample, by name: ``[L]`` from its expanded ids ``[L]``."""
         return {}
 
     def visual_kinds(self, input_ids: np.ndarray) -> np.ndarray:
@@ -190,7 +193,7 @@ class VisionFamily(ABC):
         return int(token_id)
 
 
-def require(value: float | int | None, media: Media, what: str) -> float | int:
+def require[Number: (int, Fraction)](value: Number | None, media: Media, what: str) -> Number:
     """Returns a measured number of an image or video, or rejects the sample and names the missing number."""
     if value is None or value <= 0:
         raise SampleRejected(

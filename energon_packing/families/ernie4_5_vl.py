@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan
 from energon_packing.families.pixel_forms import RAW
 from energon_packing.families.qwen_vl import Qwen25VL
+from energon_packing.thd.fields import TokenField
 
 IMAGE, VIDEO = 1, 2
 """Values of ``mm_token_type_ids`` and ``moe_mm_token_type_ids`` besides 0 for text."""
@@ -55,7 +57,10 @@ class Ernie45VL(Qwen25VL):
 
     name = "ernie4_5_vl"
     processor_classes = ("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor")
-    token_fields = ("mm_token_type_ids", "moe_mm_token_type_ids")
+    token_fields = (
+        TokenField(name="mm_token_type_ids", dtype=torch.int64),
+        TokenField(name="moe_mm_token_type_ids", dtype=torch.int64),
+    )
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
         super().__init__(processor, config)
@@ -82,11 +87,11 @@ class Ernie45VL(Qwen25VL):
                 f"(encoder.processor); {HINT}."
             ) from error
 
-    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+    def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Indices of the frames that stand for a clip of ``total`` frames, by the video processor."""
         from transformers.video_utils import VideoMetadata
 
-        clip = VideoMetadata(total_num_frames=total, fps=fps)
+        clip = VideoMetadata(total_num_frames=total, fps=float(fps))
         indices = self.videos.sample_frames(clip, fps=self.video_fps, num_frames=self.videos.num_frames)
         # Its steps can reach the clip's length, which is no frame.
         return tuple(int(index) for index in indices if int(index) < total)
@@ -100,6 +105,12 @@ class Ernie45VL(Qwen25VL):
             grid=(plan.grid[0] * step, *plan.grid[1:]),
             seconds_per_grid=(plan.seconds_per_grid or 0.0) / step,
         )
+
+    def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        if media.frame_names:
+            return super()._seconds(media, indices, fps)
+        # The processor divides the tensor of the frames that it has sampled, in float32.
+        return tuple((torch.tensor(indices, dtype=torch.int32) / fps).tolist())
 
     def _timestamps(self, seconds: tuple[float, ...]) -> tuple[float, ...]:
         """Seconds of each frame, as they are drawn on it."""

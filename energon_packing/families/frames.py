@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from energon_packing.config import EncoderConfig
@@ -28,14 +29,14 @@ def chosen_frames(
 
 
 def uniform_frames(
-    processor: Any, total: int, fps: float, *, rate: float | None, fewest: int, most: int
+    processor: Any, total: int, fps: Fraction, *, rate: float | None, fewest: int, most: int
 ) -> tuple[int, ...]:
     """Returns the indices of the sampled frames, ascending and distinct, as the video processor itself spreads them.
 
     Args:
         processor: a Hugging Face video processor whose ``sample_frames`` takes ``num_frames``.
         total: frames of the clip, at least 1.
-        fps: frames per second of the clip.
+        fps: frames per second of the clip; processors compute with the nearest float.
         rate: frames per second to sample; None samples ``most`` frames of every clip.
         fewest: minimum frames of a clip under ``rate``, if it has that many.
         most: maximum frames of a clip.
@@ -45,9 +46,9 @@ def uniform_frames(
     """
     from transformers.video_utils import VideoMetadata
 
-    wanted = most if rate is None else int(total / fps * rate)
+    wanted = most if rate is None else int(total / float(fps) * rate)
     wanted = max(1, min(max(wanted, fewest), most, total))
-    indices = processor.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), num_frames=wanted)
+    indices = processor.sample_frames(VideoMetadata(total_num_frames=total, fps=float(fps)), num_frames=wanted)
     # Its float32 steps can reach one index too many, the clip's length (transformers 5.12), which is not a frame.
     return tuple(sorted({int(index) for index in indices if 0 <= int(index) < total}))[:wanted]
 

@@ -68,7 +68,7 @@ class Gemma3(VisionFamily):
             SampleRejected: ``unsupported_media``, ``unmeasured_media``.
         """
         self.check_kind(media)
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         squares = 1 + (self._crops(height, width) if self.images.do_pan_and_scan else 0)
         return MediaPlan(
             kind="image", grid=(squares, *self._patches), runs=(self.square_tokens,) * squares, tiles=squares

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
+import torch
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media
@@ -12,6 +14,7 @@ from energon_packing.errors import SampleRejected
 from energon_packing.families.base import IMAGE_SIZES, VIDEO_SIZES, MediaPlan
 from energon_packing.families.frames import VIDEO_FRAMES, chosen_frames
 from energon_packing.families.time_steps import TimeSteps
+from energon_packing.thd.fields import TokenField
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 """Values of ``mm_token_type_ids``."""
@@ -31,7 +34,7 @@ class Glm4v(TimeSteps):
         *(*IMAGE_SIZES, *VIDEO_SIZES, "jpeg_scaled_decoding"),
         *(name for name in VIDEO_FRAMES if name != "video_min_frames"),
     )
-    token_fields = ("mm_token_type_ids",)
+    token_fields = (TokenField(name="mm_token_type_ids", dtype=torch.int64),)
     shared_placeholder = True
 
     def __init__(self, processor: Any, config: EncoderConfig) -> None:
@@ -66,7 +69,7 @@ class Glm4v(TimeSteps):
         )
         return rows // patch, columns // patch
 
-    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+    def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Returns the frames that the video processor samples from a clip; an odd number repeats the last one.
 
         The processor has no maximum number of frames. If there are more than ``encoder.video_max_frames``, that many,
@@ -74,8 +77,9 @@ class Glm4v(TimeSteps):
         """
         from transformers.video_utils import VideoMetadata
 
-        # The duration that transformers' video readers report; without it the processor rounds up to whole seconds.
-        clip = VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps)
+        # The duration that transformers' video readers report, of the exact rate; without it the processor rounds up to
+        # whole seconds.
+        clip = VideoMetadata(total_num_frames=total, fps=float(fps), duration=float(total / fps))
         indices = tuple(int(index) for index in self.videos.sample_frames(clip, fps=self.video_fps))
         most, step = self.config.video_max_frames, int(self.videos.temporal_patch_size)
         if most is None or len(indices) <= most:
@@ -84,7 +88,7 @@ class Glm4v(TimeSteps):
         return tuple(indices[round(at * (len(indices) - 1) / (most - 1))] for at in range(most))
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
-        total, fps, step = media.frames or 0, media.fps or 0.0, self.videos.temporal_patch_size
+        total, fps, step = media.frames or 0, media.rate or Fraction(), self.videos.temporal_patch_size
         if total > 0 and fps > 0:
             taken = len(chosen_frames(media, self.config, lambda: self.sample_frames(total, fps)))
             if taken < step:

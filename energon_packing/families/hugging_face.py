@@ -126,7 +126,7 @@ class HuggingFace(VisionFamily):
             SampleRejected: ``unsupported_media`` for a video, ``media_geometry`` if the processor refuses the size.
         """
         self.check_kind(media)
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             run = self._count(height, width) - self._overhead
         except Exception as error:

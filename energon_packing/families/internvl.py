@@ -98,11 +98,11 @@ class InternVL(VisionFamily):
             SampleRejected: ``unsupported_media``, ``unmeasured_media``, or as for `uniform_frames`.
         """
         self.check_kind(media)
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         if media.kind == "image":
             tiles = int(self.images.get_number_of_image_patches(height, width, {"crop_to_patches": True}))
             return self._tiled("image", tiles, (tiles * self.tile_tokens,))
-        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
+        total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         wanted: dict[str, Any] = {"rate": self.video_fps, "fewest": self._fewest, "most": self.video_frames}
         indices = chosen_frames(media, self.config, lambda: uniform_frames(self.videos, total, fps, **wanted))
         return self._tiled("video", len(indices), (self.tile_tokens,) * len(indices), indices)

@@ -81,7 +81,7 @@ class Llava(VisionFamily):
             SampleRejected: ``unsupported_media``, ``unmeasured_media``, ``media_geometry``.
         """
         self.check_kind(media)
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             return geometry(media, height, width)
         except (ValueError, TypeError, ZeroDivisionError) as error:

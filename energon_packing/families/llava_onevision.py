@@ -75,7 +75,7 @@ class LlavaOneVision(LlavaNext):
     def _plan(self, media: Media, height: int, width: int) -> MediaPlan:
         if media.kind == "image":
             return super()._plan(media, height, width)
-        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
+        total, fps = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         most = self.video_frames
         indices = chosen_frames(
             media,

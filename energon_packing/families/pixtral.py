@@ -70,7 +70,7 @@ class Pixtral(VisionFamily):
         from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
 
         self.check_kind(media)
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         edge = self.images.size.longest_edge
         resized = get_resize_output_image_size(
             np.broadcast_to(np.uint8(0), (3, height, width)),  # it takes an image, but reads only its shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
@@ -63,7 +64,7 @@ class Qwen25VL(VisionFamily):
             SampleRejected: ``media_geometry`` if the processor refuses the size, ``too_few_frames`` if it finds no time
                 step in a clip, ``unmeasured_media``.
         """
-        width, height = int(require(media.width, media, "width")), int(require(media.height, media, "height"))
+        width, height = require(media.width, media, "width"), require(media.height, media, "height")
         try:
             if media.kind == "image":
                 grid = (1, *self._image_grid(height, width))
@@ -89,7 +90,7 @@ class Qwen25VL(VisionFamily):
         rows, columns = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return rows // patch, columns // patch
 
-    def sample_frames(self, total: int, fps: float) -> tuple[int, ...]:
+    def sample_frames(self, total: int, fps: Fraction) -> tuple[int, ...]:
         """Returns the indices of the frames that the processor samples evenly from a clip of ``total`` frames.
 
         Raises:
@@ -97,13 +98,14 @@ class Qwen25VL(VisionFamily):
         """
         from transformers.video_utils import VideoMetadata
 
-        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=fps), fps=self.video_fps)
-        result = tuple(int(index) for index in indices)
+        indices = self.videos.sample_frames(VideoMetadata(total_num_frames=total, fps=float(fps)), fps=self.video_fps)
+        # Its float32 steps can reach the clip's length, which is not a frame: the processor itself then fails.
+        result = tuple(int(index) for index in indices if int(index) < total)
         if not result:
-            raise ValueError(f"no frame can be sampled from {total} frames at {fps} fps")
+            raise ValueError(f"no frame can be sampled from {total} frames at {fps:g} fps")
         return result
 
-    def _sampled(self, media: Media, total: int, fps: float) -> tuple[int, ...]:
+    def _sampled(self, media: Media, total: int, fps: Fraction) -> tuple[int, ...]:
         """Calls `sample_frames`; rejects a clip so short that the processor (Qwen2-VL, Qwen2.5-VL) divides by 0."""
         try:
             return self.sample_frames(total, fps)
@@ -122,8 +124,9 @@ class Qwen25VL(VisionFamily):
             ) from error
 
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
-        total, fps = int(require(media.frames, media, "frame count")), float(require(media.fps, media, "fps"))
-        indices = chosen_frames(media, self.config, lambda: self._sampled(media, total, fps))
+        total, exact = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
+        indices = chosen_frames(media, self.config, lambda: self._sampled(media, total, exact))
+        fps = float(exact)  # what the processors compute with
         step = self.videos.temporal_patch_size
         grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
         return MediaPlan(
@@ -133,10 +136,15 @@ class Qwen25VL(VisionFamily):
             frame_indices=indices,
             # As in the processor, from the number of frames, not from their times (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
-            timestamps=self._timestamps(tuple(media.frame_times[index] for index in indices))
-            if media.frame_times
-            else self._timestamps(tuple(index / fps for index in indices)),
+            timestamps=self._timestamps(
+                tuple(media.frame_times[index] for index in indices)
+                if media.frame_times
+                else self._seconds(media, indices, fps)
+            ),
         )
+
+    def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
+        return tuple(index / fps for index in indices)
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[0] * grid[1] * grid[2] // self.merge**2,)
@@ -195,6 +203,6 @@ class Qwen25VL(VisionFamily):
         """Returns ``(t, h, w, positions between two time steps)`` for each run of an image or video."""
         interval = 1
         if plan.kind == "video":
-            # The model truncates the seconds before it multiplies (get_rope_index).
-            interval = self.config.tokens_per_second * int(plan.seconds_per_grid or 0)
+            # The model truncates the seconds of the batch, which are float32, before it multiplies (get_rope_index).
+            interval = self.config.tokens_per_second * int(np.float32(plan.seconds_per_grid or 0))
         return [(*plan.grid, interval)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -62,8 +63,9 @@ class VideoInfo(NamedTuple):
         width: pixels as displayed, after the container's rotation (which decoders do not apply by themselves).
         height: pixels as displayed.
         frames: number of frames that decoding from the start yields.
-        fps: average frames per second, ``frames / duration``; right for variable frame rates too.
-        duration: seconds from the first frame to the end of the last one.
+        fps: average frames per second, the float nearest to the exact fraction: the rate that the container states, as
+            processors read it, where the frames' times agree with it; else ``frames`` over the time that they take.
+        duration: seconds of the frames at that rate; the float nearest to the exact fraction.
         stored_width: pixels of a decoded frame, before rotation.
         stored_height: pixels of a decoded frame, before rotation.
         container: FFmpeg's name of the container, such as ``"mov,mp4,m4a,3gp,3g2,mj2"``.
@@ -177,14 +179,14 @@ def _words(error: Exception) -> str:
 
 class _Count(NamedTuple):
     frames: int
-    first: float | None  # seconds; None if the stream has no time stamps
-    last: float | None
-    last_length: float  # seconds that the last frame is shown; 0 if unknown
+    first: Fraction | None  # seconds; None if the stream has no time stamps
+    last: Fraction | None
+    last_length: Fraction  # seconds that the last frame is shown; 0 if unknown
 
 
 def _count_packets(container: Any, stream: Any) -> _Count:
     """Counts the packets of shown frames, without decoding."""
-    frames, first, last, last_length = 0, None, None, 0.0
+    frames, first, last, last_length = 0, None, None, Fraction()
     for packet in container.demux(stream):
         if packet.size == 0 or packet.is_discard:
             continue
@@ -193,17 +195,17 @@ def _count_packets(container: Any, stream: Any) -> _Count:
         frames += 1
         if packet.pts is None:
             continue
-        time = float(packet.pts * packet.time_base)
+        time = packet.pts * packet.time_base
         first = time if first is None else min(first, time)
         if last is None or time > last:
             last = time
-            last_length = float(packet.duration * packet.time_base) if packet.duration else 0.0
+            last_length = packet.duration * packet.time_base if packet.duration else Fraction()
     return _Count(frames, first, last, last_length)
 
 
 def _count_decoded(container: Any, stream: Any, size: tuple[int, int]) -> _Count:
     """Counts frames by decoding all of them, the only count that is right for every codec."""
-    frames, first, last, last_length = 0, None, None, 0.0
+    frames, first, last, last_length = 0, None, None, Fraction()
     for frame in container.decode(stream):
         if frame.is_corrupt:
             raise SampleRejected("corrupt_media", f"frame {frames} of the video is damaged")
@@ -214,24 +216,27 @@ def _count_decoded(container: Any, stream: Any, size: tuple[int, int]) -> _Count
         frames += 1
         if frame.pts is None:
             continue
-        time = float(frame.pts * frame.time_base)
+        time = frame.pts * frame.time_base
         first = time if first is None else min(first, time)
         if last is None or time > last:
             last = time
-            last_length = float(frame.duration * frame.time_base) if frame.duration else 0.0
+            last_length = frame.duration * frame.time_base if frame.duration else Fraction()
     return _Count(frames, first, last, last_length)
 
 
-def _duration(count: _Count, rate: float | None) -> float:
-    """Seconds from the first frame to the end of the last one."""
-    usual = 1.0 / rate if rate else 0.0
-    if count.first is None or count.last is None:
-        return count.frames * usual
+def _rate(count: _Count, stated: Fraction | None) -> Fraction | None:
+    """Average frames per second; None if there are neither time stamps nor a stated rate.
+
+    Times may be rounded: Matroska's are whole milliseconds, so 24 frames of 24000/1001 a second take exactly one. The
+    stated rate is the right one as long as it would fit as many frames into their time, give or take one.
+    """
+    if count.first is None or count.last is None or (count.frames > 1 and count.first == count.last):
+        return stated  # no time stamps, or all frames have the same
     span = count.last - count.first
-    if count.frames > 1 and span <= 0:
-        return count.frames * usual  # all frames have the same time stamp
-    length = count.last_length or (span / (count.frames - 1) if count.frames > 1 else usual)
-    return span + length
+    length = count.last_length or (span / (count.frames - 1) if count.frames > 1 else 1 / stated if stated else 0)
+    if stated and abs((span + length) * stated - count.frames) <= 1:
+        return stated
+    return count.frames / (span + length) if span + length > 0 else None
 
 
 def probe_video(source: Source, *, max_pixels: int = DEFAULT_MAX_PIXELS, decode: bool = False) -> VideoInfo:
@@ -315,7 +320,7 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
         limit_codec(stream, max_pixels)
         names = set(container.format.name.split(","))
         named_frames = stream.frames
-        rate = float(stream.average_rate) if stream.average_rate else None
+        stated = stream.average_rate or None
         codec_name = codec.name
         first = next(iter(container.decode(stream)), None)
         if first is None:
@@ -349,11 +354,11 @@ def _probe_video(file: BinaryIO, max_pixels: int, decode: bool) -> VideoInfo:
             count = _count_decoded(container, stream, size)
     if count.frames == 0:
         raise SampleRejected("corrupt_media", "the video has no frame")
-    duration = _duration(count, rate)
-    if duration <= 0:
+    rate = _rate(count, stated)
+    if not rate:
         raise SampleRejected("corrupt_media", "the video has neither time stamps nor a frame rate")
     width, height = (size[1], size[0]) if turned else size
-    return VideoInfo(width, height, count.frames, count.frames / duration, duration, *size, container_name)
+    return VideoInfo(width, height, count.frames, float(rate), float(count.frames / rate), *size, container_name)
 
 
 class _PacketCounter:

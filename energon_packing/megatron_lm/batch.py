@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ import torch
 from energon_packing.errors import PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.boundaries import packed_seq_params
-from energon_packing.thd.context_parallel import slice_for_context_parallel
+from energon_packing.thd.context_parallel import context_parallel_indices, slice_for_context_parallel
+from energon_packing.thd.expert_masks import put_mask
+from energon_packing.thd.fields import TOKEN_FIELDS
 from energon_packing.thd.pixels import PIXELS
 
 
@@ -24,11 +26,14 @@ class StageBatch:
         position_ids: ``[1, t]`` or ``[3, 1, t]`` int64; None if ``tokens`` is.
         labels: ``[1, t]`` int64, shifted; None on stages that have no output layer.
         loss_mask: ``[1, t]`` float32; None if ``labels`` is.
-        padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage; later stages get the part
-            for the tokens that their layers hold, ``[1, t / TP]`` with sequence parallelism.
-        packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage.
+        padding_mask: bool, True where the token is padding: ``[1, t]`` on the first stage and of whole rows; other
+            later stages get the part for the tokens that their layers hold, ``[1, t / TP]`` with sequence parallelism.
+        packed_seq_params: Megatron-Core's ``PackedSeqParams`` of the whole row; on every stage. With a whole row it
+            carries the mask of the tokens that this rank's layers hold (`energon_packing.thd.expert_masks`).
         cu_seqlens: int32, real boundaries of the whole row.
         visual_inputs: name -> tensor for all media of the row; pixels are None on stages after the first.
+        model_inputs: name -> int64 ``[1, t]``, what the family's model reads per token; on every stage.
+        loss_inputs: name -> ``[1, t]``, the run's ``encoder.extra_fields``; on every stage.
     """
 
     tokens: torch.Tensor | None
@@ -39,6 +44,8 @@ class StageBatch:
     packed_seq_params: Any
     cu_seqlens: torch.Tensor
     visual_inputs: Mapping[str, torch.Tensor] | None
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    loss_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
@@ -69,20 +76,28 @@ def get_batch(data_iterator: Any, *, whole_row: bool = False) -> StageBatch:
     part = row
     if cp > 1 and not whole_row:
         part = slice_for_context_parallel(row, cp, parallel_state.get_context_parallel_rank())
-    part = part.to(device(), non_blocking=True).finished()
-    mask = part.padding_mask
-    if not first:
-        mask = _of_sequence_parallel_rank(mask)
-    embeds, predicts = first or whole_row, last or whole_row
+    of_layers = row.padding_mask
+    if cp > 1:
+        of_rank = context_parallel_indices(row.boundaries, cp, parallel_state.get_context_parallel_rank())
+        of_layers = of_layers.index_select(1, of_rank)
+    of_layers = _of_sequence_parallel_rank(of_layers).to(device(), non_blocking=True)
+    part = part.to(device(), non_blocking=True)
+    reads = {"first": first or whole_row, "last": last or whole_row, "every": True}
+    fields: dict[str, Any] = dict.fromkeys((each.name for each in TOKEN_FIELDS), None)
+    fields |= {each.name: getattr(part, each.name) for each in TOKEN_FIELDS if reads[each.stage]}
+    params = packed_seq_params(part, total_tokens=False)
+    if whole_row:
+        put_mask(params, of_layers)
+    elif not first:
+        fields["padding_mask"] = of_layers
+    inputs = part.model_inputs
     return StageBatch(
-        tokens=part.tokens if embeds else None,
-        position_ids=part.position_ids if embeds else None,
-        labels=part.labels if predicts else None,
-        loss_mask=part.loss_mask if predicts else None,
-        padding_mask=mask,
-        packed_seq_params=packed_seq_params(part, total_tokens=False),
+        **fields,
+        packed_seq_params=params,
         cu_seqlens=part.cu_seqlens,
-        visual_inputs=part.visual_inputs,
+        visual_inputs=part.media_of_model() or None,
+        model_inputs=inputs,
+        loss_inputs={name: tensor for name, tensor in part.extra.items() if name not in inputs},
     )
 
 

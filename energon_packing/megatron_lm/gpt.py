@@ -6,16 +6,17 @@ from energon_packing.megatron_lm.gpt import train_valid_test_datasets_provider
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
+from energon_packing.encoders.model_forward import innermost, refuse_untaken, takes
 from energon_packing.errors import ConfigError
-from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args
+from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args, run_config_of
 from energon_packing.megatron_lm.batch import StageBatch, get_batch
 from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
 from energon_packing.megatron_lm.loss import bound_loss, loss_func
+from energon_packing.thd.expert_masks import experts_read_masks
 
 __all__ = [
     "add_energon_packing_args",
@@ -39,11 +40,11 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         Token losses on the last stage, hidden states elsewhere; and the loss function.
 
     Raises:
-        ConfigError: a schedule plan is requested.
+        ConfigError: a schedule plan is requested, or the data have images, or fields per token, for another model.
     """
     refuse_schedule_plan(return_schedule_plan)
     batch = read(data_iterator)
-    extra = {"padding_mask": batch.padding_mask} if takes(model, "padding_mask") else {}
+    extra = inputs_of(model, batch)
     output = model(
         batch.tokens,
         batch.position_ids,
@@ -82,13 +83,17 @@ def refuse_schedule_plan(asked: bool) -> None:
         )
 
 
-def innermost(model: Any) -> Any:
-    """The model without its wrappers (data parallel, mixed precision)."""
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    return model
+def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
+    """What the model reads besides tokens, by the names of its forward: media, the family's fields per token, padding.
 
+    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.expert_masks`.
 
-def takes(model: Any, name: str) -> bool:
-    """Whether the model's forward has an argument of that name."""
-    return name in inspect.signature(innermost(model).forward).parameters
+    Raises:
+        ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.
+    """
+    from megatron.training import get_args
+
+    given = {**(batch.visual_inputs or {}), **batch.model_inputs}
+    refuse_untaken(model, given, lambda: run_config_of(get_args()).encoder)
+    experts_read_masks(innermost(model))
+    return given | ({"padding_mask": batch.padding_mask} if takes(model, "padding_mask") else {})

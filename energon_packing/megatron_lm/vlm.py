@@ -9,15 +9,16 @@ names (``pixel_values``, ``image_grid_thw``, ...), such as Megatron-Bridge's Qwe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from energon_packing.errors import ConfigError
+from energon_packing.encoders.model_forward import innermost
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, parse_and_validate_args
 from energon_packing.megatron_lm.batch import StageBatch, get_batch
 from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
-from energon_packing.megatron_lm.gpt import innermost, read, refuse_schedule_plan, takes
+from energon_packing.megatron_lm.gpt import inputs_of, read, refuse_schedule_plan
 from energon_packing.megatron_lm.llava import check_pipeline_width, image_placeholder, llava_inputs
 from energon_packing.megatron_lm.loss import bound_loss, loss_func
 
@@ -58,6 +59,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 def _call_llava(model: Any, batch: StageBatch) -> Any:
     inner = innermost(model)
+    more = inputs_of(model, replace(batch, visual_inputs=None))  # checks of media are the next lines'
     check_pipeline_width(inner, batch)
     inputs = llava_inputs(
         batch,
@@ -76,23 +78,17 @@ def _call_llava(model: Any, batch: StageBatch) -> Any:
         loss_mask=inputs.loss_mask,
         num_image_tiles=inputs.tiles,
         packed_seq_params=batch.packed_seq_params,
+        **more,
     )
 
 
 def _call_by_name(model: Any, batch: StageBatch) -> Any:
-    keywords: dict[str, Any] = {
-        "input_ids": batch.tokens,
-        "position_ids": batch.position_ids,
-        "attention_mask": None,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
-        "packed_seq_params": batch.packed_seq_params,
-    }
-    visual = dict(batch.visual_inputs or {})
-    unknown = sorted(name for name in visual if not takes(model, name))
-    if unknown:
-        raise ConfigError(
-            f"{type(innermost(model)).__name__} does not accept {', '.join(unknown)}, which encoder.processor "
-            "produces; use the processor that belongs to the model."
-        )
-    return model(**keywords, **visual)
+    return model(
+        input_ids=batch.tokens,
+        position_ids=batch.position_ids,
+        attention_mask=None,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        packed_seq_params=batch.packed_seq_params,
+        **inputs_of(model, batch),
+    )

@@ -10,7 +10,7 @@ from energon_packing.config import PACK_LIMITS
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import CLIP_SCHEMA
 from energon_packing.offline.sample_kind import NO_ROW, SampleKind
-from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.limits import ClipLimits
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
@@ -49,13 +49,13 @@ class Clips(SampleKind):
 
         return cook_text_to_video(sample, primary=store)
 
-    def measuring_encoder(self, config: TextToVideoConfig) -> TextToVideoTaskEncoder:
+    def measuring_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.measuring_encoder`."""
-        run = TextToVideoRunConfig(
-            encoder=dataclasses.replace(config, device="cpu"),
+        own = TextToVideoRunConfig(
+            encoder=dataclasses.replace(run.encoder, device="cpu"),
             packing=TextToVideoPackingConfig(seq_length=NO_ROW),
         )
-        return self.encoder_class(run)
+        return self.encoder_class(own)
 
     def task_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.task_encoder`."""

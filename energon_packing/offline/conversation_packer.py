@@ -62,9 +62,8 @@ class ConversationPacker(ShardPacker):
                 )
                 known = dataclasses.replace(known, media=shown, files=files)
             samples.append(known)
-        fields = self._encoder.token_fields
-        extra = dict.fromkeys(encoder.config.extra_fields, 0.0) | dict.fromkeys(fields, 0)
-        batch = thd.assemble(joinable(rows, fields), extra_fields=extra, pad_token_id=encoder.pad_token_id)
+        fields = self._encoder.fields
+        batch = thd.assemble(joinable(rows, fields), extra_fields=fields, pad_token_id=encoder.pad_token_id)
         return StoredPack(samples=tuple(samples), order=tuple(range(len(samples))), finished=False, batch=batch)
 
     def _known(self, source: PlannedSample, sample: MeasuredSample) -> StoredSample:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.config import PACK_LIMITS, PackingConfig, RunConfig
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.array_limits import AnyLimits, SizedRow
 from energon_packing.offline.index import LENGTH_FREE, SCHEMA
@@ -58,9 +58,9 @@ class Conversations(SampleKind):
 
         return cook_record(sample, primary=store)
 
-    def measuring_encoder(self, config: EncoderConfig) -> PackingTaskEncoder:
+    def measuring_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.measuring_encoder`."""
-        return self.encoder_class(config, PackingConfig(seq_length=NO_ROW))
+        return self.encoder_class(run.encoder, PackingConfig(seq_length=NO_ROW, pairs=run.packing.pairs))
 
     def task_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.task_encoder`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,8 +22,11 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
+from energon_packing.ledger import DroppedSample
 from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing
 from energon_packing.remote_files import check_local, remote_address, status
@@ -33,6 +37,7 @@ MARKS: Mapping[Kind, Mapping[str, str]] = {"conversations": SUBFLAVORS, "clips":
 """The subflavors by which `convert` marks each kind."""
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
+MODALITIES = ("text", "image", "video", "image and video")
 LENGTH_FREE = (
     *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
     *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
@@ -69,13 +74,18 @@ SCHEMA = pa.schema(
         pa.field("detail", pa.string()),
     ]
 )
-"""Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped.
+"""Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped, and the
+turns, images and videos of its record.
 
 Of a clip, ``length`` and ``targets`` are its latent patches.
 """
 TEXT_TOKENS = pa.field("text_tokens", pa.int32())  # rows that a clip has among the keys, without alignment
 CLIP_SCHEMA = SCHEMA.append(TEXT_TOKENS)
 """Columns of a shard's file of clips."""
+
+
+SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
+"""The fields of `IndexedShard` that are counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +96,7 @@ class IndexedShard:
         name: of the tar, relative to the data set.
         samples, dropped: rows of its file, and how many of them have a reason.
         tokens: of all samples that are not dropped.
+        pairs, unwanted: as in `PairCounts`, dropped ones included; 0 in indexes of versions that did not count.
         identity: what the tar was when it was measured, see `shard_identity`; with ``media_uuid``, the identifier of
             the index of its media, if these are in a data set of their own.
     """
@@ -95,6 +106,8 @@ class IndexedShard:
     dropped: int
     tokens: int
     identity: Mapping[str, Any]
+    pairs: int = 0
+    unwanted: int = 0
 
     @property
     def file(self) -> str:
@@ -149,6 +162,16 @@ class IndexedDataset:
         )
 
 
+def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
+    """What `measure` counted in these data sets."""
+    shards = [shard for dataset in datasets for shard in dataset.shards]
+    return PairCounts(
+        samples=sum(shard.samples for shard in shards),
+        pairs=sum(shard.pairs for shard in shards),
+        unwanted=sum(shard.unwanted for shard in shards),
+    )
+
+
 def kind_of(datasets: Iterable[IndexedDataset]) -> Kind:
     """What the samples of these data sets are.
 
@@ -180,7 +203,7 @@ def _shard(values: Mapping[str, Any]) -> IndexedShard:
         text(identity, "media_uuid")
     return IndexedShard(
         name=inner_path(values, "name"),
-        **{name: count(values, name) for name in ("samples", "dropped", "tokens")},
+        **{name: count({"pairs": 0, "unwanted": 0, **values}, name) for name in SHARD_COUNTS},
         identity=identity,
     )
 
@@ -260,6 +283,37 @@ class Index:
             )
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path} cannot be read ({error}); run 'energon-packing measure' again") from error
+
+
+def modality_of(row: Mapping[str, Any]) -> str:
+    """One of `MODALITIES` for a row of an index; empty for a clip, or a record that could not be read."""
+    return MODALITIES[(row["stills"] > 0) + 2 * (row["videos"] > 0)] if row["turns"] else ""
+
+
+def frequent_drops(index: Index) -> FrequentDrops:
+    """Which drops of an index must be told.
+
+    Raises:
+        UserError: as `Index.rows`.
+    """
+    found = FrequentDrops("measured")
+    for dataset in index.datasets:
+        for shard in dataset.shards:
+            columns = ["turns", "stills", "videos", *(("key", "reason", "detail") if shard.dropped else ())]
+            rows = index.rows(dataset, shard, columns)
+            kinds = rows.select(columns[:3]).group_by(columns[:3]).aggregate([([], "count_all")]).to_pylist()
+            read: Counter[tuple[str, str]] = Counter()
+            for each in kinds:
+                read[dataset.path, modality_of(each)] += each["count_all"]
+            bad = rows.filter(rows.column("reason").is_valid()).to_pylist() if shard.dropped else []
+            found.add(read, [dropped_row(row, dataset.path) for row in bad])
+    return found
+
+
+def dropped_row(row: Mapping[str, Any], data: str) -> DroppedSample:
+    """A row with a reason as an entry of a ledger."""
+    detail = row["detail"] or ""
+    return DroppedSample(key=row["key"], reason=row["reason"], detail=detail, data=data, modality=modality_of(row))
 
 
 def shard_identity(path: Path, index_uuid: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from energon_packing.config import to_mapping
+from energon_packing.config import RunConfig, to_mapping
+from energon_packing.convert.report import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
@@ -20,7 +21,7 @@ from energon_packing.offline.measuring import ShardMeasurer, cannot_write
 from energon_packing.offline.parquet import no_leftovers, remove_leftovers
 from energon_packing.offline.sample_kind import AnyEncoderConfig, AnyRun
 from energon_packing.offline.source_part import SourcePart, source_parts
-from energon_packing.remote_files import check_local
+from energon_packing.remote_files import check_local, shown
 
 Progress = Callable[[str, int, int], None]
 """Called with the stage ``measure``, the samples that are done, and all samples."""
@@ -121,13 +122,16 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
             cannot be measured.
     """
     kind = kind_of_config(run).name
-    measurer = ShardMeasurer(run.encoder)
+    measurer = ShardMeasurer(run)
     _index(config.out, measurer)  # refused before anything is measured
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part) for part in parts]
     for name, part in zip(names, parts, strict=True):
         if names.count(name) > 1:
             raise UserError(f"{part.root} is named twice with split {part.split!r}; name each data set once")
+    if isinstance(run, RunConfig):
+        known = counted_pairs(Path(part.root) for part in parts)
+        known.check(", ".join(map(shown, config.paths)), run.packing.pairs)
     out = config.out.absolute()  # workers may have another current directory
     directories = [out / name for name in names]
     work = _Measuring(measurer, directories)

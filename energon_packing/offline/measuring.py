@@ -12,12 +12,14 @@ from typing import Any
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
+from energon_packing.config.setting import marked_and_set
+from energon_packing.conversation import PairCounts
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import PackingError, UserError
-from energon_packing.offline.index import FORMAT, IndexedShard, shard_identity
+from energon_packing.offline.index import FORMAT, SHARD_COUNTS, IndexedShard, shard_identity
 from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.parquet import read_metadata, said, write_table
-from energon_packing.offline.sample_kind import AnyEncoderConfig
+from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles
@@ -29,18 +31,20 @@ _TOGETHER, _TOGETHER_BYTES = 64, 1 << 20
 into the cache, and few texts are held."""
 
 
-def measuring_fingerprint(encoder: Any, config: AnyEncoderConfig) -> dict[str, str]:
+def measuring_fingerprint(encoder: Any, run: AnyRun) -> dict[str, str]:
     """What lengths, targets and refusals depend on, by name.
 
     Every field of the ``encoder`` section is in it but those that its kind names (`SampleKind.length_free`,
-    `SampleKind.by_content`), so none can be forgotten.
+    `SampleKind.by_content`), so none can be forgotten; of the ``packing`` section those marked ``changes_rows``.
     """
-    kind = kind_of_config(config)
+    kind = kind_of_config(run)
     fields = {
         f"encoder.{name}": json.dumps(value, sort_keys=True)
-        for name, value in to_mapping(config).items()
+        for name, value in to_mapping(run.encoder).items()
         if name not in (*kind.length_free, *kind.by_content)
     }
+    # Their defaults leave the fingerprints of older indexes and plans as they were.
+    fields |= {f"packing.{name}": value for name, value in marked_and_set(run.packing, "changes_rows").items()}
     # Limits count as configured, because a run lowers them to those of its rows.
     left_out = {"limits", *kind.length_free, *(f"encoder.{name}" for name in kind.length_free)}
     own = {name: str(value) for name, value in encoder.encoder.fingerprint().items() if name not in left_out}
@@ -56,24 +60,28 @@ class ShardMeasurer:
     """Measures shards with one encoder.
 
     Args:
-        config: processor and limits of a sample.
+        run: processor and limits of a sample, and what is trained of pairs.
+
+    Attributes:
+        pair_counts: of all samples that were measured.
 
     Raises:
         ConfigError: the processor cannot be used.
     """
 
-    def __init__(self, config: AnyEncoderConfig) -> None:
-        self._config = config
-        self._kind = kind_of_config(config)
-        self._encoder = self._kind.measuring_encoder(config)
-        self.fingerprint = measuring_fingerprint(self._encoder, config)
+    def __init__(self, run: AnyRun) -> None:
+        self._run = run
+        self._kind = kind_of_config(run)
+        self._encoder = self._kind.measuring_encoder(run)
+        self.fingerprint = measuring_fingerprint(self._encoder, run)
+        self.pair_counts = PairCounts()
         self._digest = digest_of(self.fingerprint)
         self._files = TarFiles()
         self._indices: dict[str, ShardIndex] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another machine makes its own, whose fingerprint must be the same.
-        return _made_again, (self._config, self.fingerprint)
+        return _made_again, (self._run, self.fingerprint)
 
     def index_of(self, root: str) -> ShardIndex:
         """The index of a data set's directory, opened once."""
@@ -93,7 +101,7 @@ class ShardMeasurer:
             return None
         if found.get("identity") != self._identity(part, shard) or found.get("subflavors") != _plain(part.subflavors):
             return None
-        counts = {name: int(found[name]) for name in ("samples", "dropped", "tokens")}
+        counts = {name: int(found[name]) for name in SHARD_COUNTS}
         return IndexedShard(name=shard, identity=found["identity"], **counts)
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:
@@ -107,6 +115,7 @@ class ShardMeasurer:
         columns: dict[str, list[Any]] = {name: [] for name in self._kind.schema.names}
         tables: list[pa.Table] = []
         samples = dropped = tokens = 0
+        before = self.pair_counts
         for row in self.rows(part, shard):
             samples += 1
             dropped += row["reason"] is not None
@@ -121,15 +130,21 @@ class ShardMeasurer:
             raise PackingError(f"{shard} of {part.root} has {samples} samples in its index and another count beside it")
         if self._identity(part, shard) != identity:
             raise PackingError(f"{shard} of {part.root} changed while it was measured")
-        known = IndexedShard(name=shard, samples=samples, dropped=dropped, tokens=tokens, identity=identity)
+        known = IndexedShard(
+            name=shard,
+            samples=samples,
+            dropped=dropped,
+            tokens=tokens,
+            identity=identity,
+            pairs=self.pair_counts.pairs - before.pairs,
+            unwanted=self.pair_counts.unwanted - before.unwanted,
+        )
         metadata = {
             "format": FORMAT,
             "fingerprint": self._digest,
             "identity": identity,
             "subflavors": _plain(part.subflavors),
-            "samples": samples,
-            "dropped": dropped,
-            "tokens": tokens,
+            **{name: getattr(known, name) for name in SHARD_COUNTS},
         }
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -168,6 +183,8 @@ class ShardMeasurer:
         for some in _together(records):
             cooked = [self._cooked(part, tar, *record) for record in some]
             self._encoder.prepare([sample for sample, _ in cooked])
+            for sample, _ in cooked:
+                self.pair_counts += pair_counts_of(sample)
             for (key, offset, size), (sample, store) in zip(some, cooked, strict=True):
                 yield {"key": key, "offset": offset or 0, "size": size or 0, **self._measured(sample, store)}
 
@@ -187,17 +204,36 @@ class ShardMeasurer:
             raise problem.fatal
         if problem is not None or measured is None:
             reason, detail = (problem.reason, problem.detail) if problem else ("unmeasured", "no length and no reason")
-            return {**self._row(None), "length": (problem and problem.length) or 0, "reason": reason, "detail": detail}
+            length = (problem and problem.length) or 0
+            return {**self._row(None), **_shown(sample), "length": length, "reason": reason, "detail": detail}
         files = []
         for name in dict.fromkeys(self._kind.media_names(measured)):
             position = store.position(name)
             if position is None:
-                return {**self._row(None), "reason": "missing_media", "detail": f"{name!r} is not in the data set"}
+                detail = f"{name!r} is not in the data set"
+                return {**self._row(None), **_shown(sample), "reason": "missing_media", "detail": detail}
             files.append({"name": name, "shard": position.shard, "offset": position.offset, "size": position.size})
         return {**self._row(measured), "media": files}
 
     def _row(self, measured: Any) -> dict[str, Any]:
         return {**self._kind.row(measured), "media": [], "reason": None, "detail": None}
+
+
+def _shown(sample: Any) -> dict[str, int]:
+    """What the record of a dropped sample holds, as far as it could be read: its modality is known then."""
+    conversation = getattr(sample, "conversation", None)
+    if conversation is None:
+        return {}
+    kinds = [media.kind for media in conversation.media]
+    return {"turns": len(conversation.turns), "stills": kinds.count("image"), "videos": kinds.count("video")}
+
+
+def pair_counts_of(sample: Any) -> PairCounts:
+    """What one cooked sample counts."""
+    conversation = getattr(sample, "conversation", None)  # a clip has none
+    if conversation is None:
+        return PairCounts(samples=1)
+    return PairCounts(samples=1, pairs=conversation.is_pair, unwanted=conversation.is_unwanted)
 
 
 Record = tuple[str, int | None, int | None]
@@ -226,13 +262,13 @@ def cannot_write(path: Path, error: OSError) -> UserError:
     )
 
 
-def _made_again(config: AnyEncoderConfig, fingerprint: Mapping[str, str]) -> ShardMeasurer:
+def _made_again(run: AnyRun, fingerprint: Mapping[str, str]) -> ShardMeasurer:
     """A measurer on another machine.
 
     Raises:
         UserError: it would measure something else.
     """
-    found = ShardMeasurer(config)
+    found = ShardMeasurer(run)
     for name in sorted({*fingerprint, *found.fingerprint}):
         if fingerprint.get(name) != found.fingerprint.get(name):
             raise UserError(

@@ -20,15 +20,15 @@ class PackedClips(StoredPacks[StoredClips]):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
-        ledger.read += len(stored.samples)
         rendered = []
         for sample in stored.samples:
+            data = self._packed.plan.facts.datasets[sample.dataset].root
+            ledger.count_read(data)
             if sample.dropped is not None:
-                ledger.drop(sample.key, *sample.dropped)
+                ledger.drop(sample.key, *sample.dropped, data=data)
             elif sample.clip is not None:
                 rendered.append(self._as_stored(sample))
             else:
-                data = self._packed.plan.facts.datasets[sample.dataset].root
                 made = attempt(sample.key, functools.partial(self._rendered, sample, number), ledger, data=data)
                 if made is not None:
                     rendered.append(made)

@@ -160,11 +160,13 @@ class PackedPacks(StoredPacks[StoredPack]):
 
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         stored = self.stored(number)
-        ledger.read += len(stored.samples)
+        roots = [self._packed.plan.facts.datasets[sample.dataset].root for sample in stored.samples]
+        for root in roots:
+            ledger.count_read(root)
         if stored.finished:
-            for sample in stored.samples:
+            for sample, root in zip(stored.samples, roots, strict=True):
                 if sample.dropped is not None:
-                    ledger.drop(sample.key, *sample.dropped)
+                    ledger.drop(sample.key, *sample.dropped, data=root)
             if stored.batch is None:
                 return None
             batch = self._with_pixels(stored.batch)

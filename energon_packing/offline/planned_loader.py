@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.utils.data
 
+from energon_packing.config import RunConfig
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
@@ -15,6 +16,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger_place import LedgerLock
+from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint
 from energon_packing.offline.plan import Plan
@@ -249,7 +251,9 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> N
             f"{plan.path} is a plan of the split {', '.join(sorted(splits))}, not of {split!r}; name a plan of that "
             "split, or a data set."
         )
-    own = measuring_fingerprint(encoder, config.encoder)
+    if isinstance(config, RunConfig):
+        pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
+    own = measuring_fingerprint(encoder, config)
     for name in sorted({*own, *plan.facts.fingerprint}):
         if own.get(name) != plan.facts.fingerprint.get(name):
             raise ConfigError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.energon.packer import render_or_drop
-from energon_packing.energon.samples import MeasuredSample, Pack
+from energon_packing.energon.samples import MeasuredSample, Pack, data_of
 from energon_packing.energon.split_pieces import piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
@@ -122,7 +122,8 @@ class PlannedPacks(PositionedPacks):
     def _pack(self, number: int, ledger: Ledger) -> Pack | None:
         (planned,) = self._plan.packs(number, number + 1)
         samples = [self.measured(each) for each in planned.samples]
-        ledger.read += len(samples)
+        for sample in samples:
+            ledger.count_read(data_of(sample), sample.modality)
         rendered = [made for sample in samples if (made := render_or_drop(self._encoder, sample, ledger)) is not None]
         if not rendered:
             return None

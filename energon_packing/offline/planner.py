@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import numpy as np
 import pyarrow as pa
 
 from energon_packing.config import to_mapping
-from energon_packing.drop_budget import over_budget
-from energon_packing.errors import UserError
+from energon_packing.config.setting import marked
+from energon_packing.drop_budget import WISHED, over_budget
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.array_limits import AnyLimits
 from energon_packing.offline.epoch_packs import policy_of
 from energon_packing.offline.fitting_samples import Drop, Samples, fitting_samples
-from energon_packing.offline.index import MEDIA, IndexedDataset
+from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts
 from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.ordered_packs import OrderedPacks, ordered_packs
 from energon_packing.offline.parquet import said
@@ -90,6 +92,7 @@ def make_plan(
     limits = limits or kind_of_config(config).limits(config)
     sources = Sources.open(directories, config.encoder)
     samples, drops = fitting_samples(sources, limits, config, remeasure)
+    _check_measured(directories, sources, samples, config)
     _check_drops(sources, samples, drops, config)
     rest = None if left is None else rows_left(left, sources, samples)
     packs = ordered_packs(sources, samples, limits, config, rest)
@@ -102,10 +105,31 @@ def make_plan(
     return facts
 
 
+def _check_measured(directories: Sequence[str | Path], sources: Sources, samples: Samples, config: AnyRun) -> None:
+    """Compares the settings of packs on which the measured samples depend.
+
+    Raises:
+        ConfigError: the run refuses pairs and the indexes hold some, or they were measured with another setting.
+    """
+    where = ", ".join(map(str, directories))
+    for name in marked(config.packing, "changes_rows"):
+        own = getattr(config.packing, name)
+        if name == "pairs":  # an older index did not count them
+            known, seen = pair_counts(sources.datasets), int(np.count_nonzero(samples.sizes.second))
+            replace(known, pairs=max(known.pairs, seen)).check(where, own)
+        measured = sources.fingerprint.get(f"packing.{name}", getattr(type(config.packing)(), name))
+        if measured != own:
+            raise ConfigError(
+                f"{where} was measured with packing.{name}={measured!r}, the configuration has {own!r}; measure again "
+                "with this configuration."
+            )
+
+
 def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: AnyRun) -> None:
     if len(samples) == 0:
         said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
+    drops = [drop for drop in drops if drop.reason not in WISHED]
     lost = len({drop.source for drop in drops})
     if over_budget(lost, len(sources), config.packing.drop_budget):
         raise UserError(

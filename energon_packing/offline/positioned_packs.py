@@ -53,7 +53,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
             pack = self._encoder.padding_pack()
         ledger.emit(position, pack.keys, changed=pack.changed)
         pack.index = position
-        pack.dropped = ledger.take_dropped()
+        pack.dropped, pack.read = ledger.take_dropped(), ledger.take_read()
         pack.worker = self._worker or 0
         pack.delays = (0,) * len(pack.keys)
         return pack
@@ -71,6 +71,7 @@ class PositionedPacks(torch.utils.data.Dataset[Pack], ABC):
                 name=f"rank{self._rank}-worker{worker}",
                 most_pending=packing.max_drops_without_pack,
             )
+            self._ledger.tells = False  # the loader does
             self._ledger.begin(run=self._run, rank=self._rank, worker=worker, packs_of_plan=len(self))
             self._worker = worker
         return self._ledger

@@ -66,8 +66,8 @@ class SampleKind(ABC):
         """Cooks a record as the loader does; a bad one carries its problem."""
 
     @abstractmethod
-    def measuring_encoder(self, config: Any) -> Any:
-        """The task encoder of an ``encoder`` section, whose rows hold every sample.
+    def measuring_encoder(self, run: Any) -> Any:
+        """The task encoder of a run's ``encoder`` section, whose rows hold every sample.
 
         Raises:
             ConfigError: a processor or model cannot be used.

@@ -155,7 +155,7 @@ class _Measure:
     directory: Path
 
     def __call__(self) -> tuple[float, int, int]:
-        measurer = ShardMeasurer(self.run.encoder)
+        measurer = ShardMeasurer(self.run)
         start = time.process_time()
         samples = written = 0
         for number, part in enumerate(self.parts):
@@ -202,7 +202,7 @@ class _Pack:
 
 def _cut(config: SizeConfig, run: RunConfig, parts: list[SourcePart], place: Path) -> Index:
     """An index of the first samples of the measured shards, of each data set as many as its share of all."""
-    measurer = ShardMeasurer(run.encoder)
+    measurer = ShardMeasurer(run)
     counts = [sum(measurer.index_of(part.root).samples[shard] for shard in part.shards) for part in parts]
     datasets = []
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from energon_packing.config import RunConfig
+from energon_packing.convert.report import counted_pairs
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
+from energon_packing.offline.index import dropped_row, modality_of
 from energon_packing.offline.measuring import ShardMeasurer
 from energon_packing.offline.source_part import source_parts
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names
@@ -23,14 +27,15 @@ def samples_of_dataset(
     """Measures samples of a data set in this process, drawn at random without replacement; all where they are few.
 
     Args:
-        run: its ``encoder`` section is used.
+        run: its ``encoder`` section is used, and ``packing.pairs``.
         most: samples to measure.
 
     Raises:
         UserError: the data set or the processor cannot be used, or it holds nothing.
     """
     parts = source_parts(path, split)
-    measurer = ShardMeasurer(run.encoder)
+    counted_pairs(Path(part.root) for part in parts).check(path, run.packing.pairs)
+    measurer = ShardMeasurer(run)
     shards = [(number, shard) for number, part in enumerate(parts) for shard in part.shards]
     counts = [measurer.index_of(parts[number].root).samples[shard] for number, shard in shards]
     starts = np.cumsum([0, *counts])
@@ -41,6 +46,7 @@ def samples_of_dataset(
     progress("sample", 0, drawn.size)
     rows: list[tuple[int, ...]] = []
     drops: list[Counter[str]] = [Counter() for _ in parts]
+    frequent = FrequentDrops("measured")
     done = 0
     for place, (number, shard) in enumerate(shards):
         low, high = np.searchsorted(drawn, starts[place : place + 2])
@@ -50,7 +56,10 @@ def samples_of_dataset(
         for row in measurer.rows(parts[number], shard, wanted):
             done += 1
             progress("sample", done, drawn.size)
-            if row["reason"] is None:
+            path_of = parts[number].path
+            dropped = [] if row["reason"] is None else [dropped_row(row, path_of)]
+            frequent.add({(path_of, modality_of(row)): 1}, dropped)
+            if not dropped:
                 rows.append((number, *(row[name] for name in COLUMNS)))
             else:
                 drops[number][row["reason"]] += 1
@@ -64,4 +73,6 @@ def samples_of_dataset(
         dataset=table[:, 0],
         columns={name: table[:, 1 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(dict(each) for each in drops),
+        frequent=frequent,
+        pair_counts=measurer.pair_counts,
     )

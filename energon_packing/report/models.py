@@ -75,11 +75,12 @@ def load_subject(
     plain = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special), dtype=torch.int64)
     kinds_field = _kinds_field(loaded) if encoder.family.placeholder_ids else ""
     asked = inspect.signature(loaded.forward).parameters
+    needed = [field.name for field in encoder.family.token_fields]
     return Subject(
         model=loaded,
         kinds=encoder.family.visual_kinds,
         kinds_field=kinds_field,
-        token_fields=tuple(name for name in encoder.family.token_fields if name in asked and name != kinds_field),
+        token_fields=tuple(name for name in needed if name in asked and name != kinds_field),
         plain_ids=plain,
         attention=attention,
     )

@@ -9,14 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packing.config import RunConfig
+from energon_packing.conversation import PairCounts
 from energon_packing.encoders.encoder import ConversationEncoder
+from energon_packing.energon.data_identity import known_pairs
 from energon_packing.energon.loader import build_task_encoder, task_encoder_of
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger_place import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.offline.index import pair_counts
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.packed import Packed
+from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.report.drawn_pack import drawn_pack, source_names
 from energon_packing.report.preview import describe
@@ -48,6 +53,8 @@ class Wanted:
         )
 
 
+Tell = Callable[[str], None]
+"""Called with each sentence about frequent drops."""
 Progress = Callable[[str, int, int], None]
 """Called with a stage, what is done of it, and all of it: ``skipped`` packs before the first one, ``packs`` shown."""
 
@@ -55,7 +62,9 @@ Progress = Callable[[str, int, int], None]
 def _quiet(*_: object) -> None: ...
 
 
-def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet) -> list[dict[str, Any]]:
+def described(
+    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet, tell: Tell = _quiet
+) -> list[dict[str, Any]]:
     """The packs as plain values, for a terminal and for programs; see `energon_packing.report.preview.PackView`.
 
     Raises:
@@ -66,12 +75,12 @@ def described(config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet)
     family = _family(encoder)
     return [
         describe(pack, family, seq_length=config.packing.seq_length).to_json()
-        for pack, _ in _packs(config, encoder, wanted, progress)
+        for pack, _ in _packs(config, encoder, wanted, progress, tell)
     ]
 
 
 def drawn_packs(
-    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet
+    config: RunConfig, wanted: Wanted, *, progress: Progress = _quiet, tell: Tell = _quiet
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The packs as values that a page draws, and the facts of the run: what `preview_page` takes.
 
@@ -84,7 +93,7 @@ def drawn_packs(
     drawn = []
     progress("packs", 0, wanted.packs)
     most = 0
-    for pack, sources in _packs(config, encoder, wanted, progress):
+    for pack, sources in _packs(config, encoder, wanted, progress, tell):
         # Of the first pack's samples follows how many the page will have.
         most = most or text_per_sample(pack.batch.num_samples * wanted.packs)
         drawn.append(
@@ -108,18 +117,29 @@ def drawn_packs(
     return drawn, facts
 
 
+def pairs_at(config: RunConfig) -> PairCounts:
+    """Pairs and unwanted answers in the data of a run, as far as somebody counted them."""
+    path = config.data.path
+    if is_plan(path):
+        return pair_counts(Plan.open(path).facts.datasets)
+    if is_packed(path):
+        return pair_counts(Packed.open(path).plan.facts.datasets)
+    return known_pairs(path, config.data.split)
+
+
 def _family(encoder: PackingTaskEncoder) -> Any:
     assert isinstance(encoder.encoder, ConversationEncoder)  # what a configuration always builds
     return encoder.encoder.family
 
 
 def _packs(
-    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress
+    config: RunConfig, encoder: PackingTaskEncoder, wanted: Wanted, progress: Progress, tell: Tell
 ) -> Iterator[tuple[Pack, tuple[str, ...]]]:
     """The wanted packs, each with the source of every segment."""
     if wanted.key is not None:  # the search ends with the epoch
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, repeat=False))
     loader = open_loader(config, task_encoder=encoder)
+    loader.tell = tell
     if is_plan(config.data.path):
         found = _planned(config, loader, wanted)
     else:
@@ -130,6 +150,7 @@ def _packs(
     for pack in itertools.islice(found, wanted.packs):
         empty = False
         yield pack
+    loader.tell_of_drops(final=True)
     if wanted.key is not None and empty:
         raise UserError(
             f"No pack of this epoch has {wanted.key!r}; `energon-packing explain {wanted.key} "
@@ -157,7 +178,6 @@ def _started(loader: Any, first: int) -> int:
 
 
 def _planned(config: RunConfig, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:
-    from energon_packing.offline.plan import Plan
     from energon_packing.offline.plan_explanation import explanation
 
     plan = Plan.open(config.data.path)

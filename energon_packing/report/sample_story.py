@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from energon_packing.config import RunConfig
 from energon_packing.conversation import Conversation
 from energon_packing.convert.key_names import safe_key
 from energon_packing.convert.report import REJECTS_FILE
+from energon_packing.drop_reasons import deciding_setting
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
@@ -23,21 +23,10 @@ from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
 from energon_packing.offline.tar_files import TarFiles
-from energon_packing.report.settings import settings
 
 WARNINGS_FILE = "warnings.jsonl"
 SPLITS = ("train", "val", "test")
 Outcome = Literal["ok", "changed", "dropped", "rejected", "unknown"]
-BY_REASON: Mapping[str, str] = {
-    "other_modality": "encoder.modality",
-    "template_omits": "encoder.tool_definitions",
-    "nothing_to_learn": "encoder.train_on",
-    "too_few_targets": "encoder.limits.min_active_ratio",
-    "media_too_large": "encoder.max_source_pixels",
-    "decode_timeout": "encoder.decode_seconds",
-    "oversize": "packing.seq_length",
-}
-"""The setting that decides, for reasons whose sentence names none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +115,6 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
     return events
 
 
-def deciding_setting(reason: str, detail: str) -> str | None:
-    """The setting that a refusal names, or that is known to decide it; None if the data alone are the cause."""
-    names = {each.name for each in settings()}
-    for name in re.findall(r"\b[a-z]+(?:\.[a-z_0-9]+)+\b", detail):
-        if name in names:
-            return name
-    return BY_REASON.get(reason)
-
-
 def _source_key(key: str) -> str:
     whole, separator, piece = key.rpartition("#")
     key = whole if separator and piece.isdigit() else key
@@ -181,7 +161,8 @@ def _measured(key: str, record: bytes, part: SourcePart, run: RunConfig) -> Iter
     media = ShardIndex(Path(part.media_root))
     sample = part.sample(key, record, IndexedMedia(media, key))
     if sample.conversation is not None:
-        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation))
+        decided = "packing.pairs" if sample.conversation.is_pair or sample.conversation.is_unwanted else None
+        yield Event(stage="record", outcome="ok", text=_conversation_text(sample.conversation), setting=decided)
     if not run.encoder.processor:
         text = "not measured: give --config, or --set encoder.processor=path/or/name"
         yield Event(stage="measure", outcome="unknown", text=text)
@@ -232,7 +213,7 @@ def _conversation_text(conversation: Conversation) -> str:
         for name, group in itertools.groupby(turn.role for turn in conversation.turns)
     )
     kinds = [f"{each.kind} {each.width}x{each.height} {each.name}" for each in conversation.media]
-    pair = " and a pair of answers" if conversation.is_pair else ""
+    pair = " and a pair of answers" if conversation.is_pair else " with an unwanted answer" * conversation.is_unwanted
     return f"{len(conversation.turns)} turns ({roles}){pair}; {', '.join(kinds) or 'no media'}"
 
 

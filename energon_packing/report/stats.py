@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from energon_packing.offline.index import MODALITIES
 from energon_packing.report.stats_samples import StatsSamples
 
 Z = 1.959964
 """Half the width of a 95 % interval, in standard errors."""
-MODALITIES = ("text", "image", "video", "image and video")
 SHARE_BINS = 10
 
 
@@ -41,9 +41,10 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
     """Describes samples.
 
     Returns:
-        Plain values. ``quantities``: for each of `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a
-        ``histogram``; ``modalities`` and ``datasets``: shares of samples and tokens; ``drops``: by reason. Where only a
-        random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
+        Plain values. ``pairs``, ``unwanted``: of the measured samples, see `PairCounts`. ``quantities``: for each of
+        `QUANTITIES` that the source has, ``mean``, ``sum``, percentiles and a ``histogram``; ``modalities`` and
+        ``datasets``: shares of samples and tokens; ``drops``: by reason; ``warnings``: about frequent ones. Where only
+        a random part was measured, ``sum`` is an estimate for all samples, and each ``error`` is half the width of its
         95 % confidence interval; otherwise an error is 0.
     """
     values = {name: _values(samples, name) for name in QUANTITIES}
@@ -52,6 +53,8 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
         "kind": samples.kind,
         "samples": samples.total,
         "measured": samples.measured,
+        "pairs": samples.pair_counts.pairs,
+        "unwanted": samples.pair_counts.unwanted,
         "quantities": {name: _quantity(samples, array) for name, array in values.items() if array is not None},
         "modalities": _modalities(samples),
         "datasets": [
@@ -59,6 +62,7 @@ def statistics(samples: StatsSamples) -> dict[str, Any]:
             for number, name in enumerate(samples.datasets)
         ],
         "drops": _drops(samples),
+        "warnings": samples.frequent.news(final=True),
     }
 
 

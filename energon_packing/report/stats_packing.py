@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from energon_packing.config import RunConfig
+from energon_packing.drop_budget import unwished
 from energon_packing.errors import ConfigError
 from energon_packing.offline import array_limits
 from energon_packing.offline.array_limits import Sizes
@@ -125,9 +126,9 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
             f"packing.oversize={settings.get('packing.oversize', run.packing.oversize)} a run has them too, and so "
             "more packs and steps."
         )
-    dropped = (samples.dropped.total() * samples.total / samples.measured + best["oversize"]) / samples.total
+    dropped = (unwished(samples.dropped) * samples.total / samples.measured + best["oversize"]) / samples.total
     if best["oversize"] and "packing.oversize" in settings:
-        dropped = samples.dropped.total() / samples.measured
+        dropped = unwished(samples.dropped) / samples.measured
     if dropped > run.packing.drop_budget:
         reasons.append(
             f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="

@@ -28,6 +28,7 @@ def stats_page(report: Mapping[str, Any]) -> str:
         _groups("By modality", report["modalities"]),
         _groups("By data set", report["datasets"]),
         _drops(report["drops"]),
+        *(f"<p>Warning: {escaped(sentence)}</p>" for sentence in report["warnings"]),
         "</main>",
     ]
     return page(f"Samples of {report['path']}", "\n".join(body))

@@ -10,9 +10,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import TEXT_DIRECTORY
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.index import Index, kind_of
+from energon_packing.ledger import DroppedSample
+from energon_packing.offline.index import Index, frequent_drops, kind_of, pair_counts
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.plan_drops import read_drops
 
@@ -36,7 +39,9 @@ class StatsSamples:
             ``text_tokens``.
         drops: for each data set, the dropped samples by reason.
         pack: ``[N]`` int64, the pack of each sample; plans only.
+        pair_counts: of the ``measured`` samples; nothing where nobody counted.
         planned: seq_length, multiple and packs of a plan; None otherwise.
+        frequent: which drops must be told.
     """
 
     path: str
@@ -48,7 +53,9 @@ class StatsSamples:
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
     pack: np.ndarray | None = None
+    pair_counts: PairCounts = field(default_factory=PairCounts)
     planned: Mapping[str, int] | None = field(default=None)
+    frequent: FrequentDrops = field(default_factory=FrequentDrops)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -104,6 +111,8 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         dataset=np.concatenate(owners),
         columns={name: np.concatenate(arrays) for name, arrays in parts.items()},
         drops=tuple(drops),
+        frequent=frequent_drops(index),
+        pair_counts=pair_counts(index.datasets),
     )
 
 
@@ -119,9 +128,15 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
             parts[name].append(table.column(name).to_numpy().astype(np.int64))
     columns = {name: np.concatenate(arrays) for name, arrays in parts.items()}
     drops: list[Counter[str]] = [Counter() for _ in plan.facts.datasets]
+    frequent = FrequentDrops("planned")
+    paths = [dataset.path for dataset in plan.facts.datasets]
+    frequent.add({(paths[at], ""): count for at, count in enumerate(np.bincount(columns["dataset"]).tolist())}, ())
     names = {dataset.name: number for number, dataset in enumerate(plan.facts.datasets)}
     for drop in read_drops(plan.path, plan.facts.id):
-        drops[names.get(drop.get("dataset", ""), 0)][drop["reason"]] += 1
+        at = names.get(drop.get("dataset", ""), 0)
+        drops[at][drop["reason"]] += 1
+        entry = DroppedSample(key=drop["dropped"], reason=drop["reason"], detail=drop["detail"], data=paths[at])
+        frequent.add({(paths[at], ""): 1}, [entry])
     total = columns["length"].size + sum(each.total() for each in drops)
     decided = plan.facts.decided
     return StatsSamples(
@@ -134,11 +149,13 @@ def samples_of_plan(plan: Plan) -> StatsSamples:
         columns={name: columns[name] for name in ("length", "second")},
         drops=tuple(dict(each) for each in drops),
         pack=columns["pack"],
+        pair_counts=pair_counts(plan.facts.datasets),
         planned={
             "seq_length": int(decided["seq_length"]),
             "multiple": int(decided["multiple"]),
             "packs": len(plan),
         },
+        frequent=frequent,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from energon_packing.conversation import PairCounts
+
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k"))
 
 
@@ -52,11 +54,13 @@ def _bound(value: float) -> str:
 def source_sentence(report: Mapping[str, Any]) -> str:
     """What was looked at."""
     total, measured = report["samples"], report["measured"]
+    counts = PairCounts(samples=measured, pairs=report["pairs"], unwanted=report["unwanted"])
+    pairs = f" {counts}." if counts else ""
     if total == measured:
-        return f"{total:,} samples of this {report['kind']}, all measured."
+        return f"{total:,} samples of this {report['kind']}, all measured.{pairs}"
     return (
         f"{measured:,} of {total:,} samples of this {report['kind']}, drawn at random; \u00b1 is half the width of a "
-        "95 % confidence interval. --full measures all."
+        f"95 % confidence interval. --full measures all.{pairs}"
     )
 
 

@@ -13,9 +13,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
-    "IGNORE_INDEX": "batch",
+    "IGNORE_INDEX": "fields",
     "INVARIANTS": "checks",
     "PackedBatch": "batch",
+    "TokenField": "fields",
     "alignment_multiple": "alignment",
     "assemble": "assembly",
     "check_media": "checks",
@@ -35,7 +36,6 @@ __all__ = [*_PUBLIC]
 if TYPE_CHECKING:
     from energon_packing.thd.alignment import alignment_multiple as alignment_multiple
     from energon_packing.thd.assembly import assemble as assemble
-    from energon_packing.thd.batch import IGNORE_INDEX as IGNORE_INDEX
     from energon_packing.thd.batch import PackedBatch as PackedBatch
     from energon_packing.thd.boundaries import packed_seq_params as packed_seq_params
     from energon_packing.thd.boundaries import pad_cu_seqlens as pad_cu_seqlens
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from energon_packing.thd.context_parallel import context_parallel_indices_numpy as context_parallel_indices_numpy
     from energon_packing.thd.context_parallel import reassemble as reassemble
     from energon_packing.thd.context_parallel import slice_for_context_parallel as slice_for_context_parallel
+    from energon_packing.thd.fields import IGNORE_INDEX as IGNORE_INDEX
+    from energon_packing.thd.fields import TokenField as TokenField
     from energon_packing.thd.pixels import finished_row as finished_row
     from energon_packing.thd.rows import unpack as unpack
 

@@ -14,14 +14,15 @@ The rules for boundaries:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.batch import BRIDGE_KEYS, IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import BRIDGE_KEYS, IGNORE_INDEX, TokenField, declared
 from energon_packing.thd.rows import (
     ROW_FIELDS,
     join_extra,
@@ -46,7 +47,7 @@ def assemble(
     width: int | None = None,
     pad_token_id: int = 0,
     total_multiple: int = 1,
-    extra_fields: Mapping[str, int | float | bool] | None = None,
+    extra_fields: Mapping[str, int | float | bool] | Iterable[TokenField] | None = None,
 ) -> PackedBatch:
     """Places samples side by side in one row and computes its boundaries.
 
@@ -70,7 +71,8 @@ def assemble(
         pad_token_id: the padding token.
         total_multiple: the row's length becomes a multiple of this, for kernels that require one (16 for FP8, 32 for
             MXFP8, times the ranks that share a row); the tail is a masked segment, as with ``width``.
-        extra_fields: name -> padding value of further token-aligned fields.
+        extra_fields: further token-aligned fields, each with dtype and padding value; or name -> padding value, and
+            the first row decides about the dtype.
 
     Padding has label -100, weight 0, ``padding_mask`` True, and positions that continue from the sample's last one (as
     in Bridge's in-batch packer; for mRoPE all three axes continue from the largest, as for text). Positions of a masked
@@ -92,14 +94,14 @@ def assemble(
                 f"width {width} is not a multiple of {math.lcm(multiple, total_multiple)}, which alignment to "
                 f"{multiple} and a total multiple of {total_multiple} require; choose the next larger multiple"
             )
-    extra_fields = dict(extra_fields or {})
-    if clash := sorted(set(extra_fields) & {*ROW_FIELDS, *BRIDGE_KEYS}):
+    further = declared(extra_fields)
+    if clash := sorted(set(further) & {*ROW_FIELDS, *BRIDGE_KEYS}):
         raise ConfigError(f"extra_fields may not redefine {', '.join(clash)}")
     if not rows:
         raise PackingError("a pack without samples cannot be assembled")
 
     keys = tuple(str(index if row.get("key") is None else row["key"]) for index, row in enumerate(rows))
-    arrays = [row_arrays(key, row, extra_fields) for key, row in zip(keys, rows, strict=True)]
+    arrays = [row_arrays(key, row, further) for key, row in zip(keys, rows, strict=True)]
     lengths = np.array([row["input_ids"].shape[0] for row in arrays], dtype=np.int64)
     physical = -(-lengths // multiple) * multiple
     occupied = int(physical.sum())
@@ -171,5 +173,5 @@ def assemble(
         sample_keys=keys,
         sample_lengths=tuple(lengths.tolist()),
         position_starts=position_starts if any(position_starts) else (),
-        extra=join_extra(arrays, extra_fields, starts, width),
+        extra=join_extra(keys, arrays, further, starts, width),
     )

@@ -13,36 +13,11 @@ from typing import Any
 import torch
 
 from energon_packing.errors import PackingError
+from energon_packing.thd.fields import BOUNDARY_FIELDS, IGNORE_INDEX, TOKEN_FIELDS
 from energon_packing.thd.pixels import PIXELS, PixelForm, finish
-from energon_packing.thd.visual_container import EXPERT_TYPES, ernie_container
+from energon_packing.thd.visual_container import EXPERT_TYPES, container_with
 
-IGNORE_INDEX = -100
-"""The label of a position without a target (PyTorch's and Bridge's ignore index)."""
-
-TOKEN_FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
-"""The fields of `PackedBatch` whose last axis counts tokens; the values of ``extra`` join them."""
-
-BRIDGE_KEYS = (
-    "tokens",
-    "input_ids",
-    "labels",
-    "loss_mask",
-    "position_ids",
-    "attention_mask",
-    "padding_mask",
-    "visual_inputs",
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "cu_seqlens_q_padded",
-    "cu_seqlens_kv_padded",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-    "total_tokens",
-)
-"""Every key that `PackedBatch.to_bridge` may emit; no extra field may use one of these names."""
-
-TYPES = "mm_token_type_ids"
-"""A field of ``extra`` that models of Bridge read from the visual inputs: GLM-4.5V, and Ernie 4.5 VL with another."""
+__all__ = ["IGNORE_INDEX", "PackedBatch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +51,8 @@ class PackedBatch:
             pieces of a split sample that continue counting.
         fillers: number of segments after the samples that are not samples and hold only padding: a dummy image, or the
             only segment of a row without data. They may have media, counted in ``visual_counts``.
-        extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens.
+        extra: name -> ``[1, T]`` tensor, further fields that are sliced and moved with the tokens. Whole numbers are
+            inputs of the model (`model_inputs`), fractions are the loss's.
         boundary_padding: None, or how many times the last boundary is repeated at the end of both arrays to give them
             a fixed length for CUDA graphs (`energon_packing.thd.pad_cu_seqlens`).
         cp_size: 1 for a whole row; otherwise token fields hold what rank ``cp_rank`` of ``cp_size`` sees.
@@ -141,7 +117,12 @@ class PackedBatch:
     @property
     def token_tensors(self) -> dict[str, torch.Tensor]:
         """Name -> tensor of every token-aligned field, ``extra`` included; the last axis counts tokens."""
-        return {name: getattr(self, name) for name in TOKEN_FIELDS} | dict(self.extra)
+        return {field.name: getattr(self, field.name) for field in TOKEN_FIELDS} | dict(self.extra)
+
+    @property
+    def model_inputs(self) -> dict[str, torch.Tensor]:
+        """Name -> int64 ``[1, T]`` of the fields of ``extra`` that the family's model reads (its ``token_fields``)."""
+        return {name: tensor for name, tensor in self.extra.items() if not tensor.is_floating_point()}
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PackedBatch:
         """The same batch on ``device``, every tensor moved."""
@@ -180,6 +161,25 @@ class PackedBatch:
             return self
         return replace(self, visual_inputs=finish(self.visual_inputs or {}, self.pixel_forms), pixel_forms={})
 
+    def media_of_model(self) -> Mapping[str, torch.Tensor]:
+        """The visual inputs as the model takes them: `finished`, except for Ernie 4.5 VL.
+
+        Bridge's Ernie model normalises the bytes of the pixels itself; nothing would show that it is done twice.
+
+        Raises:
+            PackingError: the row is one of Ernie 4.5 VL, and its pixels are not bytes.
+        """
+        if EXPERT_TYPES not in self.extra:
+            return self.finished().visual_inputs or {}
+        visual = self.visual_inputs or {}
+        for name in PIXELS:
+            if name in visual and visual[name].is_floating_point():
+                raise PackingError(
+                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
+                    "itself; set encoder.pixels to bytes"
+                )
+        return visual
+
     def to_bridge(self) -> dict[str, Any]:
         """The mapping that Megatron-Bridge's ``gpt_step`` and ``vlm_step`` read from a data iterator.
 
@@ -199,52 +199,24 @@ class PackedBatch:
                 f"this batch is the slice of context-parallel rank {self.cp_rank} of {self.cp_size}, and Bridge slices "
                 "whole rows itself; pass the batch as it was before slice_for_context_parallel"
             )
-        max_seqlen = torch.tensor(self.max_seqlen, dtype=torch.int32)
-        batch: dict[str, Any] = {
-            "tokens": self.tokens,
-            "input_ids": self.tokens,
-            "labels": self.labels,
-            "loss_mask": self.loss_mask,
-            "position_ids": self.position_ids,
-            "attention_mask": None,
-            "padding_mask": self.padding_mask,
-            "visual_inputs": self._bridge_visual_inputs(),
-            "cu_seqlens_q": self.cu_seqlens,
-            "cu_seqlens_kv": self.cu_seqlens,
-        }
-        if self.cu_seqlens_padded is not None:
-            batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded
-            batch["cu_seqlens_kv_padded"] = self.cu_seqlens_padded
-        batch["max_seqlen_q"] = max_seqlen
-        batch["max_seqlen_kv"] = max_seqlen.clone()
-        batch["total_tokens"] = self.total_tokens
+        batch: dict[str, Any] = {key: getattr(self, field.name) for field in TOKEN_FIELDS for key in field.of_bridge}
+        batch |= {"attention_mask": None, "visual_inputs": self._bridge_visual_inputs()}
+        for name, keys in BOUNDARY_FIELDS.items():
+            value = getattr(self, name)
+            for key in keys if value is not None else ():
+                batch[key] = torch.tensor(value, dtype=torch.int32) if name == "max_seqlen" else value
         return batch | dict(self.extra)
 
     def _bridge_visual_inputs(self) -> Any:
-        # One number per token; GLM's and Ernie's models read it from the container even if a pack has no image.
-        types = {name: self.extra[name] for name in (TYPES, EXPERT_TYPES) if name in self.extra}
-        if EXPERT_TYPES in types:
-            return self._ernie_visual_inputs(types)
-        given = {**(self.finished().visual_inputs or {}), **types}
-        if not given:
+        # Models read their fields per token from the container, even if a pack has no image.
+        inputs, visual = self.model_inputs, self.media_of_model()
+        if not visual and not inputs:
             return None
-        from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
-
-        known = {spec.name for spec in fields(GenericVisualInputs)}
-        if unknown := sorted(set(given) - known):
+        container = container_with(tuple(inputs))
+        known = {spec.name for spec in fields(container)}
+        if unknown := sorted(set(visual) - known):
             raise PackingError(
                 f"Bridge's GenericVisualInputs has no field {', '.join(unknown)}; its fields are "
                 f"{', '.join(sorted(known))}"
             )
-        return GenericVisualInputs(**given)
-
-    def _ernie_visual_inputs(self, types: Mapping[str, torch.Tensor]) -> Any:
-        # Bridge's model normalises the bytes of the pixels itself; nothing would show that it is done twice.
-        visual = self.visual_inputs or {}
-        for name in PIXELS:
-            if name in visual and visual[name].is_floating_point():
-                raise PackingError(
-                    f"{name} is {visual[name].dtype}, but Bridge's Ernie 4.5 VL takes bytes and normalises them "
-                    "itself; set encoder.pixels to bytes"
-                )
-        return ernie_container()(**visual, **types)
+        return container(**visual, **inputs)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS
 
 INVARIANTS = {
     "type": "the batch is a PackedBatch whose fields are what its docstring says",
@@ -115,7 +116,7 @@ def check_media(
     return found
 
 
-_TENSORS = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask", "cu_seqlens")
+_TENSORS = (*(field.name for field in TOKEN_FIELDS), "cu_seqlens")
 _NUMBERS = ("max_seqlen", "total_tokens", "fillers", "cp_size", "cp_rank")
 
 
@@ -171,16 +172,10 @@ def _shapes(batch: PackedBatch) -> Iterator[str]:
         mrope = name == "position_ids" and shape == [3, *row]
         if len(row) != 2 or row[0] != 1 or (shape != row and not mrope):
             yield f"shape: {name} is {shape}, tokens are {row}, expected [1, T]"
-    for name, expected in (
-        ("tokens", "torch.int64"),
-        ("labels", "torch.int64"),
-        ("loss_mask", "torch.float32"),
-        ("position_ids", "torch.int64"),
-        ("padding_mask", "torch.bool"),
-    ):
-        actual = str(getattr(batch, name).dtype)
-        if actual != expected:
-            yield f"dtype: {name} is {actual}, expected {expected}"
+    for field in TOKEN_FIELDS:
+        actual = getattr(batch, field.name).dtype
+        if actual != field.dtype:
+            yield f"dtype: {field.name} is {actual}, expected {field.dtype}"
     padded = batch.cu_seqlens_padded
     for label, boundaries in (("cu_seqlens", batch.cu_seqlens), ("cu_seqlens_padded", padded)):
         if boundaries is None:

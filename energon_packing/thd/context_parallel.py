@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.batch import TOKEN_FIELDS, PackedBatch
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import TOKEN_FIELDS
 
 
 def context_parallel_indices_numpy(cu_seqlens_padded: np.ndarray, cp_size: int, cp_rank: int) -> np.ndarray:
@@ -122,5 +123,5 @@ def reassemble(slices: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def _with_token_tensors(batch: PackedBatch, tensors: Mapping[str, torch.Tensor], **changes: Any) -> PackedBatch:
-    changes |= {name: tensors[name] for name in TOKEN_FIELDS}
+    changes |= {field.name: tensors[field.name] for field in TOKEN_FIELDS}
     return replace(batch, extra={name: tensors[name] for name in batch.extra}, **changes)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from energon_packing.errors import PackingError
-from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
+from energon_packing.thd.batch import PackedBatch
+from energon_packing.thd.fields import IGNORE_INDEX, ROW_TENSORS, TOKEN_FIELDS, TokenField
 from energon_packing.thd.joined import joined
 from energon_packing.thd.pixels import PIXEL_FORMS, PixelForm
 
-ROW_TENSORS = ("input_ids", "labels", "loss_mask", "position_ids")
 ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", PIXEL_FORMS, "key", "expected_length", "position_start")
 
 
@@ -39,9 +39,9 @@ def row_arrays(key: str, row: Mapping[str, Any], extra_fields: Mapping[str, Any]
     shape = arrays["input_ids"].shape
     if len(shape) != 1 or shape[0] == 0:
         raise PackingError(f"sample {key}: input_ids has shape {list(shape)}, expected [length] with length above 0")
-    for name in ("input_ids", "labels", "position_ids"):
-        if arrays[name].dtype.kind not in "iu":
-            raise PackingError(f"sample {key}: {name} must be whole numbers, not {arrays[name].dtype}")
+    for field in TOKEN_FIELDS:
+        if field.of_row and field.dtype == torch.int64 and arrays[field.of_row].dtype.kind not in "iu":
+            raise PackingError(f"sample {key}: {field.of_row} must be whole numbers, not {arrays[field.of_row].dtype}")
     arrays.update({name: torch.as_tensor(row[name]) for name in extra_fields})
     for name, value in arrays.items():
         own = tuple(value.shape)
@@ -100,20 +100,33 @@ def verify_targets(
 
 
 def join_extra(
-    arrays: Sequence[Mapping[str, Any]], extra_fields: Mapping[str, Any], starts: np.ndarray, width: int
+    keys: Sequence[str],
+    arrays: Sequence[Mapping[str, Any]],
+    extra_fields: Mapping[str, Any],
+    starts: np.ndarray,
+    width: int,
 ) -> dict[str, torch.Tensor]:
-    """The extra token-aligned fields of all samples as rows ``[1, width]``, each in the dtype of the first sample.
+    """The extra token-aligned fields of all samples as rows ``[1, width]``.
 
     Args:
+        keys: keys of the ``B`` samples.
         arrays: one mapping per sample, with every field as ``[length]``.
-        extra_fields: name -> padding value.
+        extra_fields: name -> `TokenField`, or padding value where the first sample decides about the dtype.
         starts: ``[B + 1]``, where each sample begins in the row.
         width: tokens of the row.
+
+    Raises:
+        PackingError: a sample has a field in another dtype; types of tokens would silently become fractions.
     """
     joined: dict[str, torch.Tensor] = {}
     for name, value in extra_fields.items():
-        out = torch.full((width,), value, dtype=arrays[0][name].dtype)
-        for row, start in zip(arrays, starts[:-1].tolist(), strict=True):
+        field = (
+            value if isinstance(value, TokenField) else TokenField(name=name, dtype=arrays[0][name].dtype, pad=value)
+        )
+        out = field.filled(width)
+        for key, row, start in zip(keys, arrays, starts[:-1].tolist(), strict=True):
+            if row[name].dtype != field.dtype:
+                raise PackingError(f"sample {key}: {name} is {row[name].dtype}, not {field.dtype}")
             out[start : start + row[name].shape[0]] = row[name]
         joined[name] = out[None]
     return joined
@@ -188,12 +201,12 @@ def unpack(batch: PackedBatch) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for index, (key, length) in enumerate(zip(batch.sample_keys, batch.sample_lengths, strict=True)):
         span = slice(starts[index], starts[index] + length)
-        row: dict[str, Any] = {"key": key, "input_ids": batch.tokens[0, span]}
-        row |= {name: getattr(batch, name)[0, span] for name in ("labels", "loss_mask")}
+        row: dict[str, Any] = {"key": key}
+        for field in TOKEN_FIELDS:
+            if field.of_row:  # ``[1, T]``, or positions ``[3, 1, T]``
+                row[field.of_row] = getattr(batch, field.name).squeeze(-2)[..., span]
         if batch.position_starts:
             row["position_start"] = batch.position_starts[index]
-        positions = batch.position_ids
-        row["position_ids"] = positions[0, span] if positions.dim() == 2 else positions[:, 0, span]
         row |= {name: tensor[0, span] for name, tensor in batch.extra.items()}
         visual: dict[str, torch.Tensor] = {}
         for name, tensor in (batch.visual_inputs or {}).items():

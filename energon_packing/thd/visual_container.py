@@ -1,13 +1,13 @@
-"""What Megatron-Bridge's Ernie 4.5 VL reads besides the fields of Bridge's own container of visual inputs.
+"""Bridge's container of visual inputs, with fields for whatever a family's model reads per token.
 
-``Ernie45VLModel.forward`` takes ``moe_mm_token_type_ids``, by which it sends tokens to the experts for text or to those
-for vision. ``GenericVisualInputs`` (0.6.2 and 0.7) has no field for it, and without it every token goes to the experts
-for text. Bridge's ``vlm_step`` hands the model whatever fields a container has, so ours has one more.
+Bridge's ``vlm_step`` hands a model those fields of the container that its forward takes. ``GenericVisualInputs`` (0.6.2
+and 0.7) has one for ``mm_token_type_ids`` and none for ``moe_mm_token_type_ids``, by which ``Ernie45VLModel`` sends
+tokens to the experts for text or to those for vision: without it every token goes to the experts for text.
 """
 
 from __future__ import annotations
 
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,12 @@ EXPERT_TYPES = "moe_mm_token_type_ids"
 
 
 @cache
-def ernie_container() -> Any:
-    """The class of Bridge's container with a field for ``moe_mm_token_type_ids``, int64 ``[1, T]``."""
+def container_with(names: tuple[str, ...]) -> Any:
+    """``GenericVisualInputs``, or a subclass with the missing ones of these fields, each int64 ``[1, T]``."""
     from megatron.bridge.training.utils.visual_inputs import GenericVisualInputs
 
-    return make_dataclass("ErnieVisualInputs", [(EXPERT_TYPES, Any, field(default=None))], bases=(GenericVisualInputs,))
+    missing = [name for name in names if name not in {spec.name for spec in fields(GenericVisualInputs)}]
+    if not missing:
+        return GenericVisualInputs
+    more = [(name, Any, field(default=None)) for name in missing]
+    return make_dataclass("VisualInputs", more, bases=(GenericVisualInputs,))

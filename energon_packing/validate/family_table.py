@@ -23,6 +23,7 @@ class FamilyLine:
         context_parallel: whether packed rows may be sliced over ranks; False where ``packed`` is.
         in_batch: whether Bridge's own in-batch packing serves the family.
         why: what is wrong where one of the three is False, as a clause.
+        processors: classes of transformers that make the family's inputs; empty if they are not known.
         source: file below ``megatron/bridge``.
         holds: texts that the file contains.
         lacks: texts that it does not contain.
@@ -35,6 +36,7 @@ class FamilyLine:
     context_parallel: bool = True
     in_batch: bool = True
     why: str = ""
+    processors: tuple[str, ...] = ()
     source: str
     holds: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
@@ -47,6 +49,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Qwen2.5-VL",
         prefix="qwen25vl",
+        processors=("Qwen2_5_VLProcessor",),
         context_parallel=False,
         why="has no context-parallel code: every rank would compute on the whole row",
         source="models/qwen_vl/modeling_qwen25_vl.py",
@@ -56,12 +59,14 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Qwen3-VL",
         prefix="qwen3vl",
+        processors=("Qwen3VLProcessor",),
         source="models/qwen_vl/modelling_qwen3_vl/model.py",
         holds=("packed_seq_params=packed_seq_params", "AllGatherVisionEmbeddings"),
     ),
     FamilyLine(
         name="Qwen3.5-VL",
         prefix="qwen35vl",
+        processors=("Qwen3VLProcessor",),
         in_batch=False,
         why="has the model of Qwen3-VL, and recipes that turn in-batch packing off",
         source="models/qwen_vl/qwen35_vl_provider.py",
@@ -70,6 +75,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Qwen2.5-Omni",
         prefix="qwen25omni",
+        processors=("Qwen2_5OmniProcessor",),
         packed=False,
         context_parallel=False,
         in_batch=False,
@@ -80,6 +86,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Qwen3-Omni",
         prefix="qwen3omni",
+        processors=("Qwen3OmniMoeProcessor",),
         packed=False,
         context_parallel=False,
         in_batch=False,
@@ -125,6 +132,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="GLM-4.5V",
         prefix="glm45v",
+        processors=("Glm4vProcessor", "Glm46VProcessor"),
         context_parallel=False,
         why="has no context-parallel code: every rank would compute on the whole row",
         source="models/glm_vl/modeling_glm_45v.py",
@@ -134,6 +142,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Gemma 3 VL",
         prefix="gemma3vl",
+        processors=("Gemma3Processor",),
         packed=False,
         context_parallel=False,
         in_batch=False,
@@ -144,6 +153,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Gemma 4 VL",
         prefix="gemma4",
+        processors=("Gemma4Processor",),
         packed=False,
         context_parallel=False,
         in_batch=False,
@@ -154,12 +164,14 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Ministral 3",
         prefix="ministral3",
+        processors=("PixtralProcessor",),
         source="models/ministral3/modeling_ministral3.py",
         holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
     ),
     FamilyLine(
         name="MiniMax-M3 VL",
         prefix="minimaxm3vl",
+        processors=("MiniMaxM3VLProcessor",),
         source="models/minimax_m3/modeling_minimax_m3_vl.py",
         holds=("packed_seq_params=packed_seq_params", "slice_batch_for_context_parallel"),
     ),
@@ -176,6 +188,7 @@ FAMILY_TABLE: tuple[FamilyLine, ...] = (
     FamilyLine(
         name="Ernie 4.5 VL",
         prefix="ernie45vl",
+        processors=("Ernie4_5_VLMoeProcessor", "Ernie4_5_VL_MoeProcessor"),
         context_parallel=False,
         why="has no code that slices packed rows over ranks",
         source="models/ernie_vl/modeling_ernie45_vl/model.py",
@@ -199,6 +212,16 @@ def line_of(family: str, release: tuple[int, int]) -> FamilyLine | None:
     """The line for a normalised family name and a version of Bridge; None if the table does not list the family."""
     found = [line for line in FAMILY_TABLE if family.startswith(line.prefix) and line.since <= release]
     return max(found, key=lambda line: (len(line.prefix), line.since), default=None)
+
+
+PROCESSOR_CLASSES = frozenset(
+    {
+        *(name for line in FAMILY_TABLE for name in line.processors),
+        *("Qwen2VLProcessor", "InternVLProcessor", "QianfanOCRProcessor"),
+        *("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor"),
+    }
+)
+"""Classes that are known to belong to some family; any other may be a model's own."""
 
 
 def markdown_rows() -> Iterator[str]:

@@ -32,7 +32,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
         config: data set, processor and packing.
         parallel: determines the alignment multiple.
         samples: how many are measured; the whole split if it has fewer.
-        one_a_row: the run reads single samples, so it drops chosen/rejected pairs, which are two rows.
+        one_a_row: the run reads single samples, where a preference pair cannot be two rows.
 
     Raises:
         UserError: the data set or the processor cannot be used.
@@ -41,6 +41,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset
+    from energon_packing.energon.micro_batches import two_rows
     from energon_packing.energon.task_encoder import PackingTaskEncoder
     from energon_packing.packing.whole_list import pack_lengths
 
@@ -62,7 +63,9 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
         measured += 1
         if sample.problem is not None and sample.problem.fatal is not None:
             raise sample.problem.fatal
-        if sample.measured is not None and not (one_a_row and len(sample.measured.segments) > 1):
+        if sample.measured is not None:
+            if one_a_row and len(sample.measured.segments) > 1:
+                raise two_rows(sample.__key__)
             lengths.append(sample.measured.length)
             aligned.append(encoder.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":

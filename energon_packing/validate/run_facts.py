@@ -9,16 +9,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from energon_packing.errors import ConfigError
+from energon_packing.validate.looks.hub import cached_directory, is_hub_name
 
 PLACEHOLDERS = {
-    "image": ("<|image_pad|>", "<IMG_CONTEXT>", "<image>"),
-    "video": ("<|video_pad|>", "<video>"),
+    "image": ("<|image_pad|>", "<IMG_CONTEXT>", "<image>", "<|image|>", "<image_soft_token>", "[IMG]"),
+    "video": ("<|video_pad|>", "<video>", "<|video|>"),
+    "vision_start": ("<|vision_start|>",),
+    "vision_end": ("<|vision_end|>",),
 }
-"""Texts that stand for a visual token in the vocabularies of known families, for images and for videos."""
+"""Texts that stand for a visual token in the vocabularies of known families, and around it, by the model's name."""
+
+GEOMETRY = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+    "image_size": "image_size",
+}
+"""Sizes that processor and vision encoder must share: their names in a processor and in a model."""
 
 LARGEST_JSON = 256 << 20
 
@@ -30,11 +42,15 @@ class TokenFacts:
     Attributes:
         size: upper bound of the ids, exclusive: the tokenizer's largest id plus one, or the rows of the model's
             embedding; None if unknown.
-        placeholders: ``image`` and ``video`` -> id of the token that stands for a visual token.
+        placeholders: a name of `PLACEHOLDERS` -> id of that token.
+        geometry: a name of `GEOMETRY` -> pixels, frames or patches; those that are stated.
+        processor: class of a processor; None if unknown, and for models.
     """
 
     size: int | None = None
     placeholders: Mapping[str, int] = field(default_factory=dict)
+    geometry: Mapping[str, int] = field(default_factory=dict)
+    processor: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,15 +94,17 @@ class DataFacts:
 
 
 def processor_facts(processor: str | None) -> TokenFacts | None:
-    """The ids of the tokenizer in a directory; None for a hub name, or a directory without ``tokenizer.json``.
+    """Ids and sizes of the processor in a directory, or of a hub name in this machine's cache.
+
+    None if it is neither, or has no ``tokenizer.json``.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    file = Path(processor) / "tokenizer.json" if processor else None
-    if file is None or not file.is_file():
+    folder = _folder(processor) if processor else None
+    if folder is None or not (folder / "tokenizer.json").is_file():
         return None
-    values = _read(file)
+    values = _read(folder / "tokenizer.json")
     added = {entry["content"]: int(entry["id"]) for entry in values.get("added_tokens", [])}
     vocabulary = values.get("model", {}).get("vocab", {})
     # Unigram tokenizers list their tokens; the others map tokens to ids.
@@ -96,7 +114,60 @@ def processor_facts(processor: str | None) -> TokenFacts | None:
         for kind, texts in PLACEHOLDERS.items()
         if any(text in added for text in texts)
     }
-    return TokenFacts(size=max([last, *added.values()]) + 1, placeholders=ids)
+    texts = [_read(folder / name) for name in _PROCESSOR_FILES if (folder / name).is_file()]
+    return TokenFacts(
+        size=max([last, *added.values()]) + 1,
+        placeholders=ids,
+        geometry=_processor_geometry(texts),
+        processor=next((text["processor_class"] for text in texts if text.get("processor_class")), None),
+    )
+
+
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+def _folder(processor: str) -> Path | None:
+    if Path(processor).is_dir() or not is_hub_name(processor):
+        return Path(processor)
+    try:
+        return cached_directory(processor)
+    except ImportError:
+        return None
+
+
+def _processor_geometry(texts: list[dict[str, Any]]) -> dict[str, int]:
+    """Of images: transformers 5 nests their settings in the processor's file, and Pixtral repeats them there."""
+    found: dict[str, int] = {}
+    for text in texts:
+        for values in (text.get("image_processor"), text):
+            if not isinstance(values, Mapping):
+                continue
+            size = values.get("crop_size") if values.get("do_center_crop") else values.get("size")
+            stated = {"image_size": size, "merge_size": values.get("spatial_merge_size")} | dict(values)
+            found = {name: side for name in GEOMETRY if (side := _side(stated.get(name)))} | found
+    return found
+
+
+def _side(value: Any) -> int | None:
+    """A side in pixels or patches: a number, a square's two, or ``height`` and ``width``; None for anything else."""
+    if isinstance(value, Mapping):
+        value = (value.get("height"), value.get("width"))
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]:
+        value = value[0]
+    return value if type(value) is int and value > 0 else None
+
+
+def model_geometry(*sources: Any) -> dict[str, int]:
+    """The sizes of a vision encoder; the first source that states one counts.
+
+    Args:
+        sources: configurations, as mappings or as objects with attributes, or None.
+    """
+    found: dict[str, int] = {}
+    for source in sources:
+        read = source.get if isinstance(source, Mapping) else partial(getattr, source)
+        found = {name: side for name, theirs in GEOMETRY.items() if (side := _side(read(theirs, None)))} | found
+    return found
 
 
 def model_facts(config_file: Path) -> dict[str, Any]:
@@ -110,12 +181,18 @@ def model_facts(config_file: Path) -> dict[str, Any]:
     heads = text.get("num_attention_heads")
     width = text.get("head_dim") or (text["hidden_size"] // heads if heads and "hidden_size" in text else None)
     size = text.get("vocab_size") or values.get("vocab_size")
-    ids = {kind: values[f"{kind}_token_id"] for kind in PLACEHOLDERS if isinstance(values.get(f"{kind}_token_id"), int)}
+    stated = {kind: values.get(f"{kind}_token_id", values.get(f"{kind}_token_index")) for kind in PLACEHOLDERS}
+    vision = values.get("vision_config") or {}
     return {
         "head_dim": width,
         "num_layers": text.get("num_hidden_layers"),
         "num_moe_experts": text.get("num_experts"),
-        "model_tokens": TokenFacts(size=size, placeholders=ids),
+        "model_tokens": TokenFacts(
+            size=size,
+            placeholders={kind: number for kind, number in stated.items() if isinstance(number, int)},
+            # Mistral 3 states its merge size beside the vision encoder.
+            geometry=model_geometry(vision, {"spatial_merge_size": values.get("spatial_merge_size")}),
+        ),
     }
 
 

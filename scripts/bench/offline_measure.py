@@ -112,7 +112,7 @@ def _import(processor: Path) -> None:
 
     use_one_thread()  # as the command does; the bare tokenizer is quicker so, too
     torch.set_num_threads(1)
-    ShardMeasurer(config_of(Path(), processor).encoder)
+    ShardMeasurer(config_of(Path(), processor))
     gc.collect()
     gc.freeze()
 
@@ -177,7 +177,7 @@ def measured(path: Path, processor: Path) -> float:
 
     config = config_of(path, processor)
     with tempfile.TemporaryDirectory() as out:
-        measurer = ShardMeasurer(config.encoder)
+        measurer = ShardMeasurer(config)
         (part,) = source_parts(path, "train")
         cpu = time.process_time()
         for shard in part.shards:

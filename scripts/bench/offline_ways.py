@@ -82,7 +82,7 @@ def ways(
     run = RunConfig(
         data=DataConfig(path=str(data[0]), workers=0, repeat=False),
         encoder=EncoderConfig(processor=processor),
-        packing=PackingConfig(seq_length=seq_length, oversize=oversize, drop_budget=1.0),
+        packing=PackingConfig(seq_length=seq_length, oversize=oversize, drop_budget=1.0, pairs="both"),
         plan=PlanConfig(max_data_parallel=8),
     )
     encoder = build_task_encoder(run)

@@ -79,7 +79,7 @@ class Case:
         return RunConfig(
             data=DataConfig(path=str(data), workers=self.workers, shuffle_buffer=4),
             encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), **pixels),
-            packing=PackingConfig(ledger=None if ledger is None else str(ledger), **packing),
+            packing=PackingConfig(ledger=None if ledger is None else str(ledger), pairs="both", **packing),
             parallel=self.parallel,
         )
 

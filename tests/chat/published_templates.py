@@ -3,7 +3,8 @@
     python tests/chat/published_templates.py [DIRECTORY ...]
 
 prints the table of docs/correctness.md: what each template shows of a conversation. A directory holds the tokenizer of
-a model with the chat template that it was published with. Of trl only the files are read.
+a model with the chat template that it was published with. Of trl only the files are read. With ``--pairs`` as the first
+argument, the command counts exact, refused and wrong pairs of a template and a record (`template_pairs`).
 """
 
 from __future__ import annotations
@@ -182,5 +183,19 @@ def table(directories: list[str]) -> str:
     return "\n".join(lines)
 
 
+def sources(directories: list[str]) -> Iterator[tuple[str, Any, str]]:
+    """Name, tokenizer and Jinja text of every template."""
+    for name, source in templates().items():
+        yield name, tokenizer_of(name), source
+    for directory in directories:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)  # runs no code of the directory's
+        yield Path(directory).name, tokenizer, tokenizer.chat_template
+
+
 if __name__ == "__main__":
-    print(table(sys.argv[1:]))
+    if sys.argv[1:2] == ["--pairs"]:
+        from template_pairs import pair_table
+
+        print(pair_table(sources(sys.argv[2:])))
+    else:
+        print(table(sys.argv[1:]))

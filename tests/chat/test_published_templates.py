@@ -7,6 +7,7 @@ rendering of the same template, and what each format's model card says of the be
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,8 @@ def test_a_plain_template_trains_what_its_training_variant_marks(name: str, kind
         found = trained(plain.render(conversation(kind)))
     except SampleRejected:
         return  # the tests above say why
-    apart = plain.renderer.reads_thinking
-    ways = (Passing(thinking_apart=apart), Passing(thinking_apart=apart, arguments_as_text=True, no_text_is_none=True))
+    passing = plain.renderer.passing
+    ways = (passing, replace(passing, arguments_as_text=True, no_text_is_none=True))
     for passing in ways:
         messages, tools = to_messages(conversation(kind), Words(), passing, as_list=plain.renderer.content_as_list)
         try:
@@ -232,7 +233,7 @@ def test_exactly_the_answers_and_their_ends_are_trained(name: str, texts: list[s
         assert piece.endswith(end)
         assert piece[len(beginning) : len(piece) - len(end)].strip() == answer.strip()
     tokens = TextTokenizer(tokenizer_of(name).backend_tokenizer)(chat.text, add_special_tokens=False)
-    mask, _ = trained_tokens(tokens, chat.spans, ())
+    mask, _ = trained_tokens(tokens, chat.spans)
     spans = chat.spans
     for (start, stop), is_trained in zip(tokens.offsets.tolist(), mask.tolist(), strict=True):
         inside = any(

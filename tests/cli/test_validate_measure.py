@@ -121,8 +121,8 @@ def test_the_table_of_a_run_of_single_samples_counts_samples(run, packs):
     assert "expected" not in result.stdout
 
 
-def test_a_pair_counts_as_dropped_where_samples_are_read_singly(tmp_path):
-    """Its two answers are two rows; packs hold both."""
+def test_a_pair_counts_as_the_run_trains_it(tmp_path):
+    """Its two answers are two rows, which packs hold; where samples are read singly, they stop the run."""
     pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
     plain = [{"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}] * 6
     source = tmp_path / "some.jsonl"
@@ -135,10 +135,16 @@ def test_a_pair_counts_as_dropped_where_samples_are_read_singly(tmp_path):
         f"packing: {{seq_length: {SEQ_LENGTH}, drop_budget: 1.0}}\n"
         "training: {global_batch_size: 2}\n"
     )
-    _, packed, _ = validate(file, "--measure", "100")
-    _, single, _ = validate(file, "--measure", "100", *IN_BATCH)
-    assert (packed["measured_samples"], packed["dropped_samples"]) == (10, 0)
+    for pairs, dropped in (("both", 0), ("chosen", 0), ("drop", 4)):
+        _, packed, _ = validate(file, "--measure", "100", "--set", f"packing.pairs={pairs}")
+        assert (packed["measured_samples"], packed["dropped_samples"]) == (10, dropped)
+    _, single, _ = validate(file, "--measure", "100", "--set", "packing.pairs=drop", *IN_BATCH)
     assert (single["measured_samples"], single["dropped_samples"], single["samples_per_epoch"]) == (10, 4, 6)
+    for pairs, sentence in (("refuse", "4 preference pairs among 10 samples, mixed"), ("both", "makes two rows")):
+        refused = ["validate", str(file), "--no-bridge", "--measure", "100", "--set", f"packing.pairs={pairs}"]
+        result = CliRunner().invoke(cli, [*refused, *IN_BATCH])
+        assert result.exit_code == 2
+        assert sentence in result.output
 
 
 def test_measuring_a_part_measures_so_many_and_tells_of_the_whole(run, packs):

@@ -16,6 +16,7 @@ import gc
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import traceback
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,8 @@ class Case:
         rows_of: sizes of the layout whose rows are read, where the run itself has another one.
         replay: name of an earlier case whose rows are used, those of all its replicas in turn, one row of each a step.
         kill_after: step after which the ranks are killed.
+        gradients: whether the gradients of the first step are kept, see `whole_gradient`.
+        mask: False keeps the padding mask from the model.
     """
 
     name: str
@@ -89,6 +93,8 @@ class Case:
     rows_of: dict[str, Any] = field(default_factory=dict)
     replay: str | None = None
     kill_after: int | None = None
+    gradients: bool = False
+    mask: bool = True
 
 
 # --- Inside the ranks ------------------------------------------------------------------------------------------------
@@ -136,6 +142,16 @@ def prepare() -> None:
     llava_model.HAVE_TE, llava_model.TEDotProductAttention = True, SegmentAttention
     llava_model.is_te_min_version = lambda *_arguments: True
     llava_model.CLIPViTModel = functools.partial(llava_model.CLIPViTModel, ln_pre_impl=WrappedTorchNorm)
+    # Dispatchers of experts copy their counts to the host only where they are on a GPU.
+    exchange = torch.distributed.all_to_all_single
+
+    def with_listed_counts(*tensors: Any, **keywords: Any) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(keywords.get(name), torch.Tensor):
+                keywords[name] = keywords[name].tolist()
+        return exchange(*tensors, **keywords)
+
+    torch.distributed.all_to_all_single = with_listed_counts
     # Weights are the same in every layout, or no loss could be compared.
     set_up = training.setup_model_and_optimizer
 
@@ -149,6 +165,38 @@ def prepare() -> None:
     training.setup_model_and_optimizer = with_known_weights
 
 
+def places(model: torch.nn.Module) -> Iterator[tuple[str, int, int, torch.nn.Parameter]]:
+    """Name in the whole model, axis that tensor parallelism cuts (-1: none), 2 where it cuts gate and up apart."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_model_config
+
+    numbers = {
+        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
+        for name, module in model.named_modules()
+        if hasattr(module, "layer_number") and name.rpartition(".")[2].isdigit()
+    }
+    config = get_model_config(model)
+    experts = (config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = experts * parallel_state.get_expert_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        for local, whole in numbers.items():
+            if name.startswith(local):
+                name = whole + name[len(local) :]
+                break
+        if expert := re.search(r"local_experts\.(\d+)\.", name):
+            number = int(expert[1]) + first_expert
+            name = name.replace(expert[0], f"local_experts.{number}.")
+        axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
+        yield name, axis, 2 if config.gated_linear_unit and axis == 0 and "linear_fc1" in name else 1, parameter
+
+
+def of_tensor_rank(values: torch.Tensor, axis: int, halves: int, size: int, rank: int) -> torch.Tensor:
+    """The part of a whole weight that a tensor-parallel rank holds."""
+    if axis < 0:
+        return values
+    return torch.cat([part.chunk(size, dim=axis)[rank] for part in values.chunk(halves, dim=axis)], axis)
+
+
 def set_weights(model: torch.nn.Module) -> None:
     """Every weight by its name and its place in the whole model, whatever part of it this rank holds."""
     from megatron.core import parallel_state
@@ -157,26 +205,16 @@ def set_weights(model: torch.nn.Module) -> None:
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
-    numbers = {
-        f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
-        for name, module in model.named_modules()
-        if hasattr(module, "layer_number") and name.rpartition(".")[2].isdigit()
-    }
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, axis, halves, parameter in places(model):
             if "norm" in name:
                 continue
-            for local, whole in numbers.items():
-                if name.startswith(local):
-                    name = whole + name[len(local) :]
-                    break
-            axis = getattr(parameter, "partition_dim", -1) if getattr(parameter, "tensor_model_parallel", False) else -1
             shape = list(parameter.shape)
             if axis >= 0:
                 shape[axis] *= size
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             values = torch.randn(shape, generator=generator) * 0.05
-            parameter.copy_(values.chunk(size, dim=axis)[rank] if axis >= 0 else values)
+            parameter.copy_(of_tensor_rank(values, axis, halves, size, rank))
 
 
 def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
@@ -184,8 +222,10 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     from dataclasses import replace
 
     import megatron.training.training as training
+    from megatron.core import parallel_state
 
     from energon_packing.megatron_lm import dataloader, gpt
+    from energon_packing.thd import expert_masks
 
     train_step, get_batch, run_config_of = training.train_step, gpt.get_batch, dataloader.run_config_of
 
@@ -194,6 +234,11 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
         if "lm loss" in result[0]:
             seen["losses"].append(float(result[0]["lm loss"]))
         seen["norms"].append(float(result[5]))
+        if case.gradients and not seen["gradients"]:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            for name, axis, halves, parameter in places(arguments[2][0]):
+                if parameter.requires_grad:
+                    seen["gradients"][name] = {"of": parameter.main_grad.clone(), "cut": [axis, halves, rank]}
         if len(seen["norms"]) == case.kill_after:
             leave(case, rank, folder, seen)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -202,6 +247,10 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     def noted_batch(*arguments: Any, **keywords: Any) -> Any:
         batch = get_batch(*arguments, **keywords)
         params = batch.packed_seq_params
+        if not case.mask:
+            batch = replace(batch, padding_mask=None)
+            expert_masks.put_mask(params, None)
+            return batch
         seen["batches"].append(
             {
                 **{name: getattr(batch, name) for name in ("tokens", "position_ids", "labels", "loss_mask")},
@@ -248,7 +297,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
 def run_rank(case: Case, rank: int, port: int, folder: Path) -> None:
     """In a fork: executes the script and leaves what it saw. Never returns."""
     code = 1
-    seen: dict[str, Any] = {"losses": [], "norms": [], "batches": []}
+    seen: dict[str, Any] = {"losses": [], "norms": [], "batches": [], "gradients": {}}
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": case.world, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in place.items()}
     output = (folder / f"{case.name}-{rank}.log").open("w")
@@ -343,6 +392,22 @@ def result_of(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
     found = torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
     assert isinstance(found, dict)
     return found
+
+
+def whole_gradient(folder: Path, case: Case) -> dict[str, torch.Tensor]:
+    """The gradient of the first step by the weight's name in the whole model, put together from all ranks."""
+    parts: dict[str, dict[int, torch.Tensor]] = {}
+    cuts: dict[str, list[int]] = {}
+    for rank in range(case.world):
+        for name, each in result_of(folder, case.name, rank)["gradients"].items():
+            cuts[name] = each["cut"]
+            parts.setdefault(name, {})[each["cut"][2]] = each["of"]
+    whole: dict[str, torch.Tensor] = {}
+    for name, held in parts.items():
+        axis, halves, _ = cuts[name]
+        pieces = [held[rank].chunk(halves, dim=axis) for rank in sorted(held)] if axis >= 0 else [[held[0]]]
+        whole[name] = torch.cat([piece[half] for half in range(len(pieces[0])) for piece in pieces], max(axis, 0))
+    return whole
 
 
 def main(name: str) -> None:

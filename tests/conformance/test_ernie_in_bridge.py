@@ -70,7 +70,8 @@ def row_of(encoder: ConversationEncoder, number: int, media: tuple, answer: str)
     }
 
 
-def test_a_pack_of_images_and_videos_gives_each_samples_own_logits_loss_and_gradients(monkeypatch):
+def known_layers(monkeypatch):
+    """Makes Ernie's decoder take the stand-ins of Transformer Engine's layers."""
     from megatron.bridge.models.ernie_vl.modeling_ernie45_vl import ernie_decoder_layer_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -86,6 +87,10 @@ def test_a_pack_of_images_and_videos_gives_each_samples_own_logits_loss_and_grad
         CpuSpecProvider().layer_norm(rms_norm=True),
     )
     monkeypatch.setattr(ernie_decoder_layer_spec, "_get_linear_modules", lambda: layers)
+
+
+def test_a_pack_of_images_and_videos_gives_each_samples_own_logits_loss_and_gradients(monkeypatch):
+    known_layers(monkeypatch)
     encoder = ConversationEncoder(EncoderConfig(), processor=ernie4_5_vl(LIMITS, LIMITS, max_frames=4))
     rows = [
         row_of(encoder, 0, (image(90, 60, name="a"), image(31, 33, name="b")), "A cat."),

@@ -384,3 +384,27 @@ def test_another_micro_batch_of_the_trainer_is_refused(size, run):
     config.train.micro_batch_size = config.train.global_batch_size = size
     with pytest.raises(ConfigError, match="rule bridge/micro-batch-size"):
         config.validate()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor_makes_them(packed):
+    from bench.offline_processors import glm4v
+    from test_glm_in_bridge import LIMITS, image, row_of
+
+    from energon_packing.bridge.in_batch import MicroBatchForm
+    from energon_packing.config import EncoderConfig
+    from energon_packing.encoders.encoder import ConversationEncoder
+
+    encoder = ConversationEncoder(EncoderConfig(), processor=glm4v(LIMITS, LIMITS))
+    row = row_of(encoder, 0, (image(90, 60, name="a"),), "A cat.")
+    row["position_ids"] = torch.arange(len(row["input_ids"]))
+    batch = thd.assemble([row], extra_fields={"mm_token_type_ids": 0})
+    form = MicroBatchForm(packed=packed, samples=3, seq_length=SEQ_LENGTH, multiple=8)
+    made, count = form(batch), len(row["input_ids"])
+    theirs = encoder.processor.create_mm_token_type_ids([row["input_ids"].tolist()])
+    for types in (made["mm_token_type_ids"], made["visual_inputs"].mm_token_type_ids):
+        assert types.dtype == torch.tensor(theirs).dtype == torch.int64
+        assert types.shape == made["input_ids"].shape
+        assert types[0, :count].tolist() == theirs[0]
+        assert not types[0, count:].any()
+        assert not types[1:].any()

@@ -81,6 +81,9 @@ def _heard(sample: dict[str, Any], files: dict[str, bytes]) -> Heard:
         found: Said = []
         for turn in turns:
             parts = [part if isinstance(part, str) else f"<{entries[part['media']]['kind']}>" for part in turn["parts"]]
+            if "thinking" in turn:  # written into the text, as the renderers do
+                stripped = turn["thinking"].strip("\n")
+                parts = [f"<think>\n{stripped}\n</think>\n\n", *parts]
             calls = [("call", call_text(call["function"])) for call in turn.get("tool_calls", [])]
             if (text := "".join(parts)) or not calls:
                 found.append((turn["role"], text))

@@ -70,6 +70,9 @@ def said_by(turns: tuple[Turn, ...], parsed: ParsedRecord) -> Said:
         text = "".join(
             f"<{parsed.references[part.index].kind}>" if isinstance(part, MediaPart) else part for part in turn.parts
         )
+        if turn.thinking is not None:  # written into the text, as the renderers do
+            stripped = turn.thinking.strip("\n")
+            text = f"<think>\n{stripped}\n</think>\n\n{text}"
         if text:
             said.append((turn.role, text))
         said += [("call", call_text(call["function"])) for call in turn.tool_calls]

@@ -77,6 +77,8 @@ def test_a_placeholder_for_sound_that_is_missing_is_refused_and_the_word_alone_i
         ("weight", 0.5, "weighs"),
         ("sample_weight", 0, "weighs"),
         ("loss_mask", [0, 0, 1], "masks"),
+        ("loss", False, "weighs"),
+        ("loss", 0.5, "weighs"),
         ("train", False, "weighs"),
         ("functions", [{"name": "f", "parameters": {}}], "rename it to 'tools'"),
         ("system_prompt", "Be brief.", "rename it to 'system'"),

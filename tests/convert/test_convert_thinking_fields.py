@@ -1,4 +1,4 @@
-"""Thinking in a field of its own is kept as text, in the form that chat templates read back."""
+"""Thinking in a field of its own stays one, to the byte."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def refused(record: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("field", THINKING_FIELDS)
-def test_thinking_of_a_field_stands_before_the_answer(field: str) -> None:
-    parsed = parse_record(thinking(**{field: "Two and two."}))
-    assert parsed.turns[1].parts == ("<think>\nTwo and two.\n</think>\n\nFour.",)
+def test_thinking_of_a_field_is_stored_as_it_is_beside_an_answer_that_keeps_its_white_space(field: str) -> None:
+    parsed = parse_record(thinking("\n    four()\n", **{field: "\n Two and two.\n\n"}))
+    stored = Conversation.from_record("k", json.loads(json.dumps(parsed.record("k", [], [])))).turns[1]
+    assert (stored.thinking, stored.parts) == ("\n Two and two.\n\n", ("\n    four()\n",))
     assert (parsed.ignored, parsed.warnings) == ((), ())
 
 
@@ -71,7 +72,7 @@ def test_a_field_without_thinking_changes_nothing(empty: Any) -> None:
 def test_a_call_keeps_the_thinking_that_led_to_it() -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     turn = parse_record(thinking(None, tool_calls=[call], reasoning_content="I need add.")).turns[1]
-    assert turn.parts == ("<think>\nI need add.\n</think>\n\n",)
+    assert (turn.thinking, turn.parts) == ("I need add.", ())
     assert turn.tool_calls == (call,)
 
 
@@ -83,7 +84,7 @@ def test_a_sharegpt_call_keeps_its_thinking_too() -> None:
         {"from": "observation", "value": "4"},
         {"from": "gpt", "value": "Four."},
     ]
-    assert parse_record({"conversations": turns}).turns[1].parts == ("<think>\nHm.\n</think>\n\n",)
+    assert parse_record({"conversations": turns}).turns[1].thinking == "Hm."
 
 
 def test_thinking_without_an_answer_is_an_empty_turn() -> None:
@@ -100,7 +101,7 @@ def test_thinking_stands_before_parts_and_its_placeholders_count() -> None:
 
 def test_two_fields_of_one_thinking_are_one_and_of_two_are_refused() -> None:
     parsed = parse_record(thinking(reasoning_content="Hm.", reasoning="Hm."))
-    assert parsed.turns[1].parts == ("<think>\nHm.\n</think>\n\nFour.",)
+    assert (parsed.turns[1].thinking, parsed.turns[1].parts) == ("Hm.", ("Four.",))
     assert refused(thinking(reasoning_content="Hm.", reasoning="Aha.")) == "conflicting_thinking"
 
 
@@ -131,7 +132,7 @@ def test_answers_of_a_pair_that_differ_in_their_thinking_alone_are_two() -> None
     user = {"role": "user", "content": "Hi?"}
     one, other = ({"role": "assistant", "content": "Four.", "reasoning_content": thought} for thought in "AB")
     parsed = parse_record({"messages": [user], "chosen": [one], "rejected": [other]})
-    assert [turns[0].text[8] for turns in (parsed.chosen, parsed.rejected)] == ["A", "B"]
+    assert [turns[0].thinking for turns in (parsed.chosen, parsed.rejected)] == ["A", "B"]
     # Two whole conversations part where the thinking does, not at the last answer.
     more = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
     whole = parse_record({"chosen": [user, one, *more], "rejected": [user, other, *more]})

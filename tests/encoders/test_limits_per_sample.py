@@ -301,13 +301,16 @@ def test_a_sample_needs_a_share_of_targets_strictly_above_the_ratio(encoders):
                 encoder.measure(conversation)
 
 
-def test_the_default_ratio_drops_one_target_in_more_than_256_tokens(encoders):
+def test_one_target_in_thousands_of_tokens_is_trained_unless_a_ratio_is_set(encoders):
     turns = (
         Turn(role="user", parts=("word " * 2000,)),
         Turn(role="assistant", parts=("Yes.",)),
     )
+    conversation = Conversation(key="long", turns=turns)
+    assert 0 < encoders["text"].measure(conversation).targets < 10
+    config = EncoderConfig(limits=LimitsConfig(min_active_ratio=1 / 256))
     with pytest.raises(SampleRejected, match="too_few_targets"):
-        encoders["text"].measure(Conversation(key="long", turns=turns))
+        ConversationEncoder(config, processor=encoders["text"].processor).measure(conversation)
 
 
 def test_limits_are_read_from_a_file_and_one_action_needs_no_list():

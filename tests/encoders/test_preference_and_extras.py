@@ -43,10 +43,10 @@ def encoder(encoders):
 
 @pytest.fixture
 def packer(encoders):
-    def make(parallel=None, seq_length=128, oversize="drop", **settings):
+    def make(parallel=None, seq_length=128, oversize="drop", pairs="both", **settings):
         return PackingTaskEncoder(
             EncoderConfig(**settings),
-            PackingConfig(seq_length=seq_length, oversize=oversize),
+            PackingConfig(seq_length=seq_length, oversize=oversize, pairs=pairs),
             parallel,
             processor=encoders["text"].processor,
         )
@@ -120,6 +120,18 @@ def test_the_two_answers_of_a_pair_lie_side_by_side_in_one_row(packer):
     signs = [set(row["preference"][row["labels"] != -100].tolist()) for row in thd.unpack(batch)]
     assert signs == [{0.0}, {1.0}, {-1.0}, {0.0}]
     assert not batch.extra["preference"][0][batch.labels[0] == -100].any()
+
+
+def test_a_chosen_answer_is_trained_as_in_the_pair_and_earlier_answers_are_not(packer, encoder):
+    made = packer(pairs="chosen", extra_fields=("preference", "ref"))
+    conversation = pair(extras={"ref": {"chosen": -0.5, "rejected": -2.0}})
+    pack = packed(made, measured(made, conversation))
+    assert pack.keys == pack.batch.sample_keys == ("p",)
+    (row,) = thd.unpack(pack.batch)
+    whole = encoder(extra_fields=("preference", "ref"))
+    expected = whole.render(whole.measure_pair(conversation).chosen, lambda name: b"")
+    for name in ("input_ids", "labels", "loss_mask", "preference", "ref"):
+        assert torch.equal(row[name], expected[name]), name
 
 
 @pytest.mark.parametrize("multiple", [1, 4, 16])

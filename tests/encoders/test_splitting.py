@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from energon_packing.conversation import Conversation, Media, MediaPart, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
-from energon_packing.encoders.splitting import MeasuredSplit, MediaText, expanded
+from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.errors import SampleRejected
 from energon_packing.packing.pack_limits import PackLimits, Size
 
@@ -296,22 +297,25 @@ def test_the_ledger_is_told_which_part_of_the_sample_a_piece_is(made):
     assert pieces[1].changes == (("split", f"piece 2 of {len(pieces)}: tokens 64 to 128 of {total}"),)
 
 
-@given(
-    st.lists(st.tuples(st.text("ab", max_size=4), st.text("XY", min_size=1, max_size=9)), max_size=5),
-    st.text("ab", max_size=4),
-)
+@given(data=st.data())
 @MANY
-def test_an_expanded_text_says_where_its_characters_went(pairs: list[tuple[str, str]], tail: str) -> None:
-    text, media = "", []
-    for before, shown in pairs:
-        text += before + "<"
-        media.append(MediaText(start=len(text), end=len(text) + 1, text=shown, frame=("<", ">")))
-        text += "?>"
-    text += tail
-    joined, spans, moved = expanded(text, media)
-    assert joined == "".join(f"{before}<{shown}>" for before, shown in pairs) + tail
-    assert [joined[start:end] for start, end in spans] == [f"<{shown}>" for _, shown in pairs]
-    for at, character in enumerate(text):
-        if character != "?":
-            assert joined[moved(at)] == character
-    assert moved(len(text)) == len(joined)
+def test_an_expanded_text_says_where_its_characters_went(made, data):
+    encoder = made["qwen3_vl", "auto"]
+    conversation = data.draw(conversations())
+    plans = encoder.family.plans(conversation.media)
+    chat = encoder.template.render(conversation)
+    found = encoder._placeholders.expand(chat, plans)
+    written = {kind: f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")}
+    shown = [
+        written[plan.kind].replace(encoder.family.placeholders[plan.kind], encoder.family.replacement(plan))
+        for plan in plans
+    ]
+    assert [found.text[start:end] for start, end in found.media] == shown
+    of_media = re.compile("|".join(map(re.escape, written.values())))
+    said = of_media.split(chat.text)
+    assert found.text == "".join(part for pair in zip(said, [*shown, ""], strict=True) for part in pair)
+    inside = [match.span() for match in of_media.finditer(chat.text)]
+    for at, character in enumerate(chat.text):
+        if not any(start <= at < end for start, end in inside):
+            assert found.text[found.moved(at)] == character
+    assert found.moved(len(chat.text)) == len(found.text)

@@ -122,10 +122,38 @@ def test_the_smallest_sample_alone_loses_less_than_the_promised_share():
     assert FIXED_POINT * 131_071 < 2**31
 
 
-def test_weights_of_turns_and_of_samples_multiply():
+TURNS = (None,), (0.5,), (2.0, 0.25), (0.0, None, 0.01), (1.0, 1.0), (100.0,)
+"""Weights of the answers of samples."""
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample", "square"])
+def test_samples_count_the_same_whatever_their_turns_weigh_and_turns_weigh_what_they_say(weighting):
+    made = encoder(weighting)
+    for number, given in enumerate(TURNS):
+        talks = [sample(3 * at + number + 1, weight) for at, weight in enumerate(given)]
+        measured = made.measure(Conversation(key="k", turns=tuple(turn for talk in talks for turn in talk.turns)))
+        weights = measured.expand()[1]
+        plain = encoder("token").measure(
+            Conversation(key="k", turns=tuple(turn for talk in talks for turn in talk.turns))
+        )
+        own = plain.expand()[1]
+        assert weights[1:].tolist() == pytest.approx((own[1:] * weights.sum() / own.sum()).tolist())
+        # len2weight of InternVL's finetuning script, of the targets that a sample has by its weights
+        counts = {"token": own.sum(), "sample": 1.0, "square": own.sum() ** 0.5}[weighting]
+        scale = 1 if weighting == "token" else FIXED_POINT
+        assert weights.sum(dtype=float) == pytest.approx(scale * counts, rel=1e-5)
+
+
+def test_the_pieces_of_a_sample_count_as_the_sample_and_each_answer_of_a_pair_as_one():
     made = encoder("sample")
-    plain, heavy = made.measure(sample(20)), made.measure(sample(20, weight=0.5))
-    assert heavy.expand()[1].sum() == pytest.approx(0.5 * plain.expand()[1].sum())
+    turns = (*sample(9, 0.5).turns, *sample(7).turns, *sample(8, 2.0).turns)
+    whole = Conversation(key="k", turns=turns)
+    split = made.split(whole, made.measure(whole), lambda tokens, images, patches: tokens <= 60)
+    assert len(split.pieces) == 3
+    assert sum(piece.expand()[1].sum(dtype=float) for piece in split.pieces) == pytest.approx(FIXED_POINT, rel=1e-5)
+    chosen, rejected = sample(5, 0.5).turns[1:], sample(30).turns[1:]
+    pair = made.measure_pair(Conversation(key="p", turns=turns[:1], chosen=chosen, rejected=rejected))
+    assert [answer.expand()[1].sum() for answer in pair.segments] == pytest.approx([FIXED_POINT] * 2, rel=1e-5)
 
 
 def test_plain_token_weights_stay_ones_unless_a_scale_is_set():

@@ -100,6 +100,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "packing.oversize": ("truncate", {"packing.seq_length": 256}, True),
     "packing.split_at": ("token", SPLIT, True),
     "packing.split_positions": ("continue", SPLIT, True),
+    "packing.pairs": ("drop", {}, False),  # the demo has no pairs
     "packing.pad_to_max_length": (True, {}, True),
     "packing.dummy_image": (True, {}, True),
     "packing.drop_budget": (0.9, {}, False),

@@ -80,7 +80,7 @@ def test_statistics_are_shares_of_micro_batches_of_the_longest_samples(plain, si
     assert found.delay_max < size
 
 
-def test_a_pair_is_dropped_by_name_and_the_others_go_on(tmp_path, plain):
+def test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row(tmp_path, plain):
     lines = []
     for number in range(12):
         record = {"id": f"k{number}", "conversations": [{"from": "human", "value": "Why?"}]}
@@ -92,7 +92,12 @@ def test_a_pair_is_dropped_by_name_and_the_others_go_on(tmp_path, plain):
     source = tmp_path / "pairs.jsonl"
     source.write_text("\n".join(lines))
     convert(ConvertConfig(sources=(source,), out=tmp_path / "data", split={"train": 1.0}, workers=1))
-    batches = list(micro_batches(plain(data={"path": str(tmp_path / "data")}, drop_budget=1.0), 2))
+    data = {"path": str(tmp_path / "data")}
+    for pairs, sentence in (("refuse", "has 4 preference pairs among 12 samples, mixed"), ("both", "makes two rows")):
+        with pytest.raises(ConfigError, match=sentence):
+            list(micro_batches(plain(data=data, pairs=pairs), 2))
+    # The run asked for these drops, so even an empty budget bears them.
+    batches = list(micro_batches(plain(data=data, pairs="drop", drop_budget=0.0), 2))
     dropped = {entry.key: entry.reason for batch in batches for entry in batch.dropped}
     emitted = [key for batch in batches for key in batch.keys]
     assert sorted(emitted) == sorted(f"k{number}" for number in range(12) if number % 3)

@@ -56,7 +56,7 @@ def test_pairs_and_extras_with_media_reach_the_packs_side_by_side_and_aligned(tm
     config = RunConfig(
         data=DataConfig(path=str(tmp_path / "data"), workers=0, repeat=False),
         encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), extra_fields=("logp", "preference")),
-        packing=PackingConfig(seq_length=512, window=8),
+        packing=PackingConfig(seq_length=512, window=8, pairs="both"),
     )
     found = {}
     packs = list(build_loader(config))

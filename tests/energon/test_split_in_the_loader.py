@@ -157,7 +157,7 @@ def task_encoder(**packing) -> PackingTaskEncoder:
 def test_a_preference_pair_is_never_split():
     answer = (Turn(role="assistant", parts=("Because of this. " * 20,)),)
     pair = Conversation(key="p", turns=(Turn(role="user", parts=("Why?",)),), chosen=answer, rejected=answer)
-    found = task_encoder(oversize="split").preencode_sample(sample(pair))
+    found = task_encoder(oversize="split", pairs="both").preencode_sample(sample(pair))
     assert found.split is None
     assert found.problem is not None
     assert found.problem.reason == "oversize"

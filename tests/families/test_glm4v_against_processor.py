@@ -156,12 +156,13 @@ def test_a_pack_carries_the_token_types_of_its_samples_and_0_on_padding():
     assert types.any()
 
 
-def test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own():
-    ours = small()
+@pytest.mark.parametrize("context_parallel", [1, 3])
+def test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own(context_parallel):
+    ours, parallel = small(), ParallelConfig(context_parallel=context_parallel)
     text = [row for _, row in rows(ours, [[], []])]
-    batch = PackingTaskEncoder(ours, PackingConfig(seq_length=2048))._assemble(text)
+    batch = PackingTaskEncoder(ours, PackingConfig(seq_length=2040), parallel)._assemble(text)
     assert batch.extra["mm_token_type_ids"].tolist() == torch.zeros_like(batch.tokens).tolist()
-    with_dummy = PackingTaskEncoder(ours, PackingConfig(seq_length=2048, dummy_image=True))._assemble(text)
+    with_dummy = PackingTaskEncoder(ours, PackingConfig(seq_length=2040, dummy_image=True), parallel)._assemble(text)
     image_tokens = with_dummy.tokens == ours.family.placeholder_ids["image"]
     assert image_tokens.any()
     assert torch.equal(with_dummy.extra["mm_token_type_ids"], image_tokens.long())

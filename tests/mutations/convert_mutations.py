@@ -8,6 +8,7 @@ CONVERT_TRAPS: dict[int, str] = {
     40: "a pickled member runs code, or asks for any amount of room",
     44: "an explicit empty system turn is dropped, and the template's default prompt comes back",
     46: "columns and fields that change the meaning are dropped",
+    67: "both answers of a preference pair are trained by cross-entropy",
 }
 
 SYSTEM = "tests/convert/test_convert_system_turns.py::"
@@ -17,6 +18,10 @@ THINKING = "tests/convert/test_convert_thinking_fields.py::"
 PLAIN = "tests/convert/test_convert_plain_records.py::"
 LAYOUTS = "tests/convert/test_convert_layouts.py::"
 TARS = "tests/convert/test_convert_tars.py::"
+PAIRS = "tests/conformance/test_trained_pairs.py::"
+CHOSEN = PAIRS + "test_a_run_trains_of_pairs_and_labelled_answers_what_it_chose"
+MET = PAIRS + "test_a_pair_that_nobody_counted_stops_the_run_where_it_is_met"
+COUNTED = PAIRS + "test_every_layout_of_pairs_is_counted_and_refused_in_one_sentence_by_every_command"
 PACKED = "tests/convert/test_convert_packed_sources.py::"
 ORDER = "tests/convert/test_convert_workers.py::test_keys_rejects_and_warnings_come_in_the_order_of_the_records"
 
@@ -223,5 +228,129 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test=PACKED + "test_a_damaged_row_group_costs_its_own_rows_in_every_division_into_chunks",
         oracle="the numbers of all rows",
         edits=(("convert/table_files.py", "range(row, chunk.end)", "range(row, row + 1)"),),
+    ),
+    Mutation(
+        trap=46,
+        name="a loss of a whole record is an ignored column",
+        test=COLUMNS + "test_a_column_that_changes_the_meaning_is_refused_by_name[loss-False-weighs]",
+        oracle="the record",
+        edits=(("convert/columns.py", '    "loss",\n', ""),),
+    ),
+    Mutation(
+        trap=67,
+        name="who chose nothing trains both answers",
+        test=MET + "[plain Energon]",
+        oracle="the record",
+        edits=(
+            (
+                "conversation.py",
+                "        if self.is_pair or self.is_unwanted:\n",
+                "        if self.is_pair and self.is_unwanted:\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=67,
+        name="packs of Bridge, Megatron-LM and plain Energon ignore the choice",
+        test=CHOSEN + "[LLaMA-Factory dpo-plain Energon]",
+        oracle="the chosen answers of the records, decoded by Hugging Face's tokenizer",
+        edits=(
+            (
+                "energon/task_encoder.py",
+                "sample.conversation.trained(self.packing.pairs)",
+                "sample.conversation",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=67,
+        name="rows of single samples ignore the choice",
+        test=CHOSEN + "[LLaMA-Factory kto-plain Energon, single rows]",
+        oracle="the wanted answers of the records, decoded by Hugging Face's tokenizer",
+        edits=(("energon/sample_task_encoder.py", "sample.conversation.trained(self.pairs)", "sample.conversation"),),
+    ),
+    Mutation(
+        trap=67,
+        name="measuring ignores the choice",
+        test=CHOSEN + "[LLaMA-Factory dpo-from a plan]",
+        oracle="the chosen answers of the records, decoded by Hugging Face's tokenizer",
+        edits=(("offline/conversations.py", "pairs=run.packing.pairs", 'pairs="both"'),),
+    ),
+    Mutation(
+        trap=67,
+        name="an index of one choice is planned and measured on under another",
+        test=COUNTED + "[ms-swift rejected_response]",
+        oracle="the configuration that measured it",
+        edits=(
+            (
+                "offline/measuring.py",
+                'marked_and_set(run.packing, "changes_rows").items()',
+                'marked_and_set(run.packing, "by_family").items()',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=67,
+        name="a loader opens data with pairs that convert counted",
+        test=CHOSEN + "[LLaMA-Factory dpo-Bridge, packs]",
+        oracle="the count of the records",
+        edits=(
+            (
+                "energon/loader.py",
+                ".check(config.data.path, config.packing.pairs)",
+                '.check(config.data.path, "both")',
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=67,
+        name="the refusal of a pair is one dropped sample",
+        test=MET + "[Megatron-LM]",
+        oracle="the record",
+        edits=(
+            (
+                "energon/samples.py",
+                'return cls(reason="config", detail=str(error), fatal=error)',
+                'return cls(reason="config", detail=str(error))',
+            ),
+        ),
+    ),
+    Mutation(
+        trap=67,
+        name="pairs that the run asked to drop use up its drop budget",
+        test="tests/energon/test_micro_batches.py::"
+        "test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row",
+        oracle="the record",
+        edits=(("ledger.py", "over_budget(unwished(self.reasons), ", "over_budget(self.dropped, "),),
+    ),
+    Mutation(
+        trap=67,
+        name="with the chosen answer, earlier answers are trained that nobody chose",
+        test="tests/encoders/test_preference_and_extras.py::"
+        "test_a_chosen_answer_is_trained_as_in_the_pair_and_earlier_answers_are_not",
+        oracle="the chosen half of the measured pair",
+        edits=(
+            (
+                "conversation.py",
+                "return replace(self.answers()[0], key=self.key) if self.is_pair else self",
+                "return replace(self.answers()[0], key=self.key, turns=(*self.turns, *self.chosen)) "
+                "if self.is_pair else self",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=67,
+        name="convert does not count pairs",
+        test=COUNTED + "[TRL implicit prompt]",
+        oracle="the records",
+        edits=(("convert/pipeline.py", 'pairs=reading.mentions["pair"]', "pairs=0"),),
+    ),
+    Mutation(
+        trap=67,
+        name="unwanted answers of LLaMA-Factory come in without a choice",
+        test=PAIRS + "test_labelled_answers_of_llama_factory_come_in_only_where_the_user_says_so",
+        oracle="the entry of dataset_info.json",
+        edits=(("cli/convert.py", "if kto_label != entry", "if kto_label and kto_label != entry"),),
     ),
 )

@@ -31,8 +31,9 @@ FAMILY_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/task_encoder.py",
-                "for filler in fillers for name in extra}",
-                "for filler in fillers for name in (*extra, *self.token_fields)}",
+                "padded = [aligned_filler(row, ",
+                "fillers = [{k: row[k] for k in row if k != 'mm_token_type_ids'} for row in fillers]\n"
+                "        padded = [aligned_filler(row, ",
             ),
         ),
     ),

@@ -34,17 +34,19 @@ from convert_mutations import CONVERT_MUTATIONS
 from family_mutations import FAMILY_MUTATIONS
 from forking_python import PACKAGE, ROOT, import_slow_modules
 from media_mutations import MEDIA_MUTATIONS
+from megatron_lm_mutations import MEGATRON_LM_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from offline_mutations import OFFLINE_MUTATIONS
 from see_mutations import SEE_MUTATIONS
 from state_mutations import STATE_MUTATIONS
+from target_mutations import TARGET_MUTATIONS
 from template_mutations import TEMPLATE_MUTATIONS
 from validate_mutations import VALIDATE_MUTATIONS
 
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
-    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS),
+    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS),
 )
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300

@@ -74,14 +74,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "thd/batch.py",
-                "max_seqlen = torch.tensor(self.max_seqlen,",
-                "max_seqlen = torch.tensor(self.total_tokens,",
-            ),
-            ("thd/batch.py", '"cu_seqlens_q": self.cu_seqlens,', '"cu_seqlens_q": self.cu_seqlens[[0, -1]],'),
-            (
-                "thd/batch.py",
-                'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded',
-                'batch["cu_seqlens_q_padded"] = self.cu_seqlens_padded[[0, -1]]',
+                'torch.tensor(value, dtype=torch.int32) if name == "max_seqlen" else value',
+                'torch.tensor(self.total_tokens, dtype=torch.int32) if name == "max_seqlen" else '
+                "value[[0, -1]] if torch.is_tensor(value) else value",
             ),
         ),
         needs_bridge=True,
@@ -213,7 +208,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="the mapping for Bridge lacks total_tokens",
         test=ASSEMBLE + "test_total_tokens_is_the_length_of_the_row",
         oracle="the row itself",
-        edits=(("thd/batch.py", 'batch["total_tokens"] = self.total_tokens', "pass"),),
+        edits=(("thd/fields.py", '    "total_tokens": ("total_tokens",),', '    "total_tokens": (),'),),
     ),
     Mutation(
         trap=10,

@@ -60,11 +60,13 @@ def run_of():
     # No child process for each of many loaders: tests/energon and tests/media decode in one.
     here = {"decode_in_child": False}
 
+    usual = {"seq_length": 2048, "window": 32, "drop_budget": 1.0, "pairs": "both"}
+
     def make(path, *, encoder=None, data=None, family="qwen2_5_vl", **packing):
         return RunConfig(
             data=DataConfig(**({"path": str(path), "workers": 0, "repeat": False} | (data or {}))),
             encoder=EncoderConfig(processor=str(processor_path(family)), **(here | (encoder or {}))),
-            packing=PackingConfig(**({"seq_length": 2048, "window": 32, "drop_budget": 1.0} | packing)),
+            packing=PackingConfig(**(usual | packing)),
         )
 
     return make

@@ -219,8 +219,8 @@ def test_a_process_that_dies_costs_its_shard_once(index, dataset, run_of, tmp_pa
 def test_another_machine_that_would_measure_something_else_is_refused(dataset, run_of, monkeypatch):
     from energon_packing.offline import measuring
 
-    sent = pickle.dumps(measuring.ShardMeasurer(run_of(dataset).encoder))
-    assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset).encoder).fingerprint
+    sent = pickle.dumps(measuring.ShardMeasurer(run_of(dataset)))
+    assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset)).fingerprint
     own = measuring.measuring_fingerprint
     monkeypatch.setattr(measuring, "measuring_fingerprint", lambda *given: {**own(*given), "template": "another"})
     with pytest.raises(UserError, match=r"would measure something else: template is another there and .* here"):

@@ -14,7 +14,6 @@ from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import UserError
 from energon_packing.report.sample_story import _in_ledger, deciding_setting, story_in_dataset
-from energon_packing.report.settings import settings
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 SETTINGS = (
@@ -150,9 +149,5 @@ def test_a_plan_tells_the_pack_and_the_command_prints_it(dataset, run, tmp_path,
 
 
 def test_the_setting_is_the_one_that_the_sentence_names():
-    names = {each.name for each in settings()}
     assert deciding_setting("too_many", "9 images, encoder.limits.max_images=4") == "encoder.limits.max_images"
     assert deciding_setting("corrupt_media", "image 'a.encoder.png' is cut off") is None
-    from energon_packing.report.sample_story import BY_REASON
-
-    assert set(BY_REASON.values()) <= names

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from energon_packing import thd
 from energon_packing.energon.pack_bytes import pack_from_bytes, pack_to_bytes
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.thd.batch import BRIDGE_KEYS, TOKEN_FIELDS
+from energon_packing.thd.fields import BRIDGE_KEYS, TOKEN_FIELDS
 
 
 def make_row(length: int, key: str, *, mrope: bool = False):
@@ -349,7 +349,7 @@ def test_fixed_boundary_arrays_refuse_what_they_cannot_hold():
 
 
 def test_token_fields_name_every_token_aligned_attribute():
-    assert {*TOKEN_FIELDS, "turn"} == set(make_batch(5).token_tensors)
+    assert {*(field.name for field in TOKEN_FIELDS), "turn"} == set(make_batch(5).token_tensors)
 
 
 def test_the_mapping_for_bridge_has_exactly_the_documented_keys_and_forms():

@@ -113,8 +113,22 @@ def test_a_reference_of_a_part_that_the_run_does_not_read_stops_energon_and_is_n
 
 def test_pairs_are_measured_as_pairs(tmp_path):
     pairs = [{"prompt": f"Why {n}?", "chosen": "Because.", "rejected": "No."} for n in range(4)]
-    (look,) = samples(converted(tmp_path, "pairs", pairs))
+    data = converted(tmp_path, "pairs", pairs)
+    (look,) = samples(data, pairs="both")
+    assert (look.outcome, look.samples) == ("note", 4)
+    assert "4 preference pairs among 4 samples: packing.pairs is both, but without 'preference'" in look.why
+    (look,) = samples(data, pairs="chosen")
     assert (look.outcome, look.samples) == ("ok", 4)
+    assert look.why.endswith("4 preference pairs among 4 samples: packing.pairs is chosen")
+    (look,) = samples(data)
+    assert (look.outcome, look.why.split(",")[0].endswith("has 4 preference pairs among 4 samples")) == ("error", True)
+    assert look.fix.startswith("set it to 'chosen'")
+    # Where nobody counted, the first pair that is measured says it.
+    report = data / "conversion.json"
+    report.write_text(json.dumps({**json.loads(report.read_text()), "pairs": 0}))
+    (look,) = samples(data)
+    assert look.outcome == "error"
+    assert "is a preference pair, and packing.pairs is 'refuse'" in look.why
 
 
 def test_records_of_others_are_not_looked_at(pieces, tmp_path):

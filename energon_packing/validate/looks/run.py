@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from energon_packing.config import RunConfig
+from energon_packing.conversation import PREFERENCE, PairCounts
+from energon_packing.energon.data_identity import known_pairs
+from energon_packing.errors import ConfigError
 from energon_packing.validate.looks.data import look_at_data
 from energon_packing.validate.looks.ledger import look_at_ledger
 from energon_packing.validate.looks.look import LOOKS, Look
@@ -31,7 +37,10 @@ def look_at_run(reads: RunReads) -> list[Look]:
     with without_output():
         found = look_at_processor(config.encoder, places["encoder.processor"], places["encoder.chat_template"])
         at = f"{places['data.path']}: {config.data.path}" if config.data.path else places["data.path"]
-        if not data.readable:
+        counts, refused = _pairs(config, at) if data.readable else (PairCounts(), None)
+        if refused is not None:
+            samples = [refused]
+        elif not data.readable:
             samples = [Look(id="samples", at=at, outcome="not looked at", why="there is no data set to read")]
         elif found.processor is None:
             why = "without a processor and a template nothing can be rendered"
@@ -40,7 +49,30 @@ def look_at_run(reads: RunReads) -> list[Look]:
             from energon_packing.validate.looks.samples import look_at_samples
 
             samples = look_at_samples(config, found.processor, data, at)
+        if counts and refused is None:
+            samples[0] = _with_pairs(samples[0], config, counts)
     return [*data.looks, ledger, *found.looks, *samples]
+
+
+def _pairs(config: RunConfig, at: str) -> tuple[PairCounts, Look | None]:
+    """What `convert` counted in the data sets, and the refusal of the run if it did not choose what is trained."""
+    counts = known_pairs(config.data.path, config.data.split)
+    try:
+        counts.check(config.data.path, config.packing.pairs)
+    except ConfigError as error:
+        why, _, fix = str(error).partition("; ")
+        return counts, Look(id="samples", at=at, outcome="error", why=why, fix=fix.rstrip("."))
+    return counts, None
+
+
+def _with_pairs(look: Look, config: RunConfig, counts: PairCounts) -> Look:
+    """The look with the counts; a note where both answers are trained and nothing tells a loss which is which."""
+    why = f"{look.why}; {counts}: packing.pairs is {config.packing.pairs}"
+    if config.packing.pairs != "both" or PREFERENCE in config.encoder.extra_fields or look.outcome == "error":
+        return replace(look, why=why)
+    why += ", but without 'preference' in encoder.extra_fields a loss cannot tell rejected answers from others"
+    fix = "set encoder.extra_fields to [preference], or packing.pairs to chosen"
+    return replace(look, outcome="note", why=why, fix=fix)
 
 
 def _unread(look: str, why: str) -> Look:

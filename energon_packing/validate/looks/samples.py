@@ -17,7 +17,9 @@ import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
+from energon_packing.ledger import DroppedSample
 from energon_packing.validate.looks.data import DataLooks
 from energon_packing.validate.looks.hub import offline
 from energon_packing.validate.looks.leaves import REMOTE, Leaf
@@ -100,13 +102,18 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
 def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
     """The look at the conversations of one data set."""
     refused: list[RefusedSample] = []
+    frequent = FrequentDrops("looked at")
     number = 0
     try:
         with offline():
-            for key, problem in _read(config, encoder, leaf):
+            for sample in _read(config, encoder, leaf):
+                key, problem = sample.__key__, sample.problem
                 number += 1
+                frequent.add({("", sample.modality): 1}, ())
                 if problem is None:
                     continue
+                entry = DroppedSample(key=key, reason=problem.reason, detail=problem.detail, modality=sample.modality)
+                frequent.add({}, [entry])
                 if problem.fatal is not None:
                     why = f"sample {key} stops the run: {' '.join(str(problem.fatal).split())}"
                     refused.append(RefusedSample(key=key, reason=problem.reason, detail=problem.detail))
@@ -119,10 +126,10 @@ def _measured(config: RunConfig, encoder: Any, leaf: Leaf, at: str) -> Look:
         return _error(
             at, why.rstrip("."), f"run 'energon prepare {leaf.path}' again, or convert again", number, refused
         )
-    return _judged(at, number, refused)
+    return _judged(at, number, refused, frequent)
 
 
-def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
+def _judged(at: str, number: int, refused: list[RefusedSample], frequent: FrequentDrops) -> Look:
     """What the refusals mean for the run."""
     counts = Counter(sample.reason for sample in refused)
     listed = ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
@@ -143,6 +150,7 @@ def _judged(at: str, number: int, refused: list[RefusedSample]) -> Look:
         return _error(at, why.rstrip("."), "change settings or records so that some can be trained on", number, refused)
     if refused:
         why = f"{len(refused)} of {number} conversations would be dropped ({listed}), none for its template"
+        why = " ".join([f"{why}.", *frequent.news(final=True)]).rstrip(".")
         return Look(
             id="samples", at=at, outcome="note", why=why, samples=number, refused=tuple(refused), fix="see 'preview'"
         )
@@ -175,8 +183,8 @@ def _measuring(config: RunConfig, processor: Any) -> Any:
     return Measuring(config.encoder, packing, ParallelConfig(), processor=processor)
 
 
-def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[tuple[str, Any]]:
-    """Key and problem (None if there is none) of the first conversations of one data set.
+def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[Any]:
+    """The first conversations of one data set, each a measured sample or one with a problem.
 
     Opens a metadataset that refers to that directory alone, so that media store and subflavors are included and a small
     data set of a blend is not left to chance.
@@ -201,7 +209,7 @@ def _read(config: RunConfig, encoder: Any, leaf: Leaf) -> Iterator[tuple[str, An
         once = dataclasses.replace(config, data=data)
         loader = get_loader(build_dataset(once, task_encoder=encoder, workers=0))
         for number, sample in enumerate(loader, 1):
-            yield sample.__key__, sample.problem
+            yield sample
             if number == SAMPLES:
                 return
 

@@ -1,7 +1,11 @@
-"""Rules about token ids: model and tokenizer must agree on them. Imports neither torch nor Bridge."""
+"""Rules about the processor: it and the model must agree on tokens, sizes and class.
+
+Imports neither torch nor Bridge.
+"""
 
 from __future__ import annotations
 
+from energon_packing.validate.family_table import PROCESSOR_CLASSES, line_of
 from energon_packing.validate.rules.rule import Finding, SourceLine, rule
 from energon_packing.validate.run_view import RunView
 
@@ -46,7 +50,7 @@ def _vocabulary(view: RunView) -> Finding | None:
 
 @rule(
     id="ours/placeholder-ids",
-    checks="tokenizer and model use the same tokens for images and videos",
+    checks="tokenizer and model use the same tokens for images and videos, and around them",
     place="megatron.bridge.models.qwen_vl",
     applies=_known_placeholders,
     sources=(
@@ -63,8 +67,53 @@ def _placeholder_ids(view: RunView) -> Finding | None:
         theirs, ours = view.facts.model_tokens.placeholders[kind], view.facts.processor_tokens.placeholders[kind]
         if theirs != ours:
             return Finding(
-                why=f"the model puts {kind} features where it finds the token {theirs}, the tokenizer's {kind} "
-                f"placeholder is {ours}",
+                why=f"the model's {kind}_token_id is {theirs}, but the tokenizer's {kind} token is {ours}: features of "
+                "images would be put elsewhere, or nowhere",
                 fix="use the processor of this model",
             )
+    return None
+
+
+def _known_processor(view: RunView) -> bool:
+    return bool(view.facts.processor_tokens and (_shared_sizes(view) or _expected_classes(view)))
+
+
+def _shared_sizes(view: RunView) -> list[str]:
+    if view.facts.model_tokens is None or view.facts.processor_tokens is None:
+        return []
+    return [name for name in view.facts.model_tokens.geometry if name in view.facts.processor_tokens.geometry]
+
+
+def _expected_classes(view: RunView) -> tuple[str, ...]:
+    """The processors of the model's family, where that of the run is known to belong to some family; else none."""
+    line = line_of(view.family, view.bridge_release)
+    own = view.facts.processor_tokens and view.facts.processor_tokens.processor
+    return line.processors if line is not None and own in PROCESSOR_CLASSES else ()
+
+
+@rule(
+    id="ours/processor-fits-the-model",
+    checks="the processor is that of the model's family: its class, and the sizes of patches and images",
+    place="megatron.bridge.models.qwen_vl.modelling_qwen3_vl.utils.Qwen3VLVisionPatchEmbed",
+    applies=_known_processor,
+    sources=(
+        SourceLine(
+            file="megatron/bridge/models/qwen_vl/modelling_qwen3_vl/utils.py",
+            says="kernel_size = [self.temporal_patch_size, self.patch_size, self.patch_size]",
+        ),
+    ),
+)
+def _processor_fits(view: RunView) -> Finding | None:
+    assert view.facts.processor_tokens is not None
+    own, expected = view.facts.processor_tokens.processor, _expected_classes(view)
+    fix = "name the processor that was published with this model"
+    if expected and own not in expected:
+        return Finding(
+            why=f"the processor is a {own}, but {view.network.model} needs a {' or '.join(expected)}", fix=fix
+        )
+    for name in _shared_sizes(view):
+        assert view.facts.model_tokens is not None
+        theirs, ours = view.facts.model_tokens.geometry[name], view.facts.processor_tokens.geometry[name]
+        if theirs != ours:
+            return Finding(why=f"{name} of the processor is {ours}, but the model's is {theirs}", fix=fix)
     return None

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from energon_packing.validate.run_facts import PLACEHOLDERS, DataFacts, TokenFacts, processor_facts
+from energon_packing.validate.run_facts import PLACEHOLDERS, DataFacts, TokenFacts, model_geometry, processor_facts
 from energon_packing.validate.run_view import DatasetKind, RunView, installed_version
 
 # By class name, most derived first: a view must not import Bridge.
@@ -114,6 +114,7 @@ def _of_model(model: Any) -> dict[str, Any]:
         "model_tokens": TokenFacts(
             size=getattr(model, "vocab_size", None),
             placeholders={kind: number for kind, number in ids.items() if isinstance(number, int)},
+            geometry=model_geometry(getattr(model, "vision_config", None), model),
         ),
     }
 

@@ -1,0 +1,84 @@
+"""Routers of Megatron-Core that count a row's real tokens, where its own count is wrong under a padding mask.
+
+Two defects of Megatron-Core up to 0.20, and one that stays with the count that its repair proposes (Megatron-LM#7481):
+
+* ``TopKRouter._apply_expert_bias`` combines a mask ``[tokens]`` with a routing map ``[tokens, experts]`` and stops
+  (Megatron-LM#6111; repaired in 0.20).
+* ``get_tokens_per_expert_and_token_count`` reduces the local count in place, so it is the count of the whole group.
+  With ``calculate_per_token_loss`` the balance losses are multiplied by it *and* by the size of the group: at TP 2 and
+  CP 4 they are eight times too strong (Megatron-LM#7452).
+* A rank's own count times the size of the group is the row's count only if padding is spread evenly over the ranks. It
+  is not: a row's tail lies on the last rank.
+
+So a router is given each expert's real tokens without a mask, and the row's count divided by the ranks that share it.
+Both are right whether or not the installed version has the defects. `docs/upstream_router_counts.md` is the report.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from energon_packing.errors import ConfigError
+
+_REPAIRED = "_energon_packing_counts_real_tokens"
+
+
+def count_real_tokens(model: torch.nn.Module) -> bool:
+    """Makes the routers of a model count real tokens for as long as the model lives, where they get a padding mask.
+
+    Without a mask a router computes what it computed before. Call it again as often as you like.
+
+    Args:
+        model: a model chunk, with or without layers that route tokens to experts.
+
+    Returns:
+        Whether the model has such layers.
+
+    Raises:
+        ConfigError: a router balances each sequence (``seq_aux_loss``): it would take a packed row for one sequence.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        if router.get_aux_loss_coeff("seq_aux_loss") > 0:
+            raise ConfigError(
+                "moe_router_load_balancing_type 'seq_aux_loss' balances each sequence, but a packed row holds many and "
+                "would count as one; set it to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff to 0 "
+                "(rule ours/balance-per-sequence)."
+            )
+        if not hasattr(router, _REPAIRED):
+            _repair(router)
+            setattr(router, _REPAIRED, True)
+    return bool(routers)
+
+
+def _repair(router: Any) -> None:
+    routing, count_for_bias = router.routing, router._apply_expert_bias
+    attach = router.attach_and_log_load_balancing_loss
+    running: list[torch.Tensor] = []  # the mask of the call of `routing` that is under way
+
+    def routing_with_mask(logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
+        running[:] = [] if padding_mask is None else [padding_mask]
+        try:
+            return routing(logits, padding_mask=padding_mask, **more)
+        finally:
+            running.clear()
+
+    def count_real_for_bias(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        return count_for_bias(routing_map, **more)
+
+    def attach_by_the_rows_count(*arguments: Any, **keywords: Any) -> Any:
+        if running and router.calculate_per_token_loss:
+            count, group = (~running[0]).sum(), router.tp_cp_group
+            if group.size() > 1:
+                torch.distributed.all_reduce(count, group=group)
+            keywords["valid_token_count"] = count / group.size()
+        return attach(*arguments, **keywords)
+
+    router.routing, router._apply_expert_bias = routing_with_mask, count_real_for_bias
+    router.attach_and_log_load_balancing_loss = attach_by_the_rows_count

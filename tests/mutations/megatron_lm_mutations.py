@@ -1,0 +1,66 @@
+"""The traps of fields per token on their way to a model, in Bridge and in Megatron-LM; see `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+MEGATRON_LM_TRAPS = {
+    81: "a field that the family needs does not reach the model",
+    82: "integer token types become floats in a filler row",
+}
+
+FAMILIES = "tests/conformance/test_megatron_lm_families.py::"
+EXPERTS = "tests/conformance/test_megatron_lm_experts.py::"
+IN_BATCH = "tests/conformance/test_in_batch_mode.py::"
+GLM = "tests/families/test_glm4v_against_processor.py::"
+
+MEGATRON_LM_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=81,
+        name="Megatron-LM's vision step leaves out the types of tokens",
+        test=FAMILIES + "test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included[ernie4_5_vl]",
+        oracle="Bridge's `vlm_step` on the same row",
+        edits=(("megatron_lm/gpt.py", "**batch.model_inputs}", "}"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=81,
+        name="Megatron-LM's vision step normalises Ernie's bytes, which the model normalises again",
+        test=FAMILIES + "test_a_models_losses_are_those_of_bridges_step_types_of_tokens_included[ernie4_5_vl]",
+        oracle="Bridge's `vlm_step` on the same row",
+        edits=(("megatron_lm/batch.py", "part.media_of_model()", "part.finished().visual_inputs"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=81,
+        name="Bridge leaves a model's missing argument out in silence",
+        test=FAMILIES + "test_a_model_that_does_not_take_what_the_family_needs_is_refused_before_it_runs[Bridge-glm4v]",
+        oracle="the signature of the model's forward",
+        edits=(("bridge/step.py", "refuse_untaken(inner, fields,", "refuse_untaken(inner, [],"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=81,
+        name="Megatron-LM's experts get no padding mask from a whole row",
+        test=FAMILIES + "test_the_experts_of_a_vision_model_get_the_padding_of_the_row",
+        oracle="the padding mask of the row",
+        edits=(("megatron_lm/batch.py", "        put_mask(params, of_layers)", "        pass"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=82,
+        name="a filler row has fractions for types of tokens",
+        test=IN_BATCH
+        + "test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor_makes_them[False]",
+        oracle="Hugging Face's processor",
+        edits=(("bridge/in_batch.py", "field.filled(1) for field", "field.filled(1).float() for field"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=82,
+        name="a padded dummy image keeps types of tokens of its old length",
+        test=GLM + "test_a_pack_of_text_alone_has_types_too_and_a_dummy_image_its_own[3]",
+        oracle="the definition",
+        edits=(("energon/dummy_image.py", "for field in (*TOKEN_FIELDS, *fields)", "for field in TOKEN_FIELDS"),),
+    ),
+)

@@ -26,6 +26,8 @@ TrainLineBreak = Literal["as_marked", "always", "never"]
 
 ToolDefinitions = Literal["required", "optional"]
 
+SpecialTokensInText = Literal["keep", "text", "refuse"]
+
 Transparency = Literal["white", "processor"]
 
 PositionIds = Literal["auto", "1d", "mrope"]
@@ -105,6 +107,10 @@ class EncoderConfig:
     train_line_break: TrainLineBreak = "as_marked"
     """Whether the line break after the token that ends an answer is trained: ``as_marked`` only if the chat template
     marks it with ``{% generation %}``, ``always``, or ``never``."""
+    special_tokens_in_text: SpecialTokensInText = setting("keep", changes_rows=True)
+    """What a special token (``<|im_end|>``) becomes that a text of the record contains: ``keep`` makes it that token,
+    as transformers does, ``text`` ordinary text; ``refuse`` drops the sample (``special_token``). See
+    docs/prompts.md."""
     tool_definitions: ToolDefinitions = "required"
     """``required`` drops a sample (``template_omits``) if the chat template omits its tool definitions; ``optional``
     trains it without them. Calls and results are always required."""

@@ -33,7 +33,7 @@ from energon_packing.encoders.sample_encoder import SampleEncoder
 from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
 from energon_packing.encoders.splitting import Fits, MeasuredSplit, SampleText, split
 from energon_packing.encoders.targets import enough_targets, trained_tokens
-from energon_packing.encoders.tokenized import TextTokenizer, TokenizedText, any_of
+from energon_packing.encoders.tokenized import SpecialTexts, TextTokenizer, TokenizedText, any_of
 from energon_packing.encoders.weighting import target_weight
 from energon_packing.errors import ConfigError, PackingError, SampleRejected
 from energon_packing.families.base import MediaPlan, VisionFamily
@@ -90,7 +90,8 @@ class ConversationEncoder(SampleEncoder):
         )
         self._placeholders = Placeholders(self.family, self.template)
         self._backend = self.tokenizer.backend_tokenizer
-        self._tokens = TextTokenizer(self._backend)
+        self._specials = SpecialTexts(self.tokenizer, config.special_tokens_in_text)
+        self._tokens = TextTokenizer(self._backend, self._specials)
         self._resizer = Resizer(self.family)
         # Not a method of this encoder: in a circle of references the child would outlive its encoder.
         self._make_pixels = functools.partial(_visual_inputs, config, self._resizer, self.family)
@@ -136,10 +137,12 @@ class ConversationEncoder(SampleEncoder):
                 ``other_modality`` if the encoder does not accept one of the media;
                 ``reserved_token`` if a text contains a token that stands for media, ``placeholder_mismatch`` if the
                 template lost or moved an image or video, ``bad_text`` if a text is not valid Unicode,
+                ``special_token`` if a text contains a special token and ``special_tokens_in_text`` is ``refuse``,
                 ``too_few_targets`` if no more than ``min_active_ratio`` of the tokens are targets.
             ConfigError: the sample is over a limit and ``when_over`` contains ``raise``.
         """
         self._check_modality(conversation)
+        conversation = self._specials(conversation)
         check_reserved(conversation, self.family.reserved)
         bounds = Bounds(limits=self.config.limits, row=truncate_to)
         fitted = fit(conversation, self._measure, self._resizer, bounds, self.template.trained_turns)
@@ -154,6 +157,8 @@ class ConversationEncoder(SampleEncoder):
         chats: dict[bool, list[tuple[Conversation, tuple[MediaPlan, ...], Expanded]]] = {}
         for conversation in conversations:
             with contextlib.suppress(Exception):
+                if self._specials(conversation) is not conversation:
+                    continue
                 plans, chat = self._rendered(conversation, self.family)
                 chats.setdefault(self._adds_tokens(chat.text), []).append((conversation, plans, chat))
         for add, found in chats.items():
@@ -175,7 +180,7 @@ class ConversationEncoder(SampleEncoder):
         if self.config.train_on == "all":
             raise ConfigError("encoder.train_on is 'all', but only the answers of a chosen/rejected pair are trained.")
         self._check_modality(conversation)
-        answers = conversation.answers()
+        answers = self._specials(conversation).answers()
         for answer in answers:
             check_reserved(answer, self.family.reserved)
         chosen, rejected = fit_pair(answers, self._measure, self._resizer, Bounds(limits=self.config.limits))
@@ -205,7 +210,7 @@ class ConversationEncoder(SampleEncoder):
         Raises:
             SampleRejected: ``oversize`` if a single image or video fits no pack.
         """
-        kept = conversation
+        kept = conversation = self._specials(conversation)
         if measured.turns < len(conversation.turns):
             kept = beginning(conversation, measured.turns, self.template.trained_turns(conversation))
         rendered = self.template.render(kept)

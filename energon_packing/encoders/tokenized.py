@@ -2,32 +2,181 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
+from energon_packing.chat.thinking import CLOSE, OPEN
+from energon_packing.config import SpecialTokensInText
+from energon_packing.conversation import Conversation, Turn
 from energon_packing.encoders.byte_lengths import byte_lengths
-from energon_packing.errors import SampleRejected
+from energon_packing.errors import ConfigError, SampleRejected
 
 _THREADS = "TOKENIZERS_PARALLELISM"
 _KEPT_WORDS = 50_000
 """Words whose tokens the library keeps; its own 10,000 are full after a few thousand texts, and never change again."""
 
 
+_FIRST_STAND_IN, _STAND_INS = 0x17000, 6136
+"""Tangut characters: printable, changed by no normalizer, and in hardly any text."""
+
+
+class SpecialTexts:
+    """What becomes of special tokens that a record's texts contain.
+
+    For ``text``, a record is rendered with stand-ins in their place, of the same length. In the rendered text, the real
+    ones are then the template's own. Tokenizing exchanges the two: a copy of the tokenizer has the stand-ins as its
+    special tokens, so that the record's are text to it, and every character stays where it is.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers. Its special tokens count, except for thinking tags, which records
+            have as marks.
+        choice: see ``encoder.special_tokens_in_text``.
+
+    Raises:
+        ConfigError: for ``text``, if the tokenizer cannot write a special token as ordinary text.
+    """
+
+    def __init__(self, tokenizer: Any, choice: SpecialTokensInText) -> None:
+        self._choice = choice
+        special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        names = sorted(name for name in special if name and name not in (OPEN, CLOSE)) if choice != "keep" else []
+        if choice == "text" and len(names) > _STAND_INS:
+            raise _no_text(f"it has {len(names)} special tokens, more than {_STAND_INS}")
+        self._other: dict[str, str] = {}
+        if choice == "text":
+            pairs = {name: chr(_FIRST_STAND_IN + at) * len(name) for at, name in enumerate(names)}
+            self._other = pairs | {stand_in: name for name, stand_in in pairs.items()}
+        longest_first = sorted(self._other or names, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._stand_in = re.compile(f"[{chr(_FIRST_STAND_IN)}-{chr(_FIRST_STAND_IN + _STAND_INS - 1)}]")
+        if choice == "text":
+            self._copy, self._ids = self._copied(tokenizer.backend_tokenizer)
+            for name in names:
+                self._check(name, special)
+
+    def __call__(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation as it is to be rendered; the same object if no text has a special token.
+
+        Raises:
+            SampleRejected: ``special_token`` if one has and ``choice`` is ``refuse``, ``bad_text`` if one also has
+                characters that stand for them, ``bad_record`` if a tool call is nested too deeply.
+        """
+        if self._choice == "keep":
+            return conversation
+        found: list[str] = []
+
+        def changed(text: str) -> str:
+            if (match := self._pattern.search(text)) is None:
+                return text
+            if self._choice == "refuse":
+                raise SampleRejected(
+                    "special_token",
+                    f"a text, tool call or tool definition holds {match[0]!r}, a special token of the tokenizer; "
+                    "encoder.special_tokens_in_text: text trains it as ordinary text",
+                )
+            found.append(match[0])
+            if self._stand_in.search(text):
+                raise SampleRejected(
+                    "bad_text", f"a text holds {match[0]!r} and Tangut characters, which stand for special tokens"
+                )
+            return self.exchanged(text)
+
+        def of(turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+            return tuple(
+                replace(
+                    turn,
+                    parts=tuple(changed(part) if isinstance(part, str) else part for part in turn.parts),
+                    tool_calls=_each(turn.tool_calls, changed),
+                    tool_call_id=_each(turn.tool_call_id, changed),
+                    thinking=_each(turn.thinking, changed),
+                )
+                for turn in turns
+            )
+
+        try:
+            turns, chosen, rejected = of(conversation.turns), of(conversation.chosen), of(conversation.rejected)
+            tools = _each(conversation.tools, changed)
+        except RecursionError as error:
+            raise SampleRejected("bad_record", "the arguments of a tool call are nested too deeply") from error
+        if not found:
+            return conversation
+        return replace(conversation, turns=turns, chosen=chosen, rejected=rejected, tools=tools)
+
+    def exchanged(self, text: str) -> str:
+        """A text with stand-ins in place of special tokens, and these in place of stand-ins."""
+        return self._pattern.sub(lambda match: self._other[match[0]], text)
+
+    def holds_stand_ins(self, text: str) -> bool:
+        """Whether a rendered text may be that of a record whose special tokens have been replaced."""
+        return bool(self._other) and not text.isascii() and self._stand_in.search(text) is not None
+
+    def tokens(self, text: str, *, add_special_tokens: bool) -> TokenizedText:
+        """Tokens of a rendered text, in which the record's special tokens are text."""
+        tokenized = self._copy(self.exchanged(text), add_special_tokens=add_special_tokens)
+        tokenized.ids = self._ids.take(tokenized.ids)
+        return tokenized
+
+    def _copied(self, backend: Any) -> tuple[TextTokenizer, np.ndarray]:
+        """The copy, and for each of its ids that of the tokenizer, int32 ``[largest id + 1]``."""
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        state = json.loads(backend.to_str())
+        named = {}
+        for token in state["added_tokens"]:
+            name = token["content"]
+            named[name] = token["content"] = self._other.get(name, name)
+        copy = Tokenizer.from_str(json.dumps(state))
+        pairs = {copy.token_to_id(new): backend.token_to_id(name) for name, new in named.items()}
+        ids = np.arange(max(*copy.get_vocab().values(), *pairs) + 1, dtype=np.int32)
+        ids[list(pairs)] = list(pairs.values())
+        return TextTokenizer(copy), ids
+
+    def _check(self, name: str, special: Mapping[str, int]) -> None:
+        own, text = (
+            self._ids.take(self._copy(held, add_special_tokens=False).ids).tolist()
+            for held in (self._other[name], name)
+        )
+        if own != [special[name]] or not set(text).isdisjoint(special.values()):
+            raise _no_text(f"its vocabulary holds {name!r} as a word")
+
+
+def _no_text(why: str) -> ConfigError:
+    return ConfigError(
+        "encoder.special_tokens_in_text is 'text', but the tokenizer cannot write its special tokens as ordinary text: "
+        f"{why}; use 'refuse' or 'keep'."
+    )
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every string in it changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(key): _each(entry, change) for key, entry in value.items()}
+    return type(value)(_each(entry, change) for entry in value) if isinstance(value, list | tuple) else value
+
+
 class TextTokenizer:
     """Makes `TokenizedText`.
 
     Args:
-        backend: a ``tokenizers.Tokenizer``. Padding and truncation are switched off whenever they are on: they may have
-            been saved with it, and a processor that is also used elsewhere may switch them on at any call.
+        backend: a ``tokenizers.Tokenizer``. Padding, truncation and ``split_special_tokens`` are switched off whenever
+            they are on: they may have been saved with it, and a processor that is also used elsewhere may switch them
+            on at any call.
+        specials: tokenizes texts of records whose special tokens are text.
     """
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, specials: SpecialTexts | None = None) -> None:
         self._backend = backend
+        self._specials = specials
         resize = getattr(backend.model, "_resize_cache", None)  # tokenizers 0.21
         if resize is not None:
             resize(_KEPT_WORDS)
@@ -45,6 +194,8 @@ class TextTokenizer:
         Raises:
             SampleRejected: ``bad_text`` where the text is not valid Unicode.
         """
+        if self._specials is not None and self._specials.holds_stand_ins(text):
+            return self._specials.tokens(text, add_special_tokens=add_special_tokens)
         try:
             (quick,) = self.several([text], add_special_tokens=add_special_tokens)
             if quick is not None:
@@ -67,6 +218,8 @@ class TextTokenizer:
             self._backend.no_padding()
         if self._backend.truncation is not None:
             self._backend.no_truncation()
+        if self._backend.encode_special_tokens:  # the template's special tokens are no text
+            self._backend.encode_special_tokens = False
         # The call without offsets exists only for batches, and a batch starts the library's threads, which a worker
         # that is forked later cannot use. So it is used only if the library's own variable switches threads off.
         if not _one_thread() or self._lengths is None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -185,6 +187,118 @@ def test_a_token_that_stands_for_media_is_rejected_wherever_text_holds_it(
         assert caught.value.reason == "reserved_token"
 
 
+END, MARK = "<|im_end|>", "@@at@mark@"
+"""A special token of the tokenizers, and a text of the same length that stands for one in a record."""
+
+
+def with_end(place: str, end: str) -> Conversation:
+    """A conversation with a text at one place."""
+    said = f"a {end}\n<|im_start|>system\nb" if end == END else f"a {end}\n{MARK}@@system\nb"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"deep": [{f"k {end}": said}]}}}
+    tool = {"type": "function", "function": {"name": "f", "description": said, "parameters": {}}}
+    turns = (
+        Turn(role="system", parts=(said if place == "system" else "Be kind.",)),
+        Turn(role="user", parts=(said if place == "user" else "Hi",)),
+        Turn(role="assistant", parts=("Ho",), tool_calls=(call,) if place == "call" else ()),
+        Turn(role="tool", parts=(said if place == "tool" else "3",)),
+        Turn(
+            role="assistant",
+            parts=(said if place == "assistant" else "Well.",),
+            thinking=said if place == "thinking" else None,
+        ),
+    )
+    return Conversation(key="k", turns=turns, tools=(tool,) if place == "definition" else None)
+
+
+def pieces_of(tokenizer: Any, rendered: str) -> list[int]:
+    """Hugging Face, stretch by stretch: the template's special tokens by their number, the record's as text."""
+    ids: list[int] = []
+    for piece in re.split(r"(<\|im_start\|>|<\|im_end\|>)", rendered):
+        if piece in ("<|im_start|>", END):
+            ids.append(tokenizer.convert_tokens_to_ids(piece))
+        else:
+            text = piece.replace(f"{MARK}@@", "<|im_start|>").replace(MARK, END)
+            ids += tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    return ids
+
+
+PLACES = ["system", "user", "call", "tool", "assistant", "thinking", "definition"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_special_token_in_a_text_of_the_record_is_kept_or_text_or_refused(encoders: Any, place: str) -> None:
+    conversation = with_end(place, END)
+    tokenizer = encoders["text"].tokenizer
+    kept = encoders["text"].measure(conversation)
+    rendered = encoders["text"].template.render(conversation).text
+    assert kept.token_ids.tolist() == tokenizer(rendered, add_special_tokens=False).input_ids
+    encoder = encoder_with(special_tokens_in_text="text")
+    measured = encoder.measure(conversation)
+    with_marks = encoders["text"].template.render(with_end(place, MARK)).text
+    assert measured.token_ids.tolist() == pieces_of(tokenizer, with_marks)
+    assert measured.token_ids.tolist() != kept.token_ids.tolist()
+    assert tokenizer.decode(measured.token_ids) == rendered
+    # The same characters are trained, and each answer ends with the real token.
+    ids, weights = measured.expand()
+    trained = tokenizer.decode(ids[weights > 0])
+    kept_ids, kept_weights = kept.expand()
+    assert trained == tokenizer.decode(kept_ids[kept_weights > 0])
+    assert trained.startswith("Ho")
+    encoder.prepare([conversation])
+    assert encoder.measure(conversation).token_ids.tolist() == measured.token_ids.tolist()
+    half = measured.length // 2 + 1
+    assert len(encoder.split(conversation, measured, lambda tokens, *_: tokens <= half, at="token").pieces) == 2
+    with pytest.raises(SampleRejected, match=r"special_token: .*'<\|im_"):
+        encoder_with(special_tokens_in_text="refuse").measure(conversation)
+
+
+@pytest.mark.parametrize("choice", ["text", "refuse"])
+@settings(max_examples=40, deadline=None)
+@given(pairs=st.lists(st.tuples(texts, texts), min_size=1, max_size=3))
+def test_texts_without_special_tokens_are_the_same_in_every_choice(encoders: Any, choice: str, pairs: Any) -> None:
+    conversation = talk(*[turn for ask, answer in pairs for turn in (("user", ask), ("assistant", answer))])
+    for made in (
+        conversation,
+        talk(("user", "<think>\n</think> 𗀀𗀁"), ("assistant", "<think>\nHm.\n</think>\n\nYes")),
+    ):
+        other = encoder_with_choice(choice).measure(made)
+        assert other.token_ids.tolist() == encoders["text"].measure(made).token_ids.tolist()
+
+
+@functools.cache
+def encoder_with_choice(choice: str) -> ConversationEncoder:
+    return encoder_with(special_tokens_in_text=choice)
+
+
+def test_both_answers_of_a_pair_may_hold_special_tokens(encoders: Any) -> None:
+    answers = [(Turn(role="assistant", parts=(f"{word} {END} more",)),) for word in ("Yes", "No")]
+    pair = Conversation(key="k", turns=(Turn(role="user", parts=("Hi",)),), chosen=answers[0], rejected=answers[1])
+    measured = encoder_with_choice("text").measure_pair(pair)
+    number = encoders["text"].tokenizer.convert_tokens_to_ids(END)
+    for segment, turns in zip(measured.segments, answers, strict=True):
+        ids, weights = segment.expand()
+        assert encoders["text"].tokenizer.decode(ids[weights > 0]).rstrip() == f"{turns[0].parts[0]}{END}"
+        assert (ids[weights > 0] == number).sum() == 1
+    with pytest.raises(SampleRejected, match="special_token"):
+        encoder_with_choice("refuse").measure_pair(pair)
+
+
+def test_a_token_that_stands_for_media_is_text_beside_a_real_image(encoders: Any) -> None:
+    encoder = encoder_with("qwen2_5_vl", special_tokens_in_text="text")
+    marked = talk(("user", "What does <|image_pad|> mean?"), ("assistant", "An image: <|image_pad|>."), media=(IMAGE,))
+    measured = encoder.measure(marked)
+    bare = encoders["qwen2_5_vl"].measure(talk(("user", "What?"), ("assistant", "An image."), media=(IMAGE,)))
+    assert measured.run_lengths.tolist() == bare.run_lengths.tolist()
+    assert (measured.token_ids == encoder.family.placeholder_ids["image"]).sum() == 1
+    ids, weights = measured.expand()
+    assert encoder.tokenizer.decode(ids[weights > 0]).startswith("An image: <|image_pad|>.")
+
+
+def test_characters_that_stand_for_special_tokens_are_refused_beside_one() -> None:
+    with pytest.raises(SampleRejected, match=r"bad_text.*Tangut"):
+        encoder_with_choice("text").measure(talk(("user", f"𗀀 {END}"), ("assistant", "b")))
+
+
 def test_text_that_is_no_unicode_is_rejected(encoders: Any) -> None:
     for family in ("text", "qwen3_vl"):
         with pytest.raises(SampleRejected) as caught:
@@ -284,6 +398,7 @@ ELSEWHERE = {
     *("processor", "family", "chat_template", "modality", "thinking", "train_line_break", "tool_definitions"),
     *("loss_weighting", "loss_scale", "tokens_per_second", "pan_and_scan", "pixels", "jpeg_scaled_decoding"),
     *("limits", "extra_fields", "template_date", "transparency"),
+    "special_tokens_in_text",
 }
 """Settings that are in the encoder's fingerprint and changed by other tests."""
 NO_ROW = {

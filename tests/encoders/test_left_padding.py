@@ -34,13 +34,14 @@ def test_a_processor_that_pads_on_the_left_gives_the_tokens_of_one_that_does_not
 
 @pytest.mark.parametrize("family", ["text", "qwen2_5_vl"])
 def test_a_processor_that_others_use_between_two_samples_changes_no_token(encoders, family):
-    """A call of transformers that pads or cuts leaves the tokenizer so."""
+    """A call of transformers that pads, cuts, or reads special tokens as text leaves the tokenizer so."""
     processor = AutoProcessor.from_pretrained(processor_path(family))
     encoder = ConversationEncoder(EncoderConfig(), processor=processor)
     turns = (Turn(role="user", parts=("How many birds are on the wire?",)), Turn(role="assistant", parts=("Nine.",)))
     conversation = Conversation(key="k", turns=turns, media=())
     expected = encoders[family].measure(conversation).token_ids.tolist()
     tokenizer = getattr(processor, "tokenizer", processor)
-    for options in ({"padding": "max_length", "max_length": 512}, {"truncation": True, "max_length": 3}):
+    padded, cut = {"padding": "max_length", "max_length": 512}, {"truncation": True, "max_length": 3}
+    for options in (padded, cut, {"split_special_tokens": True}):
         tokenizer(["a question of somebody else"], **options)
         assert encoder.measure(conversation).token_ids.tolist() == expected

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import unicodedata
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from energon_packing.demo import processor_path
 from energon_packing.encoders.byte_lengths import byte_lengths
-from energon_packing.encoders.tokenized import ByteText, TextTokenizer, TokenizedText, any_of, use_one_thread
-from energon_packing.errors import SampleRejected
+from energon_packing.encoders.tokenized import (
+    ByteText,
+    SpecialTexts,
+    TextTokenizer,
+    TokenizedText,
+    any_of,
+    use_one_thread,
+)
+from energon_packing.errors import ConfigError, SampleRejected
 
 LETTERS = ["a", "b", "é", "e", "▁", "你", "!", "ab", "▁a", "▁b", "aé"]
 
@@ -185,3 +194,58 @@ def test_words_that_the_library_keeps_have_the_tokens_of_words_that_it_does_not(
     fresh.model._resize_cache(0)
     for text in (*texts, *texts):
         assert quick("bytes")(text, add_special_tokens=False).ids.tolist() == fresh.encode(text).ids
+
+
+@cache
+def specials(kind: str) -> SpecialTexts:
+    return SpecialTexts(PreTrainedTokenizerFast(tokenizer_object=backend(kind)), "text")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace", "normalised"])
+@settings(max_examples=200, deadline=None)
+@given(words=st.lists(st.tuples(pieces, st.booleans()), max_size=10), add=st.booleans())
+def test_special_tokens_of_a_record_are_text_and_those_of_the_template_are_tokens(kind, words, add):
+    """Oracle: the tokenizer's own option to read special tokens as text, on each stretch between the template's."""
+    own = {"bytes": "<|im_end|>", "metaspace": "<|end|>", "normalised": "<|end|>"}[kind]
+    swap = specials(kind)
+    words = [(word, word == own and is_template) for word, is_template in words]
+    shown = "".join(word if is_template else swap.exchanged(word) for word, is_template in words)
+    text = "".join(word for word, _ in words)
+    found = TextTokenizer(backend(kind), swap)(shown, add_special_tokens=add)
+    plain = quick(kind)(text, add_special_tokens=add)
+    if all(word != own or is_template for word, is_template in words):
+        assert found.ids.tolist() == plain.ids.tolist()
+        assert found.offsets.tolist() == plain.offsets.tolist()
+        return
+    number = backend(kind).token_to_id(own)
+    assert found.ids.tolist().count(number) == sum(is_template for _, is_template in words)
+    if kind == "bytes":  # the others write each stretch as the beginning of a text
+        expected: list[int] = []
+        for is_template, run in groupby(words, key=lambda word: word[1]):
+            run = [word for word, _ in run]
+            expected += [number] * len(run) if is_template else as_text(backend(kind), "".join(run))
+        assert found.ids.tolist() == expected
+        if unicodedata.is_normalized("NFC", text):  # or offsets are those of the normalised text
+            held = dict.fromkeys(map(tuple, found.offsets.tolist()))
+            assert "".join(text[start:end] for start, end in held) == text
+
+
+def as_text(made: Tokenizer, text: str) -> list[int]:
+    made.encode_special_tokens = True
+    try:
+        return made.encode(text, add_special_tokens=False).ids
+    finally:
+        made.encode_special_tokens = False
+
+
+def test_a_tokenizer_whose_special_token_is_also_a_word_cannot_write_it_as_text():
+    vocabulary = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -1.0) for letter in "</s>ab▁")]
+    made = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    made.add_special_tokens(["</s>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    with pytest.raises(
+        ConfigError, match=r"special_tokens_in_text is 'text'.*'</s>' as a word; use 'refuse' or 'keep'"
+    ):
+        SpecialTexts(tokenizer, "text")
+    for choice in ("refuse", "keep"):
+        SpecialTexts(tokenizer, choice)

@@ -75,6 +75,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "encoder.video_max_frames": (4, {"encoder.video_fps": 8.0}, True),
     "encoder.pixels": ("bfloat16", {}, True),
     "encoder.jpeg_scaled_decoding": (1.0, {"encoder.min_pixels": 3136, "encoder.max_pixels": 10_000}, True),
+    "encoder.special_tokens_in_text": ("text", {}, False),  # the demo's texts have none
     "encoder.template_date": ("2026-01-31", {}, False),  # the demo's template writes none
     "encoder.transparency": ("processor", {}, False),  # the demo's images are opaque
     "encoder.max_source_pixels": (50_000, {}, True),

@@ -17,6 +17,10 @@ MEDIA_TRAPS = {
     28: "a file that a sample names twice is used once",
     38: "a hostile record passes, or reads outside of its root",
     59: "a frame of a video is not the frame of its number",
+    74: "merged structs of Arrow put the keys of other tools as nulls into calls",
+    75: "a template reads the clock",
+    76: "transparent images on black",
+    77: "settings or control tokens inside a record are ignored",
 }
 
 LABELS = "tests/encoders/test_encoder_labels.py::"
@@ -24,6 +28,11 @@ SPANS = "tests/chat/test_template_spans.py::"
 MEDIA = "tests/encoders/test_encoder_media.py::"
 RUNS = "tests/media/test_packet_runs.py::"
 HOSTILE = "tests/convert/test_convert_hostile_records.py::"
+
+TABLES = "tests/convert/test_convert_packed_sources.py::"
+CLOCK = "tests/chat/test_template_traps.py::"
+PIXELS = "tests/media/test_decode_images.py::"
+COLUMNS = "tests/convert/test_convert_columns.py::"
 
 MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -245,5 +254,80 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         "test_a_changed_byte_of_a_torch_file_is_rejected_or_changes_no_value",
         oracle="the tensor before its file was changed",
         edits=(("media/tensor.py", "    if damaged is not None:\n", "    if False:\n"),),
+    ),
+    Mutation(
+        trap=74,
+        name="a call has the keys of all calls of its column",
+        test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_parquet]",
+        oracle="the same records as JSON Lines",
+        edits=(("convert/table_files.py", "                if part is not None:\n", "                if name:\n"),),
+    ),
+    Mutation(
+        trap=74,
+        name="JSON of datasets is stored as its text",
+        test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_datasets_json]",
+        oracle="the same records as JSON Lines",
+        edits=(("convert/table_files.py", '"extension_name", "") == "arrow.json"', '"extension_name", "") == "json"'),),
+    ),
+    Mutation(
+        trap=75,
+        name="a template asks the clock of the machine",
+        test=CLOCK + "test_a_template_that_asks_for_the_date_is_told_the_date_of_the_setting[own-2026-01-31]",
+        oracle="apply_chat_template on that day",
+        edits=(
+            (
+                "chat/renderer.py",
+                "_no_date if date is None else clock(date)",
+                "lambda form: f'{datetime.now():{form}}'",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=75,
+        name="a template that asks for the date is accepted without one",
+        test=CLOCK + "test_a_template_that_asks_for_the_date_is_refused_at_the_start_unless_it_is_set[gptoss]",
+        oracle="the definition",
+        edits=(
+            ("chat/renderer.py", "if date is None and _CLOCK.search(code):", "if not code:"),
+            ("chat/renderer.py", "_no_date if date is None else clock(date)", "clock(date or '2000-01-01')"),
+        ),
+    ),
+    Mutation(
+        trap=75,
+        name="special tokens are text after somebody else's call",
+        test="tests/encoders/test_left_padding.py::"
+        "test_a_processor_that_others_use_between_two_samples_changes_no_token[text]",
+        oracle="a processor that nobody else uses",
+        edits=(("encoders/tokenized.py", "self._backend.encode_special_tokens = False", "pass"),),
+    ),
+    Mutation(
+        trap=76,
+        name="the alpha channel is dropped",
+        test=PIXELS + "test_a_transparent_image_is_shown_on_white_or_as_the_transformers_loader_gives_it[rgba png]",
+        oracle="Pillow's alpha_composite over white",
+        edits=(("media/depth.py", "    elif on_white and image.has_transparency_data:", "    elif False:"),),
+    ),
+    Mutation(
+        trap=76,
+        name="the setting does not reach the decoder",
+        test=MEDIA + "test_transparency_may_be_left_to_the_processor[png with alpha-True]",
+        oracle="the Hugging Face processor on the file",
+        edits=(("encoders/decoding.py", 'config.transparency == "white"', "True"),),
+    ),
+    Mutation(
+        trap=77,
+        name="an image's own size is counted as an ignored column",
+        test=COLUMNS + "test_an_image_that_asks_for_a_size_of_its_own_is_refused[resized_height]",
+        oracle="qwen_vl_utils",
+        edits=(
+            ("convert/record_media.py", "    names: tuple[str, ...] = _SIZES\n", "    names: tuple[str, ...] = ()\n"),
+        ),
+    ),
+    Mutation(
+        trap=77,
+        name="a special token of the record closes the turn",
+        test=LABELS + "test_a_special_token_in_a_text_of_the_record_is_kept_or_text_or_refused[user]",
+        oracle="split_special_tokens of transformers between the template's tokens",
+        edits=(("encoders/encoder.py", "        conversation = self._specials(conversation)\n", ""),),
     ),
 )

@@ -153,7 +153,14 @@ def reference(kind: str, weighting: str) -> tuple[float, dict[str, torch.Tensor]
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """One optimiser step's gradient and reported loss, in a world that exists already."""
+    """One optimiser step's gradient and reported loss, in a world that exists already.
+
+    A case with a ``family`` is a mixture of experts of Bridge, which `expert_ranks` runs.
+    """
+    if "family" in case:
+        import expert_ranks
+
+        return expert_ranks.run_case(case)
     from megatron.bridge.training.losses import create_masked_next_token_loss_function
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads

@@ -1,0 +1,128 @@
+"""A padded row over many ranks trains experts as its real tokens do on one.
+
+Tiny GLM-4.5V and Qwen3-VL of Bridge with load-balancing losses, the router's z-loss and, for GLM-4.5V, a router bias.
+The oracle is Bridge's own step and Megatron-Core's own router on one rank, on rows that have no padding and no mask.
+``pytest -s -k table`` prints all layouts. GLM-4.5V has no context parallelism in Bridge. Qwen3-VL loses gradients of
+images under sequence parallelism, so those rows are of text. See `expert_ranks`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+
+import gloo_ranks
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(600)
+# name: (processes, what differs from one rank). TP is with sequence parallelism: Megatron-Core demands it of experts.
+LAYOUTS = {
+    "tp2": (2, {"tensor": 2}),
+    "cp2": (2, {"context": 2}),
+    "cp4": (4, {"context": 4}),
+    "tp2-cp2": (4, {"tensor": 2, "context": 2}),
+    "ep2": (2, {"expert": 2, "balance": "aux"}),  # two data-parallel ranks
+    "tp2-ep2": (2, {"tensor": 2, "expert": 2}),
+    "pp2": (2, {"pipeline": 2}),  # with two micro-batches in flight
+    "tp2-cp2-ep2": (4, {"tensor": 2, "context": 2, "expert": 2}),
+}
+ROWS = {
+    "qwen3_vl": {name: "text" if "tensor" in layout else "image" for name, (_, layout) in LAYOUTS.items()},
+    "glm4v_moe": {name: "image" for name, (_, layout) in LAYOUTS.items() if "context" not in layout},
+}
+RECOMPUTED = {"cp2", "tp2"}
+
+
+def case(family, kind, **changes):
+    one = {"balance": "all", "tensor": 1, "context": 1, "expert": 1, "pipeline": 1, "recompute": False}
+    return one | {"family": family, "kind": kind, "step": "ours", "masked": True} | changes
+
+
+def cases():
+    """``(family, layout, masked) -> (processes, case)``: one rank under our step, and every layout."""
+    found = {}
+    for family, rows in ROWS.items():
+        for name in ("one", *rows):
+            world, layout = LAYOUTS.get(name, (1, {}))
+            padded = case(family, f"{rows.get(name, 'image')}-ragged", recompute=name in RECOMPUTED, **layout)
+            found[family, name, True] = world, padded
+            found[family, name, False] = world, case(family, "text-even", masked=False, **layout)
+    return found
+
+
+def alone(one):
+    """What a case is compared with: one rank, Bridge's own step, real tokens only."""
+    return case(one["family"], one["kind"], balance=one["balance"], step="bridge", masked=False)
+
+
+@functools.cache
+def run_once():
+    planned = [each for world, one in cases().values() for each in ((world, one), (1, alone(one)))]
+    worlds = {world: [] for world, _ in planned}
+    for world, one in planned:
+        if one not in worlds[world]:
+            worlds[world].append(one)
+    return worlds, gloo_ranks.run_worlds(worlds)
+
+
+def result_of(world, one):
+    if gloo_ranks.forks_from_here():  # a mutation's test runs no case that it does not ask for
+        return gloo_ranks.run_worlds({world: [one]})[world][0]
+    worlds, results = run_once()
+    return results[world][worlds[world].index(one)]
+
+
+def norm(gradient):
+    return sum(float(part.double().square().sum()) for part in gradient.values()) ** 0.5
+
+
+def relative_difference(ours, theirs):
+    assert set(ours) == set(theirs)
+    return norm({name: ours[name] - part for name, part in theirs.items()}) / norm(theirs)
+
+
+def of_routers(gradient):
+    return {name: part for name, part in gradient.items() if re.search(r"router\.weight$", name)}
+
+
+@pytest.mark.parametrize(("family", "layout", "masked"), cases())
+def test_ranks_train_experts_as_one_rank_does_without_padding(family, layout, masked):
+    world, one = cases()[family, layout, masked]
+    ours, theirs = result_of(world, one), result_of(1, alone(one))
+    assert relative_difference(ours["gradient"], theirs["gradient"]) < 1e-4
+    assert relative_difference(of_routers(ours["gradient"]), of_routers(theirs["gradient"])) < 1e-4
+    if family == "glm4v_moe":  # its router bias is updated by them
+        assert theirs["counts"].sum() == 2 * theirs["tokens"]
+        assert torch.equal(ours["counts"], theirs["counts"])
+
+
+def test_the_table_of_layouts():
+    print("\nRelative difference of the gradient from one rank without padding: all weights, routers")
+    for (family, layout, masked), (world, one) in cases().items():
+        ours, theirs = (each["gradient"] for each in (result_of(world, one), result_of(1, alone(one))))
+        name = f"{family} {layout}" + (" recomputed" if one["recompute"] else "")
+        gaps = [relative_difference(*pair) for pair in ((ours, theirs), (of_routers(ours), of_routers(theirs)))]
+        print(f"{name:28} {'padding mask' if masked else 'mask off':12} {gaps[0]:.1e} {gaps[1]:.1e}")
+
+
+@pytest.mark.parametrize("family", ["text", "qwen3_vl"])
+def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_one(family, tiny_provider, cpu_world):
+    from energon_packing.bridge_cpu import training_run
+    from energon_packing.errors import ConfigError
+    from energon_packing.thd.routers import count_real_tokens
+
+    provider = tiny_provider(family, experts=4)
+    provider.moe_router_load_balancing_type = "seq_aux_loss"
+    model = training_run.build_model(provider)
+    with pytest.raises(ConfigError, match=r"seq_aux_loss.*packed row holds many.*ours/balance-per-sequence"):
+        count_real_tokens(model)
+    for module in model.modules():
+        if hasattr(module, "moe_aux_loss_func"):
+            module.config.moe_aux_loss_coeff = 0.0
+    assert count_real_tokens(model)

@@ -124,6 +124,10 @@ class Experts:
     """Whether HybridEP's inputs are padded to the size of the rank with most tokens."""
     expert_capacity_factor: float | None = None
     """Tokens that an expert takes, relative to its share of all; None if it takes every token that is sent to it."""
+    load_balancing: str | tuple[str, ...] | None = None
+    """The losses that balance the load of experts (``aux_loss``, ``seq_aux_loss``); None where the run does not say."""
+    balance_coefficients: tuple[float, ...] = ()
+    """Of each of these losses; 0 computes none."""
     overlap_moe_expert_parallel_comm: bool = False
 
 

@@ -363,6 +363,12 @@ FAULTS: dict[str, Fault] = {
         "pads_uneven_dispatch": r.random() < 0.2,
     },
     "even dispatch": lambda v, r: {**dispatched(v), "cuda_graph_impl": "none", "expert_capacity_factor": 1.5},
+    "balance of sequences": lambda v, r: {
+        **dispatched(v),
+        "cuda_graph_impl": "none",
+        "load_balancing": "seq_aux_loss",
+        "balance_coefficients": (0.001,),
+    },
     "left to a step": lambda v, r: {
         "enable_in_batch_packing": True,
         "defer_in_batch_packing_to_step": True,

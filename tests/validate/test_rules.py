@@ -102,6 +102,43 @@ OWN = [
         {"pad_to_max_length": False},
         "warning",
     ),
+    (  # a schedule plan, also with our step, whose hooks it bypasses
+        "ours/experts-see-padding",
+        {
+            "num_moe_experts": 8,
+            "pad_to_max_length": True,
+            "step": "energon_packing.bridge.step",
+            "overlap_moe_expert_parallel_comm": True,
+            "bridge_version": "0.7.0",
+        },
+        {"overlap_moe_expert_parallel_comm": False},
+        "warning",
+    ),
+    (
+        "ours/balance-per-sequence",
+        {"num_moe_experts": 8, "load_balancing": "seq_aux_loss", "balance_coefficients": (0.001,)},
+        {"load_balancing": "aux_loss"},
+        "error",
+    ),
+    (
+        "ours/balance-per-sequence",
+        {"num_moe_experts": 8, "load_balancing": ("aux_loss", "seq_aux_loss"), "balance_coefficients": (0.0, 0.01)},
+        {"balance_coefficients": (0.01, 0.0)},
+        "error",
+    ),
+    (
+        "ours/balance-over-ranks",
+        {
+            "dataset_kind": "packed_energon",
+            "num_moe_experts": 8,
+            "context_parallel": 2,
+            "world_size": 2,
+            "step": "gpt_step",
+            "bridge_version": "0.7.0",
+        },
+        {"step": "energon_packing.bridge.step"},
+        "warning",
+    ),
     (
         "ours/padding-mask-under-graphs",
         GRAPHS | {"step": "energon_packing.bridge.step", "bridge_version": "0.6.2"},

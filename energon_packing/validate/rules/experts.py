@@ -26,6 +26,10 @@ def _packed_over_hybridep(view: RunView) -> bool:
     return view.packed and view.parallel.expert_parallel > 1 and view.experts.expert_dispatcher == "hybridep"
 
 
+def _balanced_packs(view: RunView) -> bool:
+    return view.packed and _has_experts(view) and view.experts.load_balancing is not None
+
+
 def _shards(view: RunView) -> int:
     return view.parallel.context_parallel * (view.parallel.tensor_parallel if view.parallel.sequence_parallel else 1)
 
@@ -114,4 +118,32 @@ def _capacity_and_padding(view: RunView) -> Finding | None:
         "capacity, and Megatron-Core's router counts padding as tokens, even with a padding mask",
         fix="leave moe_expert_capacity_factor out",
         changes={"expert_capacity_factor": None},
+    )
+
+
+@rule(
+    id="ours/balance-per-sequence",
+    checks="the balance of experts counts no pack as one sequence",
+    place="megatron.core.transformer.moe.router.TopKRouter._apply_seq_aux_loss",
+    applies=_balanced_packs,
+    sources=(
+        SourceLine(
+            file="megatron/core/transformer/moe/router.py",
+            says="scores_for_aux_loss = scores_for_aux_loss.reshape(seq_length, -1)",
+        ),
+    ),
+)
+def _balance_per_sequence(view: RunView) -> Finding | None:
+    # As `energon_packing.thd.routers.count_real_tokens` refuses it of a router.
+    kinds = view.experts.load_balancing
+    names = (kinds,) if isinstance(kinds, str) else kinds or ()
+    if dict(zip(names, view.experts.balance_coefficients, strict=False)).get("seq_aux_loss", 0.0) <= 0:
+        return None
+    changed = tuple("aux_loss" if name == "seq_aux_loss" else name for name in names)
+    return Finding(
+        why="moe_router_load_balancing_type is 'seq_aux_loss', which balances each sequence, but a packed row holds "
+        "many and would count as one",
+        fix="set moe_router_load_balancing_type to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff "
+        "to 0",
+        changes={"load_balancing": changed[0] if isinstance(kinds, str) else changed},
     )

@@ -20,7 +20,16 @@ def _packed_known_step(view: RunView) -> bool:
 def _packed_mixture(view: RunView) -> bool:
     mixture = view.parallel.expert_parallel > 1 or (view.experts.num_moe_experts or 0) > 0
     known = view.step is None or view.step.endswith(("vlm_step", "gpt_step"))
-    return view.reaches_the_step_packed and mixture and known
+    return view.reaches_the_step_packed and mixture and (known or view.experts.overlap_moe_expert_parallel_comm)
+
+
+def _shares_masked_rows(view: RunView) -> bool:
+    """Whether ranks share a row whose mask Bridge itself gives to routers, with a step that does not repair them."""
+    shared = view.parallel.context_parallel > 1 or (
+        view.parallel.tensor_parallel > 1 and view.parallel.sequence_parallel
+    )
+    masked = _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and _rows_bring_a_mask(view))
+    return _packed_mixture(view) and view.step is not None and OUR_STEP not in view.step and shared and masked
 
 
 def _packed_not_natively(view: RunView) -> bool:
@@ -108,11 +117,22 @@ def _step_reads_packs(view: RunView) -> Finding | None:
             file="megatron/core/transformer/moe/router.py",
             says="def routing(self, logits: torch.Tensor, padding_mask: Optional[torch.Tensor] = None):",
         ),
+        SourceLine(
+            file="megatron/core/models/gpt/fine_grained_callables.py",
+            says="probs, routing_map = layer.mlp.route(pre_mlp_layernorm_output)",
+        ),
     ),
 )
 def _experts_see_padding(view: RunView) -> Finding | None:
     if view.multiple == 1 and not view.rows_of_one_width:
         return None
+    if view.experts.overlap_moe_expert_parallel_comm and _step_gives_the_mask_itself(view):
+        return Finding(
+            why="overlap_moe_expert_parallel_comm is on, and the layers of its schedule plan call routers without the "
+            "padding mask: padding counts in the load balance of experts",
+            fix="set comm_overlap.overlap_moe_expert_parallel_comm to false",
+            changes={"overlap_moe_expert_parallel_comm": False},
+        )
     if _model_makes_the_mask(view) or (_step_gives_the_mask_itself(view) and view.step is not None):
         return None
     why = (
@@ -127,6 +147,30 @@ def _experts_see_padding(view: RunView) -> Finding | None:
             changes={"cuda_graph_impl": "none", "step": OUR_STEP},
         )
     return Finding(why=why, fix=f"train with the forward step {OUR_STEP}.forward_step", changes={"step": OUR_STEP})
+
+
+@rule(
+    id="ours/balance-over-ranks",
+    checks="the balance of experts weighs the same on any number of ranks",
+    place="megatron.core.transformer.moe.moe_utils.get_tokens_per_expert_and_token_count (Megatron-LM#7452)",
+    applies=_shares_masked_rows,
+    severity="warning",
+    sources=(
+        SourceLine(
+            file="megatron/core/tensor_parallel/mappings.py",
+            says="torch.distributed.all_reduce(input_, group=group)",
+        ),
+    ),
+)
+def _balance_over_ranks(view: RunView) -> Finding | None:
+    if view.experts.load_balancing is not None and not any(view.experts.balance_coefficients):
+        return None
+    return Finding(
+        why="ranks share each row, and under a padding mask Megatron-Core takes the tokens of all of them for those of "
+        "one: the load-balancing loss is as many times too strong",
+        fix=f"train with the forward step {OUR_STEP}.forward_step",
+        changes={"step": OUR_STEP},
+    )
 
 
 @rule(

@@ -57,6 +57,7 @@ _IN_CONTAINER = {
     "vision_cuda_graph_impl": "model.vision_cuda_graph_impl",
     "dist_train": "model.dist_train.use_dist_train",
     "expert_capacity_factor": "model.moe_expert_capacity_factor",
+    "load_balancing": "model.moe_router_load_balancing_type",
     "num_epochs": "train.num_epochs",
 }
 

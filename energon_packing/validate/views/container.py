@@ -78,6 +78,8 @@ def _of_model(model: Any) -> dict[str, Any]:
     final = finalised(model)
     sizes = getattr(model, "hierarchical_context_parallel_sizes", None)
     comm = getattr(model, "cp_comm_type", None)
+    balance = getattr(final, "moe_router_load_balancing_type", None)
+    coefficients = getattr(final, "moe_aux_loss_coeff", 0.0)
     ids = {kind: getattr(model, f"{kind}_token_id", None) for kind in PLACEHOLDERS}
     return {
         "model": type(model).__name__.removesuffix("ModelProvider").removesuffix("Provider"),
@@ -104,6 +106,8 @@ def _of_model(model: Any) -> dict[str, Any]:
         else None,
         "pads_uneven_dispatch": bool(getattr(model, "moe_hybridep_pad_uneven_dispatch_inputs", False)),
         "expert_capacity_factor": getattr(final, "moe_expert_capacity_factor", None),
+        "load_balancing": tuple(balance) if isinstance(balance, list) else balance,
+        "balance_coefficients": tuple(coefficients) if isinstance(coefficients, list) else (coefficients,),
         "vision_frozen": all(
             getattr(model, name, False) for name in ("freeze_vision_model", "freeze_vision_projection")
         ),

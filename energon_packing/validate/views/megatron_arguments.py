@@ -28,6 +28,10 @@ def _fraction(words: list[str]) -> float:
     return float(word)
 
 
+def _fractions(words: list[str]) -> tuple[float, ...]:
+    return tuple(float(word) for word in words)
+
+
 def _numbers(words: list[str]) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
@@ -74,6 +78,8 @@ ARGUMENTS: dict[str, tuple[str, _Read]] = {
     "--num-experts": ("num_moe_experts", _number),
     "--num-layers": ("num_layers", _number),
     "--moe-expert-capacity-factor": ("expert_capacity_factor", _fraction),
+    "--moe-router-load-balancing-type": ("load_balancing", _words),
+    "--moe-aux-loss-coeff": ("balance_coefficients", _fractions),
     "--overlap-moe-expert-parallel-comm": ("overlap_moe_expert_parallel_comm", _flag),
     "--recompute-granularity": ("recompute_granularity", _word),
 }

@@ -65,6 +65,15 @@ def test_averaging_in_the_collective_is_refused(container, monkeypatch):
         container.validate()
 
 
+def test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be(container):
+    container.model = tiny_models.provider("text", vocab_size=4096, seq_length=256, experts=4)
+    container.model.moe_router_load_balancing_type = "seq_aux_loss"  # as Bridge's providers of GLM-4.5V and DeepSeek
+    with pytest.raises(ConfigError, match=r"to 'aux_loss'.*ours/balance-per-sequence"):
+        container.validate()
+    container.model.moe_router_load_balancing_type = "aux_loss"
+    container.validate()
+
+
 def test_a_micro_batch_of_two_is_refused_with_the_equivalent_length(container):
     container.dataset.micro_batch_size = 2
     with pytest.raises(ConfigError, match="raise seq_length to 512"):

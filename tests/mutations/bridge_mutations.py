@@ -8,11 +8,16 @@ BRIDGE_TRAPS = {
     48: "rows are aligned to a layout that the model's `finalize()` changes afterwards",
     49: "the padding mask of experts travels by hooks, which CUDA graphs bypass",
     50: "sequence parallelism on images of Qwen3-VL loses gradients",
+    78: "a padding mask of `[tokens]` meets a routing map of `[tokens, experts]` in the router's bias",
+    79: "an in-place all-reduce makes the balance loss TP x CP times too strong",
+    80: "a pack is one sequence to `seq_aux_loss`",
 }
 
 NATIVE = "tests/validate/test_native_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
+GRADIENTS = "tests/conformance/test_expert_gradients.py::"
+ONE_RANK = "the gradient of Bridge's own step on one rank, without padding"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
 
 BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
@@ -134,5 +139,57 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
                 "return False",
             ),
         ),
+    ),
+    Mutation(
+        trap=78,
+        name="the mask meets the routing map as Megatron-Core 0.19 has it",
+        test=GRADIENTS + "test_ranks_train_experts_as_one_rank_does_without_padding[glm4v_moe-one-True]",
+        oracle=ONE_RANK,
+        edits=(("thd/routers.py", "routing_map & ~padding_mask.reshape(-1, 1)", "routing_map & ~padding_mask"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=78,
+        name="padding counts for the router's bias",
+        test=GRADIENTS + "test_ranks_train_experts_as_one_rank_does_without_padding[glm4v_moe-one-True]",
+        oracle="the tokens of each expert that Megatron-Core counts on rows without padding",
+        edits=(("thd/routers.py", "routing_map & ~padding_mask.reshape(-1, 1)", "routing_map"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=79,
+        name="each rank counts the tokens of the whole row",
+        test=GRADIENTS + "test_ranks_train_experts_as_one_rank_does_without_padding[qwen3_vl-cp2-True]",
+        oracle=ONE_RANK,
+        edits=(("thd/routers.py", "= count / group.size()", "= count"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=79,
+        name="each rank counts its own tokens, though padding lies on the last",
+        test=GRADIENTS + "test_ranks_train_experts_as_one_rank_does_without_padding[qwen3_vl-cp2-True]",
+        oracle=ONE_RANK,
+        edits=(
+            ("thd/routers.py", "            if group.size() > 1:\n", "            if group.size() < 1:\n"),
+            ("thd/routers.py", "= count / group.size()", "= count"),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=80,
+        name="a router that balances sequences is let through",
+        test=GRADIENTS + "test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_one[text]",
+        oracle="`TopKRouter.get_aux_loss_coeff` of the installed Megatron-Core",
+        edits=(("thd/routers.py", '("seq_aux_loss") > 0', '("seq_aux_loss") > 1'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=80,
+        name="a run that balances sequences is let through",
+        test="tests/conformance/test_dataset_config_rules.py::"
+        "test_a_balance_of_sequences_is_refused_with_the_loss_that_it_would_be",
+        oracle="`moe_router_load_balancing_type` of Bridge's provider",
+        edits=(("validate/rules/experts.py", '"seq_aux_loss", 0.0) <= 0', '"seq_aux_loss", 0.0) <= 1'),),
+        needs_bridge=True,
     ),
 )

@@ -14,12 +14,14 @@ from convert_mutations import CONVERT_TRAPS
 from family_mutations import FAMILY_TRAPS
 from forking_python import quick_python
 from media_mutations import MEDIA_TRAPS
+from megatron_lm_mutations import MEGATRON_LM_TRAPS
 from mutation_run import ALL_MUTATIONS as ALL
 from mutation_run import ROOT, edited
 from mutation_table import TRAPS, Mutation
 from offline_mutations import OFFLINE_TRAPS
 from see_mutations import SEE_TRAPS
 from state_mutations import STATE_TRAPS
+from target_mutations import TARGET_TRAPS
 from template_mutations import TEMPLATE_TRAPS
 from validate_mutations import VALIDATE_TRAPS
 
@@ -35,6 +37,8 @@ TABLES = (
     STATE_TRAPS,
     OFFLINE_TRAPS,
     SEE_TRAPS,
+    TARGET_TRAPS,
+    MEGATRON_LM_TRAPS,
 )
 ALL_TRAPS = {number: trap for table in TABLES for number, trap in table.items()}
 TABLE = ROOT / "docs" / "correctness.md"
@@ -47,7 +51,7 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    numbers = {*range(1, 29), 31, 37, 38, *range(40, 67)}
+    numbers = {*range(1, 29), 31, 37, 38, *range(40, 86)}
     assert all(ALL_TRAPS[number] == trap for table in TABLES for number, trap in table.items()), "two traps, one number"
     assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == numbers
     assert len({mutation.name for mutation in ALL}) == len(ALL)

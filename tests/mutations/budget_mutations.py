@@ -167,7 +167,13 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="the row of a dropped sample in an index does not say what it held",
         test=FREQUENT + "test_an_index_knows_the_modality_of_what_was_dropped",
         oracle="the images of the source",
-        edits=(("offline/measuring.py", "    if conversation is None:\n", "    if conversation is not None:\n"),),
+        edits=(
+            (
+                "offline/measuring.py",
+                "    if conversation is None:\n        return {}\n",
+                "    if True:\n        return {}\n",
+            ),
+        ),
     ),
     Mutation(
         trap=68,

@@ -141,7 +141,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "result = tuple(int(index) for index in indices)",
+                "result = tuple(int(index) for index in indices if int(index) < total)",
                 "result = tuple(range(len(indices)))",
             ),
         ),
@@ -154,8 +154,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "self._timestamps(tuple(index / fps for index in indices))",
-                "self._timestamps(tuple(index / 24.0 for index in indices))",
+                "return tuple(index / fps for index in indices)",
+                "return tuple(index / 24.0 for index in indices)",
             ),
         ),
     ),

@@ -163,6 +163,6 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a listed sample is decoded again",
         test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
-        edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data):", "if False:"),),
+        edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
     ),
 )

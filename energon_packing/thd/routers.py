@@ -11,7 +11,7 @@ Two defects of Megatron-Core up to 0.20, and one that stays with the count that 
   is not: a row's tail lies on the last rank.
 
 So a router is given each expert's real tokens without a mask, and the row's count divided by the ranks that share it.
-Both are right whether or not the installed version has the defects. `docs/upstream_router_counts.md` is the report.
+Both are right whether or not the installed version has the defects. `docs/thd.md` has the report.
 """
 
 from __future__ import annotations

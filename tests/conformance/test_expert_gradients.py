@@ -11,10 +11,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import gloo_ranks
 import pytest
 import torch
+from manual.blocks import read_page
+from ranks_environment import ranks_environment
 
 pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
@@ -126,3 +131,15 @@ def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_
         if hasattr(module, "moe_aux_loss_func"):
             module.config.moe_aux_loss_coeff = 0.0
     assert count_real_tokens(model)
+
+
+def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp_path):
+    """Where it prints 1.000, the installed version needs no count of ours, and docs/thd.md should say so."""
+    page = read_page(Path(__file__).resolve().parents[2] / "docs" / "thd.md")
+    (program,) = (block.text for block in page.blocks if block.run_by)
+    (tmp_path / "router_counts.py").write_text(program)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "router_counts.py"]
+    ended = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=ranks_environment(), capture_output=True, text=True, check=True
+    )
+    assert re.findall(r"(\S+) times the gradient of one rank", ended.stdout) == ["2.000"] * 2

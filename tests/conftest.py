@@ -56,6 +56,7 @@ LONGEST_FIRST = (
     "media/test_decoding_process.py",
     "manual/test_manual_blocks.py",
     "conformance/test_megatron_lm.py",
+    "conformance/test_megatron_lm_experts.py",
     "conformance/test_rules_grid.py",
     "conformance/test_packed_forward_step.py",
     "conformance/test_in_batch_mode.py",

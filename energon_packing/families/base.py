@@ -121,8 +121,7 @@ class VisionFamily(ABC):
         """Returns the text that replaces the placeholder, with ONE placeholder token for each of ``plan.runs``."""
 
     def byte_forms(self) -> Mapping[str, PixelForm]:
-        """Returns how the bytes of `pixels` with ``raw`` become numbers, by visual input; nothing if the family makes
-        numbers only, and then its `pixels` needs no ``raw``."""
+        """Returns how bytes of `pixels` with ``raw`` become numbers, by visual input; nothing if it ignores ``raw``."""
         return {}
 
     @cached_property

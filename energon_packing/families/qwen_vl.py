@@ -49,10 +49,9 @@ class Qwen25VL(VisionFamily):
         self.merge: int = self.images.merge_size
         set_pixel_limits(self.images, config.min_pixels, config.max_pixels)
         set_pixel_limits(self.videos, config.video_min_pixels, config.video_max_pixels)
-        if config.video_min_frames is not None:
-            self.videos.min_frames = config.video_min_frames
-        if config.video_max_frames is not None:
-            self.videos.max_frames = config.video_max_frames
+        for name, number in (("min_frames", config.video_min_frames), ("max_frames", config.video_max_frames)):
+            if number is not None:
+                setattr(self.videos, name, number)
         self.video_fps = config.video_fps or getattr(self.videos, "fps", None) or DEFAULT_VIDEO_FPS
         self._image_patches = QwenPatches(self.images, "image", lambda _, *size: self._image_grid(*size))
         self._video_patches = QwenPatches(self.videos, "video", self._video_grid)
@@ -76,17 +75,15 @@ class Qwen25VL(VisionFamily):
             ) from error
 
     def _image_grid(self, height: int, width: int) -> tuple[int, int]:
-        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-        size, patch = self.images.size, self.images.patch_size
-        rows, columns = smart_resize(height, width, patch * self.merge, size["shortest_edge"], size["longest_edge"])
-        return rows // patch, columns // patch
+        return self._patches_of(self.images, height, width)
 
     def _video_grid(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        return self._patches_of(self.videos, height, width)
+
+    def _patches_of(self, processor: Any, height: int, width: int) -> tuple[int, int]:
         from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-        size, patch = self.videos.size, self.videos.patch_size
-        factor = patch * self.videos.merge_size
+        size, patch, factor = processor.size, processor.patch_size, processor.patch_size * processor.merge_size
         rows, columns = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
         return rows // patch, columns // patch
 
@@ -126,8 +123,7 @@ class Qwen25VL(VisionFamily):
     def _plan_video(self, media: Media, height: int, width: int) -> MediaPlan:
         total, exact = require(media.frames, media, "frame count"), require(media.rate, media, "fps")
         indices = chosen_frames(media, self.config, lambda: self._sampled(media, total, exact))
-        fps = float(exact)  # what the processors compute with
-        step = self.videos.temporal_patch_size
+        fps, step = float(exact), self.videos.temporal_patch_size  # processors compute with the float
         grid = (-(-len(indices) // step), *self._video_grid(len(indices), height, width))
         return MediaPlan(
             kind="video",
@@ -136,15 +132,11 @@ class Qwen25VL(VisionFamily):
             frame_indices=indices,
             # As in the processor, from the number of frames, not from their times (VideoMetadata.sampled_fps).
             seconds_per_grid=step / (len(indices) / total * fps),
-            timestamps=self._timestamps(
-                tuple(media.frame_times[index] for index in indices)
-                if media.frame_times
-                else self._seconds(media, indices, fps)
-            ),
+            timestamps=self._timestamps(self._seconds(media, indices, fps)),
         )
 
     def _seconds(self, media: Media, indices: tuple[int, ...], fps: float) -> tuple[float, ...]:
-        return tuple(index / fps for index in indices)
+        return tuple(media.frame_times[index] if media.frame_times else index / fps for index in indices)
 
     def _video_runs(self, grid: tuple[int, int, int]) -> tuple[int, ...]:
         return (grid[0] * grid[1] * grid[2] // self.merge**2,)

@@ -154,8 +154,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "families/qwen_vl.py",
-                "return tuple(index / fps for index in indices)",
-                "return tuple(index / 24.0 for index in indices)",
+                "media.frame_times else index / fps for index",
+                "media.frame_times else index / 24.0 for index",
             ),
         ),
     ),

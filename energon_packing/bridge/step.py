@@ -1,12 +1,13 @@
 """A forward step for packed rows: Bridge's own, plus what the installed Bridge does not pass to the model.
 
-`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds three things:
+`forward_step` calls Bridge's unmodified ``gpt_step`` or ``vlm_step`` and adds four things:
 
 * **Padding reaches the routers.** Both steps of 0.6 drop ``padding_mask``, so experts balance their load over padding
   tokens too. In 0.7 ``gpt_step`` passes it; with ``vlm_step`` Qwen3-VL derives one from the boundaries, which count the
   masked rest of a row as a sample. Here every layer with experts gets the mask of its own tokens. The mask travels on
   the row's ``PackedSeqParams``, which Megatron-Core hands to every layer of every pipeline stage, and again to a layer
   that is recomputed. So it is the mask of the right micro-batch even where several are in flight.
+* **Routers count real tokens** under that mask, also where ranks share a row: `energon_packing.thd.routers`.
 * **Boundaries reach middle stages.** ``gpt_step`` reads no batch on middle pipeline stages of a data set that does not
   declare packed rows; those stages would attend across samples.
 * **Attention is told whether samples are padded.** Bridge leaves ``PackedSeqParams.pad_between_seqs`` unset, and

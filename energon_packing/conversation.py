@@ -282,8 +282,9 @@ class Conversation:
         if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):
             return self
         if pairs == "drop":
-            what = ("pair", "it has two answers") if self.is_pair else ("labelled_answer", "its answer has a label")
-            raise SampleRejected(what[0], f"{what[1]}, and packing.pairs is 'drop'")
+            if self.is_pair:
+                raise SampleRejected("pair", "it has two answers, and packing.pairs is 'drop'")
+            raise SampleRejected("labelled_answer", "its answer has a label, and packing.pairs is 'drop'")
         if pairs == "chosen":
             if self.is_unwanted:
                 raise SampleRejected("unwanted_answer", "its label says so, and packing.pairs is 'chosen'")

@@ -13,6 +13,7 @@ the count too small, so the statement stays true.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 FALSE_STOP = 1e-6
@@ -24,12 +25,13 @@ file."""
 
 
 WISHED = ("pair", "labelled_answer", "unwanted_answer")
-"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so the budget does not count them."""
+"""Reasons of samples that ``packing.pairs`` leaves out: the run asked for it, so they are no samples to the budget."""
 
 
-def unwished(reasons: Mapping[str, int]) -> int:
-    """Returns how many drops count, of all drops by reason."""
-    return sum(count for reason, count in reasons.items() if reason not in WISHED)
+def unwished(reasons: Mapping[str, int], read: int) -> tuple[Counter[str], int]:
+    """What the budget counts: drops by reason, and samples read, both without those that the run left out."""
+    counted = Counter({reason: count for reason, count in reasons.items() if reason not in WISHED})
+    return counted, read - sum(reasons.values()) + counted.total()
 
 
 def over_budget(dropped: int, read: int, budget: float) -> bool:

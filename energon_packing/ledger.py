@@ -186,10 +186,12 @@ class Ledger:
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
-        if over_budget(unwished(self.reasons), self.read, self.budget):
-            common = ", ".join(f"{count} {name}" for name, count in self.reasons.most_common(3))
+        counted, samples = unwished(self.reasons, self.read)
+        dropped = counted.total()
+        if over_budget(dropped, samples, self.budget):
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
             raise DropBudgetExceeded(
-                f"{self.dropped} of the {max(self.read, self.dropped)} samples read were dropped ({common}), more than "
+                f"{dropped} of the {max(samples, dropped)} samples read were dropped ({common}), more than "
                 f"drop_budget={self.budget} allows; the last one is {key}: {detail}. "
                 "Fix the data, or raise the budget."
             )

@@ -55,8 +55,9 @@ def forward_step(
     Raises:
         ConfigError: a schedule plan is asked for (``overlap_moe_expert_parallel_comm``) with packed rows: Bridge's
             plans take no boundaries, so every token would attend to the samples before its own. ``gpt_step`` of 0.7
-            passes them boundaries and mask. Also where the model's forward does not take what the family's processor
-            makes per token, and where a router would take a packed row for one sequence.
+            passes them boundaries; experts then balance over padding (rule ours/experts-see-padding). Also where the
+            model's forward does not take what the family's processor makes per token, and where a router would take a
+            packed row for one sequence.
     """
     inner = innermost(model)
     step = _bridge_step(inner)

@@ -142,7 +142,7 @@ def _changed(conversation: Conversation, change: Callable[[str], str], *, keep: 
 
 
 def _rewritten(turn: Turn, change: Callable[[str], str], keep: bool) -> Turn:
-    thinking = turn.thinking if keep else None
+    thinking = turn.thinking if keep and (turn.thinking or "").strip() else None
     if "think>" not in turn.text:
         return turn if turn.thinking == thinking else dataclasses.replace(turn, thinking=thinking)
     parts = tuple(change(part) if isinstance(part, str) else part for part in turn.parts)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import PairCounts
+from energon_packing.convert.layout import MEDIA_DIRECTORY, TEXT_DIRECTORY
 from energon_packing.convert.near_names import near_name
 from energon_packing.remote_files import read, remote_address
 
@@ -148,7 +149,7 @@ def counted_pairs(places: Iterable[Path]) -> PairCounts:
     """
     reports: dict[str, dict[str, Any] | None] = {}
     for place in places:
-        for folder in (place, place.parent):
+        for folder in (place, place.parent) if place.name in (TEXT_DIRECTORY, MEDIA_DIRECTORY) else (place,):
             if str(folder) not in reports:
                 reports[str(folder)] = read_report(folder)
             if reports[str(folder)] is not None:
@@ -156,7 +157,7 @@ def counted_pairs(places: Iterable[Path]) -> PairCounts:
     found = PairCounts()
     for report in filter(None, reports.values()):
         written, pairs, unwanted = (report.get(name, 0) for name in ("written", "pairs", "unwanted"))
-        found += PairCounts(samples=int(written), pairs=int(pairs), unwanted=int(unwanted))
+        found += PairCounts(samples=int(written or 0), pairs=int(pairs or 0), unwanted=int(unwanted or 0))
     return found
 
 

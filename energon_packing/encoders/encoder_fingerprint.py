@@ -65,6 +65,8 @@ def encoder_fingerprint(
         "pixels": "rounded" if config.pixels == "bfloat16" else "exact",
         # Newer settings only where they are set, so that states from before them are still accepted.
         **{name: _value(value) for name, value in marked_and_set(config, "changes_rows").items()},
+        # Always: pixels of transparent images were black before the setting.
+        "transparency": config.transparency,
     }
 
 

@@ -45,6 +45,7 @@ def trained_tokens(text: TokenizedText, spans: Sequence[TrainedSpan]) -> tuple[n
             trained[first:last] = False
     if weights is not None:
         weights[~trained] = 0.0
+        trained = weights > 0  # a weight may be too small for float32
     return trained, weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from energon_packing.errors import ConfigError, PackingError
 from energon_packing.ledger import DropBudgetExceeded, NothingToPack
 from energon_packing.ledger_place import LedgerLock
 from energon_packing.packing.statistics import PackStatistics
+
+_BUILT = itertools.count()
+"""Loaders built in this process so far."""
 
 
 class LoaderBase(ABC):
@@ -58,6 +62,7 @@ class LoaderBase(ABC):
     ) -> None:
         self._lock = lock
         self._frequent = FrequentDrops()
+        self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
             raise ConfigError(
@@ -114,9 +119,11 @@ class LoaderBase(ABC):
                 f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
                 f"({common}{example}). Fix the data, the limits or data.split."
             )
-        if self._budget is not None and over_budget(unwished(report.dropped), report.read, self._budget):
+        counted, samples = unwished(report.dropped, report.read)
+        if self._budget is not None and over_budget(counted.total(), samples, self._budget):
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
             raise DropBudgetExceeded(
-                f"{dropped} of the {report.read} samples of the epoch were dropped ({common}{example}), more than "
+                f"{counted.total()} of the {samples} samples of the epoch were dropped ({common}{example}), more than "
                 f"packing.drop_budget={self._budget} allows. Fix the data, or raise the budget."
             )
 
@@ -134,7 +141,10 @@ class LoaderBase(ABC):
         if self._world_size == 1 or not (distributed.is_available() and distributed.is_initialized()):
             return True
         store = distributed.distributed_c10d._get_default_store()
-        return int(store.add(f"energon_packing/{name}", 1)) == 1
+        try:
+            return int(store.add(f"energon_packing/{self._number}/{name}", 1)) == 1
+        except RuntimeError:  # the rank that holds the store has ended; told twice rather than not at all
+            return True
 
     def statistics(self) -> PackStatistics:
         """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.

@@ -194,6 +194,17 @@ def check_arguments(args: Any) -> None:
             "With --context-parallel-size above 1, the ranks that share a row hold unequal numbers of trained tokens; "
             "add --calculate-per-token-loss."
         )
+    if value("num_experts") and value("cuda_graph_impl") == "transformer_engine":
+        raise ConfigError(
+            "--cuda-graph-impl transformer_engine bypasses the hooks through which the padding mask reaches the "
+            "experts; remove it."
+        )
+    shares = args.sequence_parallel and args.tensor_model_parallel_size > 1
+    if shares and value("num_experts") and value("moe_z_loss_coeff") and not args.calculate_per_token_loss:
+        raise ConfigError(
+            "--moe-z-loss-coeff averages over the tokens of each rank, and with --sequence-parallel ranks hold unequal "
+            "numbers of real ones; add --calculate-per-token-loss."
+        )
     if args.calculate_per_token_loss and value("ddp_average_in_collective"):
         raise ConfigError("--ddp-average-in-collective divides what --calculate-per-token-loss sums; remove it.")
 

@@ -101,7 +101,7 @@ class ShardMeasurer:
             return None
         if found.get("identity") != self._identity(part, shard) or found.get("subflavors") != _plain(part.subflavors):
             return None
-        counts = {name: int(found[name]) for name in SHARD_COUNTS}
+        counts = {name: int(found.get(name, 0)) for name in SHARD_COUNTS}  # older files lack some
         return IndexedShard(name=shard, identity=found["identity"], **counts)
 
     def measure(self, part: SourcePart, shard: str, directory: Path) -> IndexedShard:

@@ -129,11 +129,12 @@ def _check_drops(sources: Sources, samples: Samples, drops: list[Drop], config: 
     if len(samples) == 0:
         said = f"; the most frequent reason is {_reasons(drops)}" if drops else ""
         raise UserError(f"None of the {len(sources)} samples can be packed{said}.")
+    samples_read = len(sources) - len({drop.source for drop in drops if drop.reason in WISHED})
     drops = [drop for drop in drops if drop.reason not in WISHED]
     lost = len({drop.source for drop in drops})
-    if over_budget(lost, len(sources), config.packing.drop_budget):
+    if over_budget(lost, samples_read, config.packing.drop_budget):
         raise UserError(
-            f"{lost} of {len(sources)} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
+            f"{lost} of {samples_read} samples would be dropped ({_reasons(drops)}; the first is {drops[0].key}: "
             f"{drops[0].detail}), more than packing.drop_budget={config.packing.drop_budget} allows; correct the cause "
             "or raise the budget."
         )

@@ -126,9 +126,10 @@ def recommendation(samples: StatsSamples, run: RunConfig, found: Sequence[Mappin
             f"packing.oversize={settings.get('packing.oversize', run.packing.oversize)} a run has them too, and so "
             "more packs and steps."
         )
-    dropped = (unwished(samples.dropped) * samples.total / samples.measured + best["oversize"]) / samples.total
-    if best["oversize"] and "packing.oversize" in settings:
-        dropped = unwished(samples.dropped) / samples.measured
+    drops, read = unwished(samples.dropped, samples.measured)
+    dropped = drops.total() / max(read, 1)
+    if not (best["oversize"] and "packing.oversize" in settings):
+        dropped += best["oversize"] * samples.measured / (samples.total * max(read, 1))
     if dropped > run.packing.drop_budget:
         reasons.append(
             f"{dropped:.1%} of the samples would be dropped, more than packing.drop_budget="

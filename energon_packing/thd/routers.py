@@ -16,13 +16,15 @@ Both are right whether or not the installed version has the defects. `docs/thd.m
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
 
 from energon_packing.errors import ConfigError
 
-_REPAIRED = "_energon_packing_counts_real_tokens"
+_REPAIRED = "_energon_packing_running_mask"
+"""Attribute of a repaired router: the mask of the call of `routing` that is under way, or None."""
 
 
 def count_real_tokens(model: torch.nn.Module) -> bool:
@@ -51,34 +53,56 @@ def count_real_tokens(model: torch.nn.Module) -> bool:
             )
         if not hasattr(router, _REPAIRED):
             _repair(router)
-            setattr(router, _REPAIRED, True)
     return bool(routers)
 
 
 def _repair(router: Any) -> None:
-    routing, count_for_bias = router.routing, router._apply_expert_bias
-    attach = router.attach_and_log_load_balancing_loss
-    running: list[torch.Tensor] = []  # the mask of the call of `routing` that is under way
+    setattr(router, _REPAIRED, None)
+    for name, repaired in (
+        ("routing", _routing),
+        ("_apply_aux_loss", _apply_aux_loss),
+        ("_apply_expert_bias", _apply_expert_bias),
+        ("attach_and_log_load_balancing_loss", _attach_by_the_rows_count),
+    ):
+        setattr(router, name, MethodType(repaired, router))  # of the router, so that a deep copy has its own
 
-    def routing_with_mask(logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
-        running[:] = [] if padding_mask is None else [padding_mask]
-        try:
-            return routing(logits, padding_mask=padding_mask, **more)
-        finally:
-            running.clear()
 
-    def count_real_for_bias(routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
-        if padding_mask is not None:
-            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
-        return count_for_bias(routing_map, **more)
+def _routing(router: Any, logits: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any) -> Any:
+    setattr(router, _REPAIRED, padding_mask)  # of the call that is under way
+    try:
+        return type(router).routing(router, logits, padding_mask=padding_mask, **more)
+    finally:
+        setattr(router, _REPAIRED, None)
 
-    def attach_by_the_rows_count(*arguments: Any, **keywords: Any) -> Any:
-        if running and router.calculate_per_token_loss:
-            count, group = (~running[0]).sum(), router.tp_cp_group
-            if group.size() > 1:
-                torch.distributed.all_reduce(count, group=group)
+
+def _apply_aux_loss(router: Any, probs: torch.Tensor, scores: torch.Tensor, *rest: Any, **keywords: Any) -> Any:
+    """Keeps NaN from the scores, which all balance losses share: Megatron-Core divides by the row's real tokens, and a
+    row of padding alone (the end of an epoch) has none."""
+    mask = getattr(router, _REPAIRED)
+    if mask is not None and scores.requires_grad:
+        scores.register_hook(lambda gradient: gradient.masked_fill(mask.reshape(-1, 1), 0))
+    return type(router)._apply_aux_loss(router, probs, scores, *rest, **keywords)
+
+
+def _apply_expert_bias(
+    router: Any, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None, **more: Any
+) -> Any:
+    if padding_mask is not None and router.enable_expert_bias:
+        routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+    return type(router)._apply_expert_bias(router, routing_map, **more)
+
+
+def _attach_by_the_rows_count(
+    router: Any, activation: torch.Tensor, aux_loss_coeff: float, aux_loss: torch.Tensor, *rest: Any, **keywords: Any
+) -> Any:
+    mask = getattr(router, _REPAIRED)
+    if mask is not None:
+        count, group = (~mask).sum(), router.tp_cp_group
+        if group.size() > 1:
+            torch.distributed.all_reduce(count, group=group)
+        if router.calculate_per_token_loss:
             keywords["valid_token_count"] = count / group.size()
-        return attach(*arguments, **keywords)
-
-    router.routing, router._apply_expert_bias = routing_with_mask, count_real_for_bias
-    router.attach_and_log_load_balancing_loss = attach_by_the_rows_count
+        aux_loss = torch.nan_to_num(aux_loss)  # see `_apply_aux_loss`
+    return type(router).attach_and_log_load_balancing_loss(
+        router, activation, aux_loss_coeff, aux_loss, *rest, **keywords
+    )

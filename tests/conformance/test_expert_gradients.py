@@ -133,6 +133,25 @@ def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_
     assert count_real_tokens(model)
 
 
+def test_a_row_of_padding_alone_trains_no_router(tiny_provider, cpu_world):
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from energon_packing.bridge_cpu import training_run
+    from energon_packing.thd.routers import count_real_tokens
+
+    model = training_run.build_model(tiny_provider("text", experts=4))
+    count_real_tokens(model)
+    router = next(module for module in model.modules() if isinstance(module, TopKRouter))
+    assert router.get_aux_loss_coeff("aux_loss") > 0
+    for padding in (8, 3):
+        logits = torch.randn(8, 4, requires_grad=True)
+        probs, _ = router.routing(logits, padding_mask=torch.arange(8) >= 8 - padding)
+        (0.0 * probs).sum().backward()
+        assert torch.isfinite(logits.grad).all()
+        assert bool(logits.grad[: 8 - padding].any()) == (padding < 8)
+        assert not logits.grad[8 - padding :].any()
+
+
 def test_the_report_to_megatron_lm_shows_the_defect_of_the_installed_version(tmp_path):
     """Where it prints 1.000, the installed version needs no count of ours, and docs/thd.md should say so."""
     page = read_page(Path(__file__).resolve().parents[2] / "docs" / "thd.md")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -29,6 +30,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
+from energon_packing.energon import loader_base
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
 from energon_packing.errors import ConfigError
@@ -268,11 +270,17 @@ def test_a_run_that_is_resumed_tells_what_it_counts_itself_and_no_more_than_once
     assert SHARE <= dropped / read <= 0.05
 
 
-def test_of_all_ranks_the_first_one_tells(texts: Path) -> None:
+def test_of_all_ranks_the_first_one_tells(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        loader_base, "_BUILT", itertools.repeat(0)
+    )  # each rank is a process, and these its first loaders
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         loaders = [build_loader(run_of(texts), rank=rank, world_size=2) for rank in range(2)]
         assert len(told_by(lambda: [take(loader, 900) for loader in loaders])) == 1
+        monkeypatch.setattr(loader_base, "_BUILT", itertools.repeat(1))
+        second = build_loader(run_of(texts), rank=0, world_size=2)
+        assert len(told_by(lambda: take(second, 900))) == 1, "another loader of the same data tells too"
     finally:
         distributed.destroy_process_group()
 

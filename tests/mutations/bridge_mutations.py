@@ -170,9 +170,17 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         test=GRADIENTS + "test_ranks_train_experts_as_one_rank_does_without_padding[qwen3_vl-cp2-True]",
         oracle=ONE_RANK,
         edits=(
-            ("thd/routers.py", "            if group.size() > 1:\n", "            if group.size() < 1:\n"),
+            ("thd/routers.py", "        if group.size() > 1:\n", "        if group.size() < 1:\n"),
             ("thd/routers.py", "= count / group.size()", "= count"),
         ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=79,
+        name="a row of padding alone makes every gradient NaN",
+        test="tests/conformance/test_expert_gradients.py::test_a_row_of_padding_alone_trains_no_router",
+        oracle="Megatron-Core's router, on a row of padding",
+        edits=(("thd/routers.py", "if mask is not None and scores.requires_grad:", "if False:"),),
         needs_bridge=True,
     ),
     Mutation(

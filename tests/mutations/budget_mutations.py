@@ -91,7 +91,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "ledger.py",
-                "if over_budget(unwished(self.reasons), self.read, self.budget):",
+                "if over_budget(dropped, samples, self.budget):",
                 "if over_budget(self.dropped, self.dropped + self.emitted, self.budget):",
             ),
         ),
@@ -180,9 +180,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(
-            ("energon/loader_base.py", 'f"energon_packing/{name}", 1)) == 1', 'f"energon_packing/{name}", 1)) >= 1'),
-        ),
+        edits=(("energon/loader_base.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
     ),
     Mutation(
         trap=57,

@@ -316,7 +316,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_micro_batches.py::"
         "test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row",
         oracle="the record",
-        edits=(("ledger.py", "over_budget(unwished(self.reasons), ", "over_budget(self.dropped, "),),
+        edits=(("ledger.py", "over_budget(dropped, samples, ", "over_budget(self.dropped, self.read, "),),
     ),
     Mutation(
         trap=67,

@@ -147,7 +147,9 @@ def _judged(at: str, number: int, refused: list[RefusedSample], frequent: Freque
         (unmeasured, PREPARE_MEDIA),
         (unseen, "name the model's whole processor (encoder.processor): this one has no part for images and videos"),
     ):
-        if len(kind) > (number * 0.01 if kind is unseen else 0):  # a text model may leave a few out
+        # A text model may leave out a few samples, and a template may refuse a few; what it omits, it omits always.
+        rare = kind is unseen or all(sample.reason in ("template_error", "unstable_prefix") for sample in kind)
+        if len(kind) > (number * 0.01 if rare else 0):
             first = kind[0]
             why = f"{len(kind)} of {number} conversations are refused ({listed}): {first.key}: {first.detail}"
             return _error(at, why.rstrip("."), fix, number, refused)

@@ -145,5 +145,5 @@ def _balance_per_sequence(view: RunView) -> Finding | None:
         "many and would count as one",
         fix="set moe_router_load_balancing_type to 'aux_loss', which is what it would compute, or moe_aux_loss_coeff "
         "to 0",
-        changes={"load_balancing": changed[0] if isinstance(kinds, str) else changed},
+        changes={} if "aux_loss" in names else {"load_balancing": changed[0] if isinstance(kinds, str) else changed},
     )

@@ -86,10 +86,11 @@ def preview(
     config = dataclasses.replace(
         config, data=dataclasses.replace(config.data, path=dataset, workers=0), packing=config.packing
     )
-    from energon_packing.cli.stats_tables import print_warnings
     from energon_packing.report.previewed_packs import Wanted, described, drawn_packs, pairs_at
 
     wanted = Wanted(packs=packs, first=first, key=key)
+    from energon_packing.cli.stats_tables import print_warnings  # later: the extra that is named first is vlm
+
     warnings: list[str] = []
     if html is not None:
         from energon_packing.report.page import check_place, write_page

@@ -1,8 +1,8 @@
 """The weight of each target of a sample: by token, by sample, or in between; for a globally normalised loss.
 
 If a sample has x targets, each weighs 1 (``token``), 1/x (``sample``) or 1/sqrt(x) (``square``; ``len2weight`` of
-InternVL's ``internvl_chat_finetune.py``). The loss of a step is the weighted sum over all its samples, divided by the
-sum of the weights.
+InternVL's ``internvl_chat_finetune.py``). The loss of a step is the weighted sum over all its samples,
+divided by the sum of the weights.
 
 If turns have weights, x is the sum of the weights of the targets, which is their number where all weigh 1. Then a
 sample counts x, 1 or sqrt(x) in a step, whatever its turns weigh: weights of turns say how it is divided among them.

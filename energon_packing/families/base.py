@@ -52,13 +52,11 @@ class VisionFamily(ABC):
     plans_grids: ClassVar[bool] = True
     """Whether ``MediaPlan.grid`` is the grid of patches that `pixels` returns, which is then compared with it."""
     shared_placeholder: ClassVar[bool] = False
-    """Whether the model cannot distinguish placeholders of images from those of videos, so that no row may hold both;
-    see `energon_packing.encoders.shared_placeholder`."""
+    """Whether images and videos have one placeholder; then no row holds both (`encoders.shared_placeholder`)."""
     processor_settings: ClassVar[tuple[str, ...]] = ()
     """Attributes of the processor or its parts that rows depend on, besides `encoders.encoder_fingerprint.LIMITS`."""
     token_fields: ClassVar[tuple[TokenField, ...]] = ()
-    """The model inputs that `token_values` returns: a whole number per token. A training step refuses a model whose
-    forward does not take one of them."""
+    """The model inputs that `token_values` returns; a model whose forward does not take one of them is refused."""
     mrope: ClassVar[bool] = True
     """Whether a model of the family takes positions on three axes."""
     most_pixels: int | None = None

@@ -13,14 +13,28 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
+from unittest.mock import patch
 
-from transformers.utils.chat_template_utils import render_jinja_template
+from published_templates import DATE
+from transformers.utils import chat_template_utils
 
 from energon_packing.chat.template import ChatTemplate
 from energon_packing.conversation import Conversation
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import SampleRejected
+
+
+class _Clock(datetime):
+    """A clock that stands still, as `DATE` in the renderings of ours."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return cls.fromisoformat(DATE)
+
+
+ON_THE_DATE = patch.object(chat_template_utils, "datetime", _Clock)
 
 FIELDS = ("reasoning_content", "reasoning", "thinking")
 FIELD_ALONE = ("gptoss", "gemma4", "diffusion_gemma", "muse", "qwen3_8")
@@ -227,21 +241,23 @@ class Oracle:
     def text(self, messages: list[Message], tools: Any, prompt: bool = False) -> str | None:
         """The text; None if the template refuses the messages."""
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=self.source, tokenize=False, add_generation_prompt=prompt
-            )
+            with ON_THE_DATE:
+                return self.tokenizer.apply_chat_template(
+                    messages, tools=tools, chat_template=self.source, tokenize=False, add_generation_prompt=prompt
+                )
         except Exception:
             return None
 
     def marks(self, messages: list[Message], tools: Any) -> list[tuple[int, int]]:
         """The characters that the template marks as generated."""
-        _, spans = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=self.source,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
+        with ON_THE_DATE:
+            _, spans = chat_template_utils.render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self.source,
+                return_assistant_tokens_mask=True,
+                **self.tokenizer.special_tokens_map,
+            )
         return list(spans[0])
 
     def given(self, messages: list[Message]) -> list[Message]:
@@ -369,7 +385,7 @@ def _against_prefixes(
 
 def judged(name: str, tokenizer: Any, source: str) -> dict[str, str]:
     """Verdicts by record."""
-    template, oracle = ChatTemplate(tokenizer, source=source), Oracle(name, tokenizer, source)
+    template, oracle = ChatTemplate(tokenizer, source=source, date=DATE), Oracle(name, tokenizer, source)
     return {kind: verdict(template, oracle, record) for kind, record in records().items()}
 
 

@@ -241,10 +241,10 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
             seen["losses"].append(float(result[0]["lm loss"]))
         seen["norms"].append(float(result[5]))
         if case.gradients and not seen["gradients"]:
-            rank = parallel_state.get_tensor_model_parallel_rank()
+            cut = parallel_state.get_tensor_model_parallel_rank()
             for name, axis, halves, parameter in places(arguments[2][0]):
                 if parameter.requires_grad:
-                    seen["gradients"][name] = {"of": parameter.main_grad.clone(), "cut": [axis, halves, rank]}
+                    seen["gradients"][name] = {"of": parameter.main_grad.clone(), "cut": [axis, halves, cut]}
         if len(seen["norms"]) == case.kill_after:
             leave(case, rank, folder, seen)
             os.kill(os.getpid(), signal.SIGKILL)

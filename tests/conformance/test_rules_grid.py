@@ -32,6 +32,7 @@ MEETING = [rule for rule in BRIDGES if not rule.startswith(("bridge/epochs-", "b
 """Rules about epochs and Bridge's own packing speak of one kind of data set each: most pairs with them cannot be."""
 NEVER_ALONE = {
     "bridge/native-one-packing-mode": "one sample a micro-batch breaks bridge/in-batch-needs-several too",
+    "ours/processor-fits-the-model": "drawn runs have no processor; see test_processor_of_the_model",
     "bridge/native-no-average-in-collective": "it breaks two more rules about the average",
 }
 EARLY = "bridge/pack-size"

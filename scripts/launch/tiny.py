@@ -23,6 +23,7 @@ def text() -> Any:
     dataset = PackedEnergonDatasetConfig(processor=str(processor_path("text")), seq_length=LENGTH, num_workers=0)
     # Text only: samples with images and videos of a mixed data set are dropped.
     dataset.packing.window, dataset.packing.drop_budget = 16, 1.0
+    dataset.encoder.modality = "text"  # of mixed data, images and videos are left out by choice
     dataset.do_validation = False
     return make_config(model, dataset, steps=4, global_batch_size=2)
 

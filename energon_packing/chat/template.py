@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from energon_packing.chat.answers import StopTokens, common_prefix, find_answers
@@ -243,12 +244,19 @@ class ChatTemplate:
     def _empty(
         self, reading: Reading, spans: Mapping[int, list[TrainedSpan]], *, breaks: bool
     ) -> list[tuple[int, int]]:
-        """Characters ``[start, end)`` of the empty thinking with which answers open, with its line ends or without."""
+        """Characters ``[start, end)`` of empty thinking in answers.
+
+        Args:
+            breaks: with its line ends, and only where an answer opens with it; else wherever it stands.
+        """
         form = self.renderer.thinking if breaks else self.renderer.thinking._replace(breaks=0)
         found = []
-        for turn, (first, _) in sorted(reading.structure.layout.places_of_turns().items()):
-            if spans.get(turn):
-                empty = form.empty(reading.text, spans[turn][0].start, reading.places[first][0])
+        for turn, (first, last) in sorted(reading.structure.layout.places_of_turns().items()):
+            if not spans.get(turn):
+                continue
+            words = [(spans[turn][0].start,) * 2, *reading.places[first : last + 1], (spans[turn][-1].end,) * 2]
+            for (_, start), (end, _) in [*pairwise(words)][: 1 if breaks else None]:
+                empty = form.empty(reading.text, start, end)
                 found += [empty] if empty else []
         return found
 

@@ -522,6 +522,14 @@ def test_thinking_around_an_image_is_masked_whole() -> None:
     assert [chat.text[span.start : span.end] for span in chat.spans if span.weight] == ["\n\nFour.</s>"]
 
 
+@pytest.mark.parametrize("source", [marked(CHATML), plain(LLAMA3)], ids=["marked", "plain"])
+@pytest.mark.parametrize("thinking", ["", "\n\n", "Hm."])
+def test_thinking_in_the_middle_of_an_answer_is_masked_with_or_without_words(source: str, thinking: str) -> None:
+    parts = trained(own(source, thinking="mask"), talk(ASKED, turn("assistant", f"One<think>{thinking}</think> two.")))
+    assert parts[0] == "One"
+    assert parts[1].startswith(" two.")
+
+
 @needs_trl
 def test_prose_about_thinking_is_no_empty_thinking() -> None:
     prose = "Write <think></think> to skip thinking."

@@ -199,4 +199,12 @@ TEMPLATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the marks of Qwen3.5",
         edits=(("chat/template.py", "self._empty(reading, spans, breaks=True)", "[]"),),
     ),
+    Mutation(
+        trap=73,
+        name="empty thinking is masked only where an answer opens with it",
+        test="tests/chat/test_template_traps.py::"
+        "test_thinking_in_the_middle_of_an_answer_is_masked_with_or_without_words[-plain]",
+        oracle="the record",
+        edits=(("chat/template.py", "[: 1 if breaks else None]", "[:1]"),),
+    ),
 )

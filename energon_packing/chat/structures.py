@@ -140,7 +140,7 @@ class TemplateReader:
                 refusal = refusal or refused
                 continue
             missing, disorder = structure.missing, structure.disorder
-            left_out = missing and self._left_out(conversation, pieces, missing)
+            left_out = [*self._left_out(conversation, pieces, missing), *_thought_too_late(conversation, structure)]
             score = (len(left_out), int(disorder is not None), len(missing), int(structure.as_python))
             if best is None or score < best[0]:
                 best = (score, passing, structure, pieces)
@@ -252,6 +252,20 @@ class TemplateReader:
                 "the chat template writes its default prompt in place of the empty system turn; remove that turn, or "
                 "use another encoder.chat_template",
             )
+
+
+def _thought_too_late(conversation: Conversation, structure: Structure) -> list[int]:
+    """Pieces of a thinking field that stand after the calls that it led to, because a template without such a field
+    writes the text of an answer after its calls."""
+    late: list[int] = []
+    called: set[int] = set()
+    for piece in structure.layout.order:
+        kind, turn = structure.layout.pieces[piece].kind, structure.layout.pieces[piece].turn
+        if kind == "call":
+            called.add(turn)
+        elif kind == "thinking" and turn in called and conversation.turns[turn].thinking:
+            late.append(piece)
+    return late
 
 
 def _says(turn: Turn) -> bool:

@@ -531,6 +531,15 @@ def test_thinking_in_the_middle_of_an_answer_is_masked_with_or_without_words(sou
 
 
 @needs_trl
+def test_thinking_that_would_stand_after_the_call_it_led_to_is_refused() -> None:
+    """``apply_chat_template`` shows no thinking of this record; as text it would be trained after its consequence."""
+    called = turn("assistant", "", thinking="Hm.", tool_calls=CALLED.tool_calls)
+    conversation = talk(ASKED, called, tools=(TOOL,))
+    assert reason(published("gemma4_v2"), conversation)[0] == "template_omits"
+    assert trained(published("gemma4_v2", thinking="strip"), conversation)
+
+
+@needs_trl
 def test_prose_about_thinking_is_no_empty_thinking() -> None:
     prose = "Write <think></think> to skip thinking."
     assert trained(published("qwen3_instruct_2507", thinking="trim_empty"), talk(ASKED, turn("assistant", prose))) == [

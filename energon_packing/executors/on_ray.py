@@ -35,6 +35,8 @@ class RayWorkers:
         # Ray would say how it counts its users, and that a later version treats GPUs otherwise.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Its workers are at niceness 15, where a busy machine gives them next to nothing; other executors' are not.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         try:
             import ray
         except ImportError as error:

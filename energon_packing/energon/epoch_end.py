@@ -22,6 +22,10 @@ from energon_packing.config import EpochEnd
 from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
+from energon_packing.ledger import NothingToPack
+
+_NOBODY = 1 << 30
+"""In place of the number of a rank."""
 
 
 class Agree(Protocol):
@@ -78,7 +82,14 @@ class EpochReport:
 
 
 def even_packs(
-    packs: Iterator[Pack], mode: EpochEnd, agree: Agree, padding: Callable[[], Pack], report: EpochReport
+    packs: Iterator[Pack],
+    mode: EpochEnd,
+    agree: Agree,
+    padding: Callable[[], Pack],
+    report: EpochReport,
+    *,
+    rank: int,
+    resumed: bool = False,
 ) -> Iterator[Pack]:
     """Yields one epoch of one rank, with as many packs as every other rank emits.
 
@@ -88,6 +99,11 @@ def even_packs(
         agree: reaches all data-parallel ranks.
         padding: makes a pack without samples.
         report: updated during the epoch.
+        rank: data-parallel rank of this process.
+        resumed: whether the epoch began before a saved state, so that it may have no packs left.
+
+    Raises:
+        NothingToPack: no rank would emit a pack, because one has none (``drop``) or all have none; on all ranks.
     """
     ahead: dict[int, int] = {}
     pack = next(packs, None)
@@ -108,10 +124,27 @@ def even_packs(
                 pack = next(packs, None)
         if steps == 0:
             break
+    if report.agreements == 1:
+        empty = agree(rank if pack is None and not resumed else _NOBODY, "min")
+        if empty != _NOBODY:
+            raise NothingToPack(_nothing(mode, empty, report if empty == rank else None))
     while pack is not None:
         report.dropped_packs += 1
         report.dropped_keys += pack.batch.sample_keys
         pack = next(packs, None)
+
+
+def _nothing(mode: EpochEnd, rank: int, report: EpochReport | None) -> str:
+    """Why an epoch has no pack: the first rank without one, with its counts where they are known."""
+    why = ""
+    if report is not None:
+        common = "".join(f", {count} {name}" for name, count in report.dropped.most_common(3))
+        why = f" ({report.read} samples read, {report.dropped.total()} dropped{common})"
+    return (
+        f"The epoch would end on all ranks before its first pack: data.epoch_end is {mode}, and data-parallel rank "
+        f"{rank} has no pack{why}. Give data.split more samples or the run fewer ranks and workers"
+        f"{', or set data.epoch_end=pad' if mode == 'drop' else ''}."
+    )
 
 
 def agreement(group: Any = None) -> Agree:

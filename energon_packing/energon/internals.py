@@ -10,13 +10,20 @@ from megatron.energon.flavors.base_dataset import SavableDataset as SavableDatas
 from megatron.energon.flavors.base_dataset import add_sample_restore_key as add_sample_restore_key
 from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader as ITarReader
+from megatron.energon.flavors.webdataset.sample_loader import (
+    WebdatasetSampleLoaderDataset as WebdatasetSampleLoaderDataset,
+)
 from megatron.energon.flavors.webdataset.structs import FilteredSample as FilteredSample
+from megatron.energon.rng import WorkerRng as WorkerRng
+from megatron.energon.savable import Savable as Savable
 from megatron.energon.state import FlexState as FlexState
 from megatron.energon.task_encoder.base import get_failure_tolerance as get_failure_tolerance
 from megatron.energon.task_encoder.base import get_stateless as get_stateless
 from megatron.energon.wrappers import BatchDataset as BatchDataset
+from megatron.energon.wrappers import BlendDataset as BlendDataset
 from megatron.energon.wrappers import MapDataset as MapDataset
 from megatron.energon.wrappers import PackingDataset as PackingDataset
+from megatron.energon.wrappers import ShuffleBufferDataset as ShuffleBufferDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset as BaseWrapperDataset
 from megatron.energon.wrappers.base import SampleIndex as SampleIndex
 from megatron.energon.wrappers.base import get_sample_restore_key as get_sample_restore_key

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EpochEnd, RunConfig
@@ -19,6 +20,7 @@ from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, settings_of, tell_of_accepted
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.shallow_states import copied, save_shallowly
 from energon_packing.energon.shard_reads import guard_shards
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_memory import in_workers
@@ -64,6 +66,7 @@ class PackLoader(LoaderBase):
         accept_changed: Sequence[str] = (),
     ) -> None:
         super().__init__(
+            rank=dataset.worker_config.rank,
             world_size=dataset.worker_config.world_size,
             epoch_end=epoch_end,
             padding=padding,
@@ -86,8 +89,12 @@ class PackLoader(LoaderBase):
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
             )
+        # torch would draw a seed for the workers from the global generator of this rank, which its tensor- and
+        # context-parallel peers have in the same state, and go on with; Energon seeds its workers itself.
+        self._loader.generator = torch.Generator()
         in_workers(self._loader, keep_memory=keep_memory)
         self._started = False
+        self._restored: Mapping[str, Any] | None = None  # what the first pack continues
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
@@ -98,7 +105,7 @@ class PackLoader(LoaderBase):
                     pack = next(iterator)
             except StopIteration:
                 return
-            self._started = True
+            self._started, self._restored = True, None
             if pack.ended is not None:
                 report.ended(pack)
                 continue
@@ -107,17 +114,19 @@ class PackLoader(LoaderBase):
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
 
-        Raises:
-            PackingError: before the first pack (Energon would wait forever for its workers).
+        Before the first pack it is the state that was restored, or the beginning of the data. (Energon would wait
+        forever for workers that have not started.)
         """
-        if not self._started:
-            raise PackingError("the loader has no state before its first pack; read a pack first")
-        return self._state_of(self._loader)
+        if self._started:
+            return self._state_of(self._loader)
+        if self._restored is not None:
+            return copied(self._restored)
+        return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": None}
 
     def _state_of(self, loader: Any) -> dict[str, Any]:
         loaded = loader.save_state_rank()
         # Without workers, Energon hands out lists that it goes on using.
-        own = _copied(loaded) if loader.num_workers == 0 else loaded
+        own = copied(loaded) if loader.num_workers == 0 else loaded
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
@@ -126,7 +135,7 @@ class PackLoader(LoaderBase):
         Asking every worker for its state takes until each has finished a pack, so this is left to the moment that a
         state is needed. Workers keep their checkpoints of the packs that may have been read until then.
         """
-        if self._loader.num_workers == 0:
+        if self._loader.num_workers == 0 or not self._started:
             state = self.save_state()
             return lambda: state
         # A copy shares the workers with the loader, and its counts say from which pack on they would continue.
@@ -156,13 +165,15 @@ class PackLoader(LoaderBase):
                 "this run, or start the data over."
             )
         differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
-        loaded = _copied(state["loader"])  # Energon keeps parts of it and changes them
+        if state["loader"] is None:  # saved before the first pack
+            return
+        loaded = copied(state["loader"])  # Energon keeps parts of it and changes them
         parts = getattr(loaded, "worker_states", None)
         if not isinstance(parts, list) or len(parts) != max(self._loader.num_workers, 1):
             raise ConfigError("The loader state is damaged: it lacks the parts of its workers; start the data over.")
         try:
             self._loader.restore_state_rank(loaded)
-            self._resumed = True
+            self._resumed, self._restored = True, copied(state)
         except (UserError, PackingError):
             raise
         except Exception as error:
@@ -171,20 +182,6 @@ class PackLoader(LoaderBase):
                 "by another version of Energon; start the data over."
             ) from error
         tell_of_accepted(differs)
-
-
-def _copied(part: Any) -> Any:
-    """A copy of a state that shares nothing that can change; in a tenth of `copy.deepcopy`'s time."""
-    if isinstance(part, dict):
-        return type(part)((name, _copied(value)) for name, value in part.items())
-    if isinstance(part, list):
-        return [_copied(value) for value in part]
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        changed = copy.copy(part)
-        for entry in dataclasses.fields(part):
-            object.__setattr__(changed, entry.name, _copied(getattr(part, entry.name)))
-        return changed
-    return part  # numbers, texts, and tuples of them, such as restore keys
 
 
 def _kind_of(state: Any) -> str:
@@ -261,6 +258,7 @@ def build_dataset(
         ) from error
     finally:
         task_encoder.tells_end = False
+    save_shallowly(dataset)
     guard_shards(dataset, go_on=len(task_encoder.cookers) == 1)
     return dataset
 

@@ -31,7 +31,7 @@ class LoaderBase(ABC):
     """Iterates packs of one data-parallel rank, and has a state.
 
     Args:
-        world_size: data-parallel size.
+        rank, world_size: of this process among the data-parallel ranks.
         epoch_end: how ranks end a finite epoch together, see ``data.epoch_end``; no effect at world size 1.
         padding: makes a pack without samples for ``epoch_end``, such as `PackingTaskEncoder.padding_pack`.
         agree: reaches the other ranks for ``epoch_end``; None uses ``torch.distributed``.
@@ -51,6 +51,7 @@ class LoaderBase(ABC):
     def __init__(
         self,
         *,
+        rank: int,
         world_size: int,
         epoch_end: EpochEnd = "uneven",
         padding: Callable[[], Pack] | None = None,
@@ -72,7 +73,7 @@ class LoaderBase(ABC):
         self.capacity = capacity
         self._monitor = None if capacity is None else PackingMonitor(capacity)
         self.epoch_report: EpochReport | None = None
-        self._budget, self._world_size = budget, world_size
+        self._budget, self._rank, self._world_size = budget, rank, world_size
         self._resumed = False  # whether the next epoch began before a saved state
 
     def __iter__(self) -> Iterator[Pack]:
@@ -83,10 +84,12 @@ class LoaderBase(ABC):
                 lacks shared memory or files.
             ConfigError: ``epoch_end`` needs the other ranks, and ``torch.distributed`` is not initialised.
             DropBudgetExceeded: at the end of a finite epoch, if more was dropped beyond doubt than ``budget`` allows,
-                or if no sample reached a pack.
+                or if no sample reached a pack; with ``epoch_end``, on all ranks where one would end the epoch before
+                its first step.
 
         Warns:
-            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it.
+            UserWarning: a reason drops a hundredth or more of a data set, or of one modality in it; or this rank had
+                nothing to read in an epoch of the other ranks.
         """
         if self._lock is not None:
             self._lock.hold()
@@ -94,7 +97,9 @@ class LoaderBase(ABC):
         packs = _counted(in_sentences(self._own_packs(report)), report)
         if self._together and self._padding is not None:
             agree = agreement(self._group) if self._agree is None else self._agree
-            packs = even_packs(packs, self._epoch_end, agree, self._padding, report)
+            packs = even_packs(
+                packs, self._epoch_end, agree, self._padding, report, rank=self._rank, resumed=self._resumed
+            )
         for pack in packs:
             report.emitted += len(pack.keys)
             report.packs += not self._together and not pack.padding
@@ -118,6 +123,12 @@ class LoaderBase(ABC):
             raise NothingToPack(
                 f"The epoch ended without a pack: {max(report.read, dropped)} samples were read and {dropped} dropped "
                 f"({common}{example}). Fix the data, the limits or data.split."
+            )
+        if not report.made and not self._resumed:
+            filled = f", so its {report.padding_packs} packs were padding" if report.padding_packs else ""
+            self.tell(
+                f"Data-parallel rank {self._rank} of {self._world_size} had no sample in this epoch{filled}; give "
+                "data.split more samples, or use fewer ranks."
             )
         counted, samples = unwished(report.dropped, report.read)
         if self._budget is not None and over_budget(counted.total(), samples, self._budget):
@@ -168,11 +179,7 @@ class LoaderBase(ABC):
 
     @abstractmethod
     def save_state(self) -> Any:
-        """Returns the state after the last yielded pack.
-
-        Raises:
-            PackingError: before the first pack.
-        """
+        """Returns the state after the last yielded pack; before the first, what was restored, or the beginning."""
 
     @abstractmethod
     def state_later(self) -> Callable[[], Any]:

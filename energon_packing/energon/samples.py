@@ -128,7 +128,7 @@ def forget_open_tars(store: Any) -> None:
 def shuffled_ahead(dataset: Any) -> int:
     """Most samples that shuffle buffers beneath a data set hold; these may be of an epoch after the current one."""
     own = int(dataset.size) if type(dataset).__name__ == "ShuffleBufferDataset" else 0
-    return own + sum(shuffled_ahead(each) for each in _beneath(dataset))
+    return own + sum(shuffled_ahead(each) for each in beneath(dataset))
 
 
 def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
         Samples of the worker's share of the smallest data set with any, after which one may come again where data
         repeat, because no more is said of a blend's order; and how often a sample comes in one finite epoch.
     """
-    inner = _beneath(dataset)
+    inner = beneath(dataset)
     if not inner:
         return int(dataset.len_worker(worker)), 1
     found = [each for each in (comes_again(each, worker) for each in inner) if each[0]]
@@ -152,7 +152,7 @@ def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
     return min((samples for samples, _ in found), default=0), times
 
 
-def _beneath(dataset: Any) -> Sequence[Any]:
+def beneath(dataset: Any) -> Sequence[Any]:
     """The data sets that one of Energon's wrappers reads; none if it is no wrapper."""
     # They have `datasets`, and a property `dataset` that fails where these are several.
     inner = getattr(dataset, "datasets", None)

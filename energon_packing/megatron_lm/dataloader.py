@@ -40,7 +40,6 @@ class PackDataloader:
 
     def __init__(self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None) -> None:
         self._replica = replica
-        self._restored: Any = None
         self._metrics: PackMetrics | None = None
         self._metrics_config = config.metrics
         self._log: MetricsLog | None = None
@@ -69,7 +68,6 @@ class PackDataloader:
         if self._metrics_config.directory is not None:
             self._post_metrics()
         pack: PackedBatch = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
-        self._restored = None
         return pack
 
     def _post_metrics(self) -> None:
@@ -90,9 +88,7 @@ class PackDataloader:
         Megatron-LM calls this on the first tensor rank of the first stage (with context parallelism on several ranks),
         and writes one file for each state that is not None.
         """
-        if not self._replica.is_reader:
-            return None
-        return self._reader.save_state() if self._restored is None else self._restored
+        return self._reader.save_state() if self._replica.is_reader else None
 
     def restore_state(self, state: Any) -> None:
         """Continues after the pack at which the state was saved; on every rank of the replica, before the first pack.
@@ -101,7 +97,6 @@ class PackDataloader:
             ConfigError: the state is not one of this loader.
         """
         self._reader.restore_state(state)
-        self._restored = state  # a checkpoint before the first pack would find a loader that has not started
 
 
 def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:

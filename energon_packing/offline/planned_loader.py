@@ -14,7 +14,7 @@ from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accep
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_memory import in_workers
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
@@ -59,14 +59,12 @@ class PlannedLoader(LoaderBase):
         accept_changed: Sequence[str] = (),
         **base: Any,
     ) -> None:
-        super().__init__(world_size=world_size, **base)
+        super().__init__(rank=rank, world_size=world_size, **base)
         self._packs = packs
-        self._rank, self._world_size = rank, world_size
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
         self._position = 0  # of the first pack of the next step, over all ranks
-        self._started = False
         self._pinned = torch.cuda.is_available()
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
@@ -82,19 +80,18 @@ class PlannedLoader(LoaderBase):
             prefetch_factor=self._prefetch if self._workers else None,
             collate_fn=_unchanged,
             pin_memory=self._pinned,
+            # Else torch draws a seed for the workers from the global generator; see `PackLoader`.
+            generator=torch.Generator(),
         )
         in_workers(loader, keep_memory=self._keep_memory)
         for pack in loader:
             self._position += self._world_size
-            self._started = True
             report.read += len(pack.keys) + len(pack.dropped)
             yield pack
         self._position = len(self._packs)
 
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
-        if not self._started:
-            raise PackingError("the loader has no state before its first pack; read a pack first")
         # Where ranks do not divide the packs, the last step ends beyond the plan for those that had a pack in it.
         position = self._position if self._repeat else min(self._position, len(self._packs))
         return planned_state(position, self._fingerprint)
@@ -119,7 +116,7 @@ class PlannedLoader(LoaderBase):
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
-        self._position, self._started, self._resumed = position, True, True
+        self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
     def start_at(self, position: int) -> None:

@@ -19,6 +19,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 from energon_packing.bridge_cpu import stand_ins
+from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError
 from energon_packing.ledger_report import merged
 
@@ -150,6 +151,35 @@ def test_bridge_itself_continues_with_the_state_and_is_stopped_without_it(data):
         [pack["digest"] for pack in report["packs"] if not pack["validation"]] for report in (found["whole"], anew)
     )
     assert list(itertools.islice(begun, 2)) == first[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not stand_ins.needed(), reason="a CUDA device and Transformer Engine are present")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on(data, workers):
+    """Bridge saves once more after its last step, unless the interval divides it; here before the first pack."""
+    folder = data / f"ended-{workers}"
+    folder.mkdir()
+    kept, whole = folder / "kept", folder / "whole"
+    run = {**TEXT, "steps": 3, "world": 2, "dataset": {"num_workers": workers}, "save": str(kept), "save_interval": 2}
+    runs = [
+        {**run, "name": "uninterrupted", "save": str(whole)},
+        {**run, "name": "killed", "kill_after": 3},
+        {**run, "name": "requeued"},
+        {**run, "name": "requeued-after-the-end"},
+    ]
+    bridge_ranks.launch(runs, folder, data / "data", timeout=400)
+    for rank, expected in enumerate(bridge_ranks.reports(folder, "uninterrupted", 2)):
+        for name, done in (("uninterrupted", 0), ("requeued", 2), ("requeued-after-the-end", 3)):
+            report = bridge_ranks.reports(folder, name, 2)[rank]
+            told = report["error"] and report["error"][:2]
+            print(f"rank {rank}, {name}: from step {done} of 3, losses {report['losses']}, error {told}")
+            assert told is None
+            assert report["losses"] == expected["losses"][done:]
+            assert [pack["digest"] for pack in report["packs"]] == [pack["digest"] for pack in expected["packs"]][done:]
+        place = f"energon/iter_0000003/train_dataloader_dprank{rank:03d}.pt"
+        assert str(read_state(kept / place, missing="")) == str(read_state(whole / place, missing=""))
 
 
 def test_an_evaluation_has_a_ledger_of_its_own_and_leaves_the_trainings_as_it_is(dataset, tmp_path):

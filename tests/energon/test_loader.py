@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections import Counter
 
@@ -11,6 +12,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.energon.loader import build_dataset, build_loader
+from energon_packing.energon.state_file import read_state
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
@@ -141,9 +143,33 @@ def restored(config, state):
     return next(iter(loader))
 
 
-def test_a_loader_without_a_pack_has_no_state_instead_of_hanging(run_config):
-    with pytest.raises(Exception, match="first pack"):
-        build_loader(run_config(data={"workers": 1})).save_state()
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning(
+    run_config, workers, tmp_path
+):
+    """A run that is started again after its last step saves such a state (trap 94)."""
+    config = run_config(data={"workers": workers, "repeat": True}, window=16, seq_length=2048, drop_budget=1.0)
+
+    def again(state, name):
+        """A loader that goes on from a state that went through a file."""
+        torch.save(state, tmp_path / name)
+        loader = build_loader(config)
+        loader.restore_state(read_state(tmp_path / name, missing="", bare=True))
+        return loader
+
+    reference, states = [], [build_loader(config).save_state()]
+    loader = build_loader(config)
+    for pack in itertools.islice(loader, 6):
+        reference.append(pack)
+        states.append(loader.save_state())
+    for done in (0, 3):
+        waiting = again(states[done], "saved.pt")
+        for number, state in enumerate((waiting.save_state(), waiting.state_later()(), states[done])):
+            resumed = again(state, f"{number}.pt")
+            for pack, expected in zip(itertools.islice(resumed, 2), reference[done:], strict=False):
+                same(pack, expected)
+        same(next(iter(waiting)), reference[done])
+        same(next(iter(again(waiting.save_state(), "after.pt"))), reference[done + 1])
 
 
 @pytest.mark.parametrize("workers", [0, 1])

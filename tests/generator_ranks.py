@@ -1,0 +1,232 @@
+"""The global random generators of the four ranks of a replica, before and after each call of a loader.
+
+As a program it imports everything once and forks four ranks over gloo, two tensor- times two context-parallel ones of
+one replica: ``generator_ranks.py CASES.json FOLDER``. Each case is a mapping: ``road`` (``bridge``, ``megatron_lm`` or
+``loop``), ``data`` (``conversations`` or ``clips``), ``workers``, and fields of the data set. Each rank leaves
+``FOLDER/RANK.json``: for each case the digests of its generators before and after each call; and which distribution
+Bridge's Wan pipeline draws the time of each micro-batch from.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed
+
+CUDA = torch.Generator()
+"""Stands in for the default generator of a GPU: what torch seeds or sets there is seeded or set here."""
+MICRO_BATCHES, DRAWS = 40, 25
+"""Draws of a time follow each micro-batch."""
+
+
+def stand_in_for_cuda() -> None:
+    for name in ("manual_seed", "manual_seed_all"):
+        setattr(torch.cuda, name, lambda seed: CUDA.manual_seed(int(seed)))
+    for name in ("seed", "seed_all"):
+        setattr(torch.cuda, name, CUDA.seed)
+    torch.cuda.set_rng_state = lambda state, *_: CUDA.set_state(state)  # type: ignore[assignment]
+
+
+def seed() -> None:
+    """As Bridge seeds the ranks of a replica, all alike."""
+    random.seed(1234)
+    np.random.seed(1234)
+    torch.manual_seed(1234)
+
+
+def generators() -> dict[str, str]:
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "cuda": CUDA.get_state().numpy().tobytes(),
+        "python": repr(random.getstate()).encode(),
+        "numpy": repr([part.tolist() if hasattr(part, "tolist") else part for part in np.random.get_state()]).encode(),
+    }
+    return {name: hashlib.sha256(state).hexdigest()[:8] for name, state in states.items()}
+
+
+class Watch:
+    """Notes the generators around each call."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, str], dict[str, str]]] = []
+
+    def __call__(self, name: str, call: Callable[[], Any]) -> Any:
+        before = generators()
+        result = call()
+        self.seen.append((name, before, generators()))
+        return result
+
+
+def process_groups() -> Any:
+    """Groups of this rank of four: tensor ranks are neighbours."""
+    layouts = {"tp": [[0, 1], [2, 3]], "cp": [[0, 2], [1, 3]], "dp": [[0], [1], [2], [3]], "pp": [[0], [1], [2], [3]]}
+    found = {}
+    for name, layout in layouts.items():
+        for ranks in layout:
+            group = distributed.new_group(ranks, backend="gloo")
+            if distributed.get_rank() in ranks:
+                found[name] = group
+    return SimpleNamespace(**found)
+
+
+def dataset_of(case: dict[str, Any]) -> Any:
+    from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
+    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
+
+    made: Any = {"clips": PackedWanDatasetConfig, "conversations": PackedEnergonDatasetConfig}[case["data"]]()
+    made.num_workers = case["workers"]
+    made.packing.drop_budget, made.packing.window = 1.0, 8
+    for name, value in case["fields"].items():
+        *section, field = name.split(".")
+        setattr(getattr(made, section[0]) if section else made, field, value)
+    return made
+
+
+def iterators(case: dict[str, Any], groups: Any) -> tuple[Any, Any]:
+    """Of training and validation, as the road of the case makes them."""
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    from energon_packing.energon.replica import Replica
+    from energon_packing.megatron_lm.dataloader import PackDataloader
+
+    dataset = dataset_of(case)
+    if case["road"] == "bridge":
+        context = DatasetBuildContext(train_samples=100, valid_samples=10, test_samples=0, pg_collection=groups)
+        train, validation, _ = dataset.build_datasets(context)
+        return train, validation
+    config = dataset.run_config(dataset.parallel_config(groups))
+    loaders = [
+        PackDataloader(config, Replica.of(groups), split=split, data_parallel_group=groups.dp)
+        for split in ("train", "val")[: 1 if dataset.validation_path else 2]
+    ]
+    return loaders[0], loaders[-1]
+
+
+def through_an_iterator(case: dict[str, Any], groups: Any, watch: Watch) -> None:
+    train, validation = watch("build", lambda: iterators(case, groups))
+    watch("first pack", lambda: next(train))
+    watch("three packs", lambda: [next(train) for _ in range(3)])
+    watch("evaluate", lambda: [next(validation) for _ in range(2)])
+    states = [watch("save", train.save_state)]
+    distributed.broadcast_object_list(states)
+    again, _ = iterators(case, groups)
+    watch("restore", lambda: again.restore_state(states[0]))
+    watch("save, restored", again.save_state)
+    watch("pack, restored", lambda: next(again))
+    for each in (train, validation, again):
+        watch("close", each._reader.close)
+    del train, validation, again, each
+    watch("collect", gc.collect)
+
+
+def through_a_loop(case: dict[str, Any], groups: Any, watch: Watch) -> None:
+    from energon_packing.offline.open_loader import open_loader
+
+    if distributed.get_rank():
+        return
+    dataset = dataset_of(case)
+    config = dataset.run_config(dataset.parallel_config(groups))
+    loader = watch("build", lambda: open_loader(config))
+    packs = iter(loader)
+    watch("three packs", lambda: list(itertools.islice(packs, 3)))
+    state = watch("save", loader.save_state)
+    again = open_loader(config)
+    watch("restore", lambda: again.restore_state(state))
+    watch("pack, restored", lambda: next(iter(again)))
+    del packs, loader, again
+    watch("collect", gc.collect)
+
+
+def times(case: dict[str, Any], groups: Any) -> list[str]:
+    """The distribution of each draw of Bridge's own pipeline after each micro-batch."""
+    from megatron.bridge.diffusion.common.flow_matching.flow_matching_pipeline import FlowMatchingPipeline
+
+    pipeline = FlowMatchingPipeline(model_adapter=None, device=torch.device("cpu"), mix_uniform_ratio=0.2)
+    seed()
+    train, validation = iterators(case, groups)
+    drawn = []
+    for number in range(MICRO_BATCHES):
+        next(train)
+        if number % 10 == 9:
+            next(validation)
+        drawn += [pipeline.sample_timesteps(1)[2] for _ in range(DRAWS)]
+    return drawn
+
+
+def be_rank(folder: Path, rank: int, cases: list[dict[str, Any]]) -> None:
+    """In a fork; never returns."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
+        store = distributed.FileStore(str(folder / "store"), 4)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timedelta(seconds=120))
+        groups = process_groups()
+        stand_in_for_cuda()
+        seed()
+        found: dict[str, Any] = {"calls": {}, "times": {}}
+        for case in cases:
+            watch = Watch()
+            road = through_a_loop if case["road"] == "loop" else through_an_iterator
+            road(case, groups, watch)
+            distributed.barrier()
+            found["calls"][case["name"]] = watch.seen
+            if case["data"] == "clips" and case["road"] == "bridge":
+                found["times"][case["name"]] = times(case, groups)
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        distributed.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def main(cases: str, folder: str) -> None:
+    from energon_packing.bridge_cpu import stand_ins
+
+    stand_ins.install()
+    ranks = []
+    for rank in range(4):
+        child = os.fork()
+        if child == 0:
+            be_rank(Path(folder), rank, json.loads(Path(cases).read_text()))
+        ranks.append(child)
+    sys.exit(any([os.waitpid(child, 0)[1] for child in ranks]))
+
+
+def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """What each of the four ranks left.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
+    from forking_python import quick_python
+    from ranks_environment import ranks_environment
+
+    file = folder / "cases.json"
+    file.write_text(json.dumps(cases))
+    command = [quick_python(), "-W", "ignore", str(Path(__file__).resolve()), str(file), str(folder)]
+    ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=400, check=False)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr[-20_000:])
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

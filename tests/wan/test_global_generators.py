@@ -1,0 +1,92 @@
+"""No call of a loader changes a global random generator: ranks of a replica would go on with different numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import generator_ranks
+import pytest
+
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import make_data, processor_path
+
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
+
+SEQ_LENGTH = 2048
+RANKS = ("tensor 0, context 0", "tensor 1, context 0", "tensor 0, context 1", "tensor 1, context 1")
+
+
+def conversations(folder: Path) -> dict[str, dict[str, str]]:
+    """How the same conversations are read: online, from a plan, from packed pixels."""
+    from energon_packing.offline.measure import MeasureConfig, measure
+    from energon_packing.offline.pack import PackConfig, pack
+    from energon_packing.offline.planner import make_plan
+
+    source = make_data(folder / "made", conversations=60, defects=False)
+    convert(ConvertConfig(sources=(source,), out=folder / "data", split={"train": 0.8, "val": 0.2}, workers=0))
+    run = RunConfig(
+        data=DataConfig(path=str(folder / "data")),
+        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl"))),
+        packing=PackingConfig(seq_length=SEQ_LENGTH, drop_budget=1.0),
+        parallel=ParallelConfig(context_parallel=2, tensor_parallel=2, sequence_parallel=True),
+        plan=PlanConfig(),
+    )
+    measure(MeasureConfig(paths=(folder / "data",), out=folder / "index", workers=0), run)
+    make_plan([folder / "index"], run, folder / "plan.parquet")
+    pack(PackConfig(plan=folder / "plan.parquet", out=folder / "packed", workers=0, store="pixels"))
+    held_out = {"validation_path": str(folder / "data")}
+    return {
+        "online": {"path": str(folder / "data")},
+        "planned": {"path": str(folder / "plan.parquet"), **held_out},
+        "packed": {"path": str(folder / "packed"), **held_out},
+    }
+
+
+@pytest.fixture(scope="module")
+def found(dataset, pipeline, tmp_path_factory):
+    """What the four ranks of a replica saw, by case."""
+    folder = tmp_path_factory.mktemp("generators")
+    chats = {"processor": str(processor_path("qwen2_5_vl")), "seq_length": SEQ_LENGTH}
+    clips = {
+        **{"path": str(dataset), "validation_split": "train", "seq_length": 96},
+        **{f"encoder.{name}": str(pipeline) for name in ("vae", "text_encoder")},
+        **{"encoder.latent_channels": 4, "encoder.text_width": 32, "encoder.max_pixels": 64 * 48},
+    }
+    kinds = {name: ("conversations", chats | fields) for name, fields in conversations(folder).items()}
+    kinds["clips"] = ("clips", clips)
+    cases = [
+        {"name": f"{kind}, {road}, workers={workers}", "road": road, "data": data, "workers": workers, "fields": fields}
+        for kind, (data, fields) in kinds.items()
+        for road in ("bridge", "loop", *(("megatron_lm",) if data == "conversations" else ()))
+        for workers in (0, 2)
+    ]
+    return generator_ranks.run(cases, folder)
+
+
+def test_no_call_of_a_loader_changes_a_global_generator_on_any_rank(found):
+    changed = []
+    for rank, report in zip(RANKS, found, strict=True):
+        for case, calls in report["calls"].items():
+            first = calls[0][1] if calls else {}
+            for call, before, after in calls:
+                different = [name for name in first if not before[name] == after[name] == first[name]]
+                told = ", ".join(f"{name} {before[name]} -> {after[name]}" for name in first)
+                print(f"{case:36} {rank}  {call:15} {told}  {'CHANGED ' + str(different) if different else ''}")
+                changed += [(case, rank, call, name) for name in different]
+    assert changed == []
+
+
+def test_all_ranks_of_a_replica_draw_the_times_of_wan_from_the_same_distributions(found):
+    for case in found[0]["times"]:
+        first, *others = (report["times"][case] for report in found)
+        assert len(first) == generator_ranks.MICRO_BATCHES * generator_ranks.DRAWS
+        assert len(set(first)) == 2
+        for rank, other in zip(RANKS[1:], others, strict=True):
+            differ = sum(own != theirs for own, theirs in zip(first, other, strict=True))
+            print(f"{case}: {differ} of {len(first)} differ between {RANKS[0]} and {rank}")
+            assert differ == 0

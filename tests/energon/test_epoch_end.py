@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 from energon_packing import thd
 from energon_packing.config import DataConfig, ParallelConfig
+from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.epoch_end import EpochReport, even_packs
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.errors import ConfigError
+from energon_packing.ledger import NothingToPack
 
 PADDING = "padding"
 
@@ -72,17 +74,25 @@ def stream(kept, promised):
             yield SimpleNamespace(worker=at % 2, ahead=left[at % 2], batch=SimpleNamespace(sample_keys=keys))
 
 
-def even(mode, sizes, known):
+def even(mode, sizes, known, resumed=False):
+    """What each rank emits, or why it refuses."""
     reports = [EpochReport() for _ in sizes]
 
     def work(rank, agree):
         packs = stream([True] * sizes[rank], [int(known)] * sizes[rank])
-        return list(even_packs(packs, mode, agree, lambda: PADDING, reports[rank]))
+        return emitted_or_told(packs, mode, agree, lambda: PADDING, reports[rank], rank=rank, resumed=resumed)
 
     return Ranks(len(sizes)).run(work), reports
 
 
-@given(sizes=st.lists(st.integers(0, 12), min_size=2, max_size=4), known=st.booleans())
+def emitted_or_told(*arguments, **named):
+    try:
+        return list(even_packs(*arguments, **named))
+    except NothingToPack as error:
+        return str(error)
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4), known=st.booleans())
 @settings(max_examples=30, deadline=None)
 @pytest.mark.parametrize("mode", ["drop", "pad"])
 def test_all_ranks_emit_equally_many_packs_and_no_step_is_all_padding(mode, sizes, known):
@@ -95,6 +105,20 @@ def test_all_ranks_emit_equally_many_packs_and_no_step_is_all_padding(mode, size
         assert report.packs == len(real)
         assert report.padding_packs == len(packs) - len(real)
         assert report.dropped_packs == len(report.dropped_keys) == size - len(real)
+    assert len({report.agreements for report in reports}) == 1
+
+
+@given(sizes=st.lists(st.integers(0, 3), min_size=2, max_size=4), mode=st.sampled_from(["drop", "pad"]))
+@settings(max_examples=40, deadline=None)
+def test_an_epoch_in_which_no_rank_would_emit_a_pack_is_refused_by_all_with_the_rank_that_has_none(sizes, mode):
+    emitted, reports = even(mode, sizes, known=True)
+    if (min if mode == "drop" else max)(sizes):
+        assert not any(isinstance(each, str) for each in emitted)
+    else:
+        told = f"data-parallel rank {sizes.index(0)} has no pack"
+        assert all(told in each and f"data.epoch_end is {mode}" in each for each in emitted)
+        # A run that goes on after its last step has no packs left either, and that is no mistake.
+        assert even(mode, sizes, known=True, resumed=True)[0] == [[] for _ in sizes]
     assert len({report.agreements for report in reports}) == 1
 
 
@@ -115,9 +139,13 @@ def test_a_promised_pack_that_is_lost_to_bad_media_does_not_hang_the_others(mode
 
     def work(rank, agree):
         packs = stream(kept[rank], [1] * sizes[rank])
-        return list(even_packs(packs, mode, agree, lambda: PADDING, reports[rank]))
+        return emitted_or_told(packs, mode, agree, lambda: PADDING, reports[rank], rank=rank)
 
     emitted = Ranks(len(sizes)).run(work)
+    if isinstance(emitted[0], str):
+        assert not (all if mode == "drop" else any)(any(own) for own in kept)
+        assert all(isinstance(packs, str) for packs in emitted)
+        return
     assert len({len(packs) for packs in emitted}) == 1
     for own, report in zip(kept, reports, strict=True):
         assert report.packs + report.dropped_packs == sum(own)
@@ -141,7 +169,8 @@ def test_three_ranks_with_skewed_data_finish_an_epoch_together(skewed_epochs, mo
     reports = [EpochReport() for _ in epochs]
 
     def work(rank, agree):
-        return list(even_packs(iter(epochs[rank]), mode, agree, encoder.padding_pack, reports[rank]))
+        packs = iter(epochs[rank])
+        return list(even_packs(packs, mode, agree, encoder.padding_pack, reports[rank], rank=rank))
 
     emitted = Ranks(3).run(work)
     counts = [len(packs) for packs in epochs]
@@ -204,6 +233,7 @@ from energon_packing.energon.loader import build_loader
 rank, store, configs = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 loader = build_loader(from_mapping(RunConfig, configs[rank], where="test"), rank=rank, world_size=2)
+loader.tell = lambda sentence: print("told:", sentence)
 steps, tokens = 0, []
 for pack in loader:
     trained = torch.tensor(float(pack.batch.loss_mask.sum()))
@@ -216,19 +246,17 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("mode", ["drop", "pad"])
-def test_two_processes_train_through_an_uneven_epoch_without_a_hang(run_config, tmp_path, mode):
+def train_in_two_processes(configs, folder):
+    """What each rank printed, and its exit code."""
     from energon_packing.config import to_mapping
 
-    configs = [
-        to_mapping(run_config(data={"epoch_end": mode}, seq_length=length, window=8, drop_budget=1.0))
-        for length in (512, 2048)
-    ]
+    configs = [to_mapping(config) for config in configs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [quick_python(), "-c", TRAINER, str(rank), str(tmp_path / "store"), json.dumps(configs)],
+            [quick_python(), "-c", TRAINER, str(rank), str(folder / "store"), json.dumps(configs)],
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             env=environment,
         )
@@ -239,11 +267,57 @@ def test_two_processes_train_through_an_uneven_epoch_without_a_hang(run_config, 
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    return outputs, [rank.returncode for rank in ranks]
+
+
+@pytest.mark.parametrize("mode", ["drop", "pad"])
+def test_two_processes_train_through_an_uneven_epoch_without_a_hang(run_config, tmp_path, mode):
+    lengths = (512, 2048)
+    configs = [run_config(data={"epoch_end": mode}, seq_length=each, window=8, drop_budget=1.0) for each in lengths]
+    outputs, codes = train_in_two_processes(configs, tmp_path)
+    assert codes == [0, 0]
     (steps, real, padded, agreements), other = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert steps == other[0] == real + padded
     assert agreements == other[3]
     assert (padded + other[2] > 0) == (mode == "pad")
+
+
+@pytest.fixture(scope="module")
+def one_sample(tmp_path_factory):
+    """A data set of which rank 1 of 2 gets nothing."""
+    root = tmp_path_factory.mktemp("one")
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    (root / "chat.jsonl").write_text(json.dumps({"messages": messages}))
+    convert(ConvertConfig(sources=(root / "chat.jsonl",), out=root / "data", split={"train": 1.0}, workers=0))
+    return root / "data"
+
+
+@pytest.mark.parametrize("empty", ["no sample", "all dropped"])
+def test_an_epoch_that_one_rank_without_a_pack_would_end_for_all_is_refused_by_all(
+    run_config, one_sample, tmp_path, empty
+):
+    changes = {"data": {"epoch_end": "drop"}, "drop_budget": 1.0}
+    configs = [run_config(**changes), run_config(**changes, seq_length=16)]
+    if empty == "no sample":
+        changes["data"]["path"] = str(one_sample)
+        configs = [run_config(**changes)] * 2
+    outputs, codes = train_in_two_processes(configs, tmp_path)
+    for rank, output in enumerate(outputs):
+        print(f"rank {rank}: {output.splitlines()[-1]}")
+        assert "data.epoch_end is drop, and data-parallel rank 1 has no pack" in output.splitlines()[-1]
+    assert ("36 dropped, 36 oversize" in outputs[1]) == (empty == "all dropped")
+    assert codes == [1, 1]
+
+
+def test_a_rank_without_a_sample_is_told_where_the_others_train(run_config, one_sample, tmp_path):
+    changes = {"path": str(one_sample), "epoch_end": "pad"}
+    outputs, codes = train_in_two_processes([run_config(data=changes)] * 2, tmp_path)
+    assert codes == [0, 0]
+    assert json.loads(outputs[1].splitlines()[-1]) == [1, 0, 1, 2]
+    assert "told" not in outputs[0]
+    assert "told: Data-parallel rank 1 of 2 had no sample in this epoch, so its 1 packs were padding" in outputs[1]
+    with pytest.warns(UserWarning, match="Data-parallel rank 1 of 2 had no sample in this epoch; give data.split more"):
+        assert list(build_loader(run_config(data={"path": str(one_sample)}), rank=1, world_size=2)) == []
 
 
 def test_statistics_of_the_loader_are_those_of_its_packs(run_config):

@@ -118,20 +118,19 @@ def iterators(case: dict[str, Any], groups: Any) -> tuple[Any, Any]:
 
 
 def through_an_iterator(case: dict[str, Any], groups: Any, watch: Watch) -> None:
-    train, validation = watch("build", lambda: iterators(case, groups))
-    watch("first pack", lambda: next(train))
-    watch("three packs", lambda: [next(train) for _ in range(3)])
-    watch("evaluate", lambda: [next(validation) for _ in range(2)])
-    states = [watch("save", train.save_state)]
+    own = SimpleNamespace()
+    own.train, own.validation = watch("build", lambda: iterators(case, groups))
+    watch("first pack", lambda: next(own.train))
+    watch("three packs", lambda: [next(own.train) for _ in range(3)])
+    watch("evaluate", lambda: [next(own.validation) for _ in range(2)])
+    states = [watch("save", own.train.save_state)]
     distributed.broadcast_object_list(states)
-    again, _ = iterators(case, groups)
-    watch("restore", lambda: again.restore_state(states[0]))
-    watch("save, restored", again.save_state)
-    watch("pack, restored", lambda: next(again))
-    for each in (train, validation, again):
-        watch("close", each._reader.close)
-    del train, validation, again, each
-    watch("collect", gc.collect)
+    own.again, _ = iterators(case, groups)
+    watch("restore", lambda: own.again.restore_state(states[0]))
+    watch("save, restored", own.again.save_state)
+    watch("pack, restored", lambda: next(own.again))
+    watch("close", lambda: [each._reader.close() for each in vars(own).values()])
+    watch("collect", lambda: (vars(own).clear(), gc.collect()))
 
 
 def through_a_loop(case: dict[str, Any], groups: Any, watch: Watch) -> None:
@@ -139,17 +138,17 @@ def through_a_loop(case: dict[str, Any], groups: Any, watch: Watch) -> None:
 
     if distributed.get_rank():
         return
+    own = SimpleNamespace()
     dataset = dataset_of(case)
     config = dataset.run_config(dataset.parallel_config(groups))
-    loader = watch("build", lambda: open_loader(config))
-    packs = iter(loader)
-    watch("three packs", lambda: list(itertools.islice(packs, 3)))
-    state = watch("save", loader.save_state)
-    again = open_loader(config)
-    watch("restore", lambda: again.restore_state(state))
-    watch("pack, restored", lambda: next(iter(again)))
-    del packs, loader, again
-    watch("collect", gc.collect)
+    own.loader = watch("build", lambda: open_loader(config))
+    own.packs = iter(own.loader)
+    watch("three packs", lambda: list(itertools.islice(own.packs, 3)))
+    state = watch("save", own.loader.save_state)
+    own.again = open_loader(config)
+    watch("restore", lambda: own.again.restore_state(state))
+    watch("pack, restored", lambda: next(iter(own.again)))
+    watch("collect", lambda: (vars(own).clear(), gc.collect()))
 
 
 def times(case: dict[str, Any], groups: Any) -> list[str]:
@@ -207,7 +206,8 @@ def main(cases: str, folder: str) -> None:
         if child == 0:
             be_rank(Path(folder), rank, json.loads(Path(cases).read_text()))
         ranks.append(child)
-    sys.exit(any([os.waitpid(child, 0)[1] for child in ranks]))
+    codes = [os.waitpid(child, 0)[1] for child in ranks]
+    sys.exit(any(codes))
 
 
 def run(cases: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:

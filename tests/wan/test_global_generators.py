@@ -76,9 +76,8 @@ def test_no_call_of_a_loader_changes_a_global_generator_on_any_rank(found):
         for case, calls in report["calls"].items():
             last = calls[0][1] if calls else {}
             for call, before, after in calls:
-                different = [
-                    name for name in last if after[name] != last[name]
-                ]  # in the call, or before it in a thread
+                # In the call, or in a thread since the last one.
+                different = [name for name in last if after[name] != last[name]]
                 told = ", ".join(f"{name} {last[name]} -> {after[name]}" for name in before)
                 print(f"{case:31} {rank}  {call:14} {told}  {'CHANGED ' + ' '.join(different) if different else ''}")
                 changed += [(case, rank, call, name) for name in different]

@@ -76,6 +76,8 @@ def _online(saved: Any, file: Path) -> Any:
         raise UserError(
             f"{file} is not the state of an online loader of this version{made}; that of a plan needs no conversion"
         )
+    if saved["loader"] is None:
+        raise UserError(f"{file} was saved before the first pack of its run; make a plan of the whole data set")
     return saved["loader"]
 
 

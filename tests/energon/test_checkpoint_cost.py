@@ -80,7 +80,7 @@ def texts(tmp_path_factory):
         ({"shuffle_buffer": 1, "shuffle_over_epochs": 300}, {"sequence": 1}, 32),
         ({"shuffle_buffer": 10_000, "shuffle_over_epochs": 300}, {"sequence": 1}, 16_384),
     ],
-    ids=lambda value: str(value),
+    ids=["buffer of 10,000", "buffer of 1,000", "buffer of 100", "window of 16,384", "21,000 slices", "all of it"],
 )
 def test_a_state_costs_half_a_millisecond_at_most_at_any_size(run_config, texts, data, arguments, window):
     config = run_config(data=ENDLESS | data | {"path": texts}, family="text", seq_length=256, window=window)

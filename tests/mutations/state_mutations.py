@@ -13,6 +13,11 @@ STATES = "tests/energon/test_states.py::"
 FILES = "tests/energon/test_state_files.py::"
 RESUMED = "tests/conformance/test_resumed_state.py::"
 
+GENERATORS = "tests/wan/test_global_generators.py::"
+EARLY = "test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning"
+ENDS = "tests/energon/test_epoch_end.py::"
+COST = "tests/energon/test_checkpoint_cost.py::"
+
 CHILD = "tests/media/test_decoding_process.py::"
 
 STATE_TRAPS = {
@@ -21,6 +26,10 @@ STATE_TRAPS = {
     56: "one record or one shard stops a run and each restart of it, without its name",
     65: "a decoder that hangs or crashes holds or ends the run, now and after every restart",
     53: "a state is changed by restoring it, or one is missing or damaged and the data begin anew",
+    93: "the reading rank draws from a global random generator, which its tensor- and context-parallel peers share",
+    94: "a run that is started again after its last step cannot save its state",
+    95: "an epoch that one rank without a pack ends for all trains nothing and says nothing",
+    96: "a state after every pack costs more than the pack, because long lists are copied item by item",
 }
 
 STATE_MUTATIONS: tuple[Mutation, ...] = (
@@ -75,7 +84,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/loader.py",
-                'loaded = _copied(state["loader"])',
+                'loaded = copied(state["loader"])',
                 'loaded = state["loader"]',
             ),
         ),
@@ -164,5 +173,78 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
         edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
+    ),
+    Mutation(
+        trap=93,
+        name="torch seeds the workers of a data set from the global generator",
+        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[online]",
+        oracle="the generators before the call",
+        edits=(("energon/loader.py", "self._loader.generator = torch.Generator()", "pass"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=93,
+        name="torch seeds the workers of a plan from the global generator",
+        test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[planned]",
+        oracle="the generators before the call",
+        edits=(("offline/planned_loader.py", "generator=torch.Generator(),", ""),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=93,
+        name="the ranks of a replica draw other times for Wan",
+        test=GENERATORS + "test_all_ranks_of_a_replica_draw_the_times_of_wan_from_the_same_distributions[clips]",
+        oracle="`sample_timesteps` of Bridge on the other ranks",
+        edits=(("energon/loader.py", "self._loader.generator = torch.Generator()", "torch.rand(1)"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=94,
+        name="a restored loader saves the beginning until its first pack",
+        test="tests/energon/test_loader.py::" + EARLY + "[0]",
+        oracle="the run that was not interrupted",
+        edits=(("energon/loader.py", "if self._restored is not None:", "if False:"),),
+    ),
+    Mutation(
+        trap=94,
+        name="a loader without a pack has no state",
+        test=RESUMED + "test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on[0]",
+        oracle="Bridge's run that was not interrupted",
+        edits=(("energon/loader.py", "return copied(self._restored)", 'raise PackingError("read a pack first")'),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=95,
+        name="an epoch without a step ends well on all ranks",
+        test=ENDS + "test_an_epoch_in_which_no_rank_would_emit_a_pack_is_refused_by_all_with_the_rank_that_has_none",
+        oracle="the definition",
+        edits=(("energon/epoch_end.py", "if report.agreements == 1:", "if False:"),),
+    ),
+    Mutation(
+        trap=95,
+        name="a run that was restored at the end of its epoch is refused",
+        test=ENDS + "test_an_epoch_in_which_no_rank_would_emit_a_pack_is_refused_by_all_with_the_rank_that_has_none",
+        oracle="the definition",
+        edits=(("energon/epoch_end.py", "if pack is None and not resumed", "if pack is None"),),
+    ),
+    Mutation(
+        trap=96,
+        name="Energon copies what it saves item by item",
+        test=COST + "test_a_state_costs_half_a_millisecond_at_most_at_any_size[buffer of 10,000]",
+        oracle="a clock",
+        edits=(("energon/loader.py", "    save_shallowly(dataset)\n", ""),),
+    ),
+    Mutation(
+        trap=96,
+        name="a state goes on changing with the shuffle buffer",
+        test=COST + "test_a_state_is_the_one_that_energon_saves_and_does_not_change_with_the_loader[slices]",
+        oracle="Energon's own `save_state`",
+        edits=(
+            (
+                "energon/shallow_states.py",
+                "_restore_keys=list(value._restore_keys)",
+                "_restore_keys=value._restore_keys",
+            ),
+        ),
     ),
 )

@@ -177,6 +177,7 @@ def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of
     convert(ConvertConfig(sources=sources[1:], out=other, split={"train": 1.0}, workers=0))
     (tmp_path / "text.pt").write_text("no state")
     torch.save({"dataloader_state_dict": {"format": "energon_packing plan 1"}}, tmp_path / "plan.pt")
+    torch.save(build_loader(run).save_state(), tmp_path / "beginning.pt")
     mixed = tmp_path / "mixed"
     measure(MeasureConfig(paths=(dataset, other), out=mixed, workers=0), run)
     blended = tmp_path / "blend.yaml"
@@ -196,6 +197,7 @@ def test_states_that_cannot_be_counted_are_refused_in_a_sentence(dataset, run_of
         ([tmp_path / "nowhere.pt"], run, index, "no state of the loader at .*nowhere.pt"),
         ([tmp_path / "text.pt"], run, index, "text.pt is not the state of a loader"),
         ([tmp_path / "plan.pt"], run, index, "that of a plan needs no conversion"),
+        ([tmp_path / "beginning.pt"], run, index, "beginning.pt was saved before the first pack of its run"),
         ([tmp_path], run, index, "has no train_dataloader_dprank000.pt"),
         ([first, second], run_of(other, window=8), index, "was made with data set="),
         ([first, second], run, mixed, "the index has several data sets"),

@@ -76,7 +76,7 @@ class PackLoader(LoaderBase):
             budget=budget,
             lock=lock,
         )
-        # With our shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
+        # With shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
             self._loader = get_savable_loader(

@@ -33,6 +33,7 @@ from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
+from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.validate.views.container import finalised
 
 
@@ -95,7 +96,8 @@ class PackProvider(DatasetProvider):
 
         Args:
             config: what `run_config` returned.
-            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split``.
+            arguments: ``rank``, ``world_size``, ``data_parallel_group``, and for validation ``split`` and
+                ``evaluation``.
         """
         raise NotImplementedError
 
@@ -210,7 +212,7 @@ class PackProvider(DatasetProvider):
         self._evaluation_groups = groups
 
     def build_datasets(self, context: DatasetBuildContext) -> tuple[Any | None, Any | None, None]:
-        """Builds the endless training and validation iterators of this rank.
+        """Builds the endless training and validation iterators of this rank. Each evaluation gets the same packs.
 
         Ranks of one replica (tensor, context, pipeline) get the same packs, data-parallel ranks different ones. This is
         a collective call: all ranks make it, as in Bridge's ``setup``.
@@ -224,6 +226,7 @@ class PackProvider(DatasetProvider):
         if context.train_samples > 0:
             replica = Replica.of(context.pg_collection)
             if has_global_packs(config.data.path):
+                refuse_short_plan(config.data.path, context.train_samples // self.micro_batch_size)
                 provide_states(self, self._run, replica)
             expected = expected_state(self, replica=replica, accepted=config.data.accept_changed)
             train = self._iterator(config, context.pg_collection, replica, expected)
@@ -235,8 +238,25 @@ class PackProvider(DatasetProvider):
             data = replace(config.data, workers=workers, path=path, split=split)
             config = replace(config, data=data, metrics=MetricsConfig())  # metrics are of the training
             config = ledger_apart(config, "validation")
-            validation = self._iterator(config, groups, Replica.of(groups), split=split)
+            evaluation = self._packs_of_evaluation(groups, context.valid_samples)
+            validation = self._iterator(config, groups, Replica.of(groups), split=split, evaluation=evaluation)
         return train, validation, None
+
+    def _packs_of_evaluation(self, groups: Any, samples: int) -> int:
+        """Packs that one call of Bridge's ``evaluate`` reads, over all ranks.
+
+        Args:
+            groups: of the evaluation.
+            samples: of all evaluations, which count as one where the data set was not told about its run.
+        """
+        ranks = 1 if getattr(groups, "dp", None) is None else groups.dp.size()
+        if self._run is None:
+            return max(samples // self.micro_batch_size // ranks, 1) * ranks
+        train = self._run.train
+        settings = getattr(self._run, "validation", None) or train
+        batch = getattr(settings, "eval_global_batch_size", None) or train.global_batch_size
+        micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
+        return int(settings.eval_iters * (batch // (micro * ranks)) * ranks)
 
     def _iterator(
         self, config: Any, groups: Any, replica: Replica, expected: str | None = None, **what: Any

@@ -11,7 +11,7 @@ from energon_packing.config.setting import setting
 from energon_packing.errors import ConfigError
 
 WeightsBy = Literal["samples", "tokens", "none"]
-LARGEST_EPOCHS = 1000
+LARGEST_EPOCHS = 100_000
 """Bound on ``epochs``, against a plan of unintended size."""
 
 

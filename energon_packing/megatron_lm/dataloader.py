@@ -21,7 +21,7 @@ from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.open_loader import open_loader, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -36,9 +36,18 @@ class PackDataloader:
         replica: of this rank.
         split: part of the data set.
         data_parallel_group: of this rank, for agreement between readers.
+        evaluation: packs of one evaluation, over all ranks, see `open_loader`; None is the training.
     """
 
-    def __init__(self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        replica: Replica,
+        *,
+        split: str,
+        data_parallel_group: Any = None,
+        evaluation: int | None = None,
+    ) -> None:
         self._replica = replica
         self._metrics: PackMetrics | None = None
         self._metrics_config = config.metrics
@@ -51,6 +60,7 @@ class PackDataloader:
                 rank=replica.rank,
                 world_size=replica.world_size,
                 data_parallel_group=data_parallel_group,
+                evaluation=evaluation,
             )
             if config.data.depth and replica.size > 1:
                 loader.share_unpinned()
@@ -175,8 +185,11 @@ def train_valid_test_datasets_provider(
         cp=parallel_state.get_context_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
     )
-    # Megatron-LM counts evaluation steps itself; an epoch that ended earlier would end the run.
-    endless = replace(config, data=replace(config.data, repeat=True, epoch_end="uneven"), metrics=MetricsConfig())
+    ranks = data_parallel.size()
+    batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
+    packs = int(args.eval_iters or 0) * (batch // ranks) * ranks  # of one call of Megatron-LM's `evaluate`
+    if train_val_test_num_samples[0] and has_global_packs(config.data.path):
+        refuse_short_plan(config.data.path, train_val_test_num_samples[0])
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
@@ -185,8 +198,11 @@ def train_valid_test_datasets_provider(
         if not number or not split:
             made.append(None)
             continue
-        chosen = ledger_apart(endless, name) if made else config
-        made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel))
+        chosen = ledger_apart(replace(config, metrics=MetricsConfig()), name) if made else config
+        evaluation = packs if made else None
+        made.append(
+            PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel, evaluation=evaluation)
+        )
     train, valid, test = made
     if train is not None:
         # The state of a plan is the same on every rank, however many saved it.

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.offline.data_paths import is_packed, is_plan
+from energon_packing.errors import UserError
+from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
 from energon_packing.offline.sample_kind import AnyRun
 from energon_packing.wan.config import TextToVideoRunConfig
 from energon_packing.wan.loader import build_text_to_video_loader
 
 
-def open_loader(config: AnyRun, **arguments: Any) -> LoaderBase:
+def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
     """The loader of a data set, a plan or a packed directory, by ``data.path``.
 
     Args:
         config: of the run; a `TextToVideoRunConfig` for clips.
+        evaluation: packs of one evaluation, over all ranks: the loader then gives the same ones at each evaluation,
+            whatever the ranks, and packs without samples where there are fewer; see
+            `energon_packing.offline.planned_loader.PlannedLoader`. None is a training's.
         arguments: of `energon_packing.energon.loader.build_loader`, or of
             `energon_packing.wan.loader.build_text_to_video_loader`; of a plan, those of
             `energon_packing.offline.planned_loader.loader_of`.
@@ -25,6 +30,15 @@ def open_loader(config: AnyRun, **arguments: Any) -> LoaderBase:
         UserError: nothing is there, or it cannot be read.
         ConfigError: a setting that cannot work, or does not suit the plan.
     """
+    if evaluation is not None:
+        data = replace(config.data, repeat=True, epoch_end="uneven")  # its own number of packs ends an evaluation
+        config = replace(config, data=data)
+        if has_global_packs(data.path):
+            arguments["evaluation"] = evaluation
+        else:
+            from energon_packing.offline.evaluation import evaluation_loader
+
+            return evaluation_loader(config, evaluation, **arguments)
     if is_plan(config.data.path):
         from energon_packing.offline.planned_loader import planned_loader
 
@@ -36,3 +50,22 @@ def open_loader(config: AnyRun, **arguments: Any) -> LoaderBase:
     if isinstance(config, TextToVideoRunConfig):
         return build_text_to_video_loader(config, **arguments)
     return build_loader(config, **arguments)
+
+
+def refuse_short_plan(path: str, packs: int) -> None:
+    """Compares a plan, or a packed directory, with what a run will read of it.
+
+    Args:
+        path: ``data.path``.
+        packs: of the whole run, over all ranks.
+
+    Raises:
+        UserError: the plan ends before, in the middle of a data set.
+    """
+    from energon_packing.offline.packed import Packed
+    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.planned_loader import too_short
+
+    plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
+    if (why := too_short(plan, packs)) is not None:
+        raise UserError(why)

@@ -75,6 +75,27 @@ def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
     return float(costs[-min(left, costs.size) :].mean()) if left and costs.size else None
 
 
+def order_again(start: int, stop: int, *, group: int, seed: list[int]) -> np.ndarray:
+    """Another order of the packs ``[start, stop)`` of an epoch: its whole groups change places, and so do the packs
+    inside each, so that steps are as even as they were.
+
+    Args:
+        group: as for `balanced_order`.
+        seed: of all random choices.
+
+    Returns:
+        The packs ``[stop - start]`` int64, each once.
+    """
+    random = np.random.default_rng(seed)
+    first = min(-(-start // group) * group, stop)
+    last = max(stop // group * group, first)
+    parts = [random.permutation(np.arange(start, first))]
+    if last > first:
+        groups = random.permutation(np.arange(first, last).reshape(-1, group))
+        parts.append(_shuffled_inside(groups, random).ravel())
+    return np.concatenate([*parts, random.permutation(np.arange(last, stop))])
+
+
 def _taken(
     ascending: np.ndarray, costs: np.ndarray, count: int, near: float | None, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from energon_packing.energon.samples import Pack, RenderedSample, read_media
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.offline.packed import Packed, media_path, shard_path
-from energon_packing.offline.positioned_packs import PositionedPacks
+from energon_packing.offline.positioned_packs import Passes, PositionedPacks
 from energon_packing.offline.shard_file import ShardFile
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia
@@ -50,7 +50,7 @@ class StoredPacks[Record: (StoredPack, StoredClips)](PositionedPacks):
     record: type[Record]
 
     def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
-        super().__init__(encoder, rank=rank)
+        super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
         self._packed = packed
         self._firsts = np.asarray(packed.facts.firsts)
         self._shards: OrderedDict[int, ShardFile] = OrderedDict()
@@ -64,7 +64,7 @@ class StoredPacks[Record: (StoredPack, StoredClips)](PositionedPacks):
         try:
             return super().__getitem__(position)
         except PackingError as error:
-            number = position % len(self)
+            number = self.number(position) or 0
             path = shard_path(self._packed.directory, self._shard_of(number))
             raise PackingError(
                 f"pack {number} in {path} cannot be assembled: {error}. If 'energon-packing verify' calls the shard "

@@ -30,6 +30,8 @@ from energon_packing.remote_files import check_local
 FORMAT = 1
 ROW_GROUP = 1 << 16
 """Rows of a row group, up to the end of the pack that crosses this number."""
+ROUNDING = 1e-6
+"""Of ``per_epoch`` in the summary."""
 CACHED = 2
 """Row groups that an open plan keeps: a range of packs seldom touches more."""
 SCHEMA = pa.schema(
@@ -143,6 +145,21 @@ class PlanFacts:
     def kind(self) -> Kind:
         """What its samples are."""
         return kind_of(self.datasets)
+
+    @property
+    def epochs(self) -> int:
+        """Whole passes over the blend; a plan of the rest of a run has an epoch more, which comes first."""
+        return int(self.decided["plan"]["epochs"])
+
+    @property
+    def unfinished(self) -> str | None:
+        """The first data set that the plan ends in the middle of, with how often its samples occur; None if each is
+        gone through a whole number of times, so that the plan may begin again."""
+        for each in self.summary.get("datasets", ()):
+            turns = each["per_epoch"] * self.epochs
+            if turns and (not round(turns) or abs(turns - round(turns)) > ROUNDING * self.epochs):
+                return f"{each['name']} ({turns:.4g} times)"
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` reads them back."""

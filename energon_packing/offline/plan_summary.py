@@ -53,7 +53,7 @@ def summary_of(
         "aligned_fill": round(aligned / room, 6),
         "of_bound": round(packs.bound / packs.count, 6),
         "datasets": [
-            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 6)}
+            {"name": dataset.name, "path": dataset.path, "root": dataset.root, "per_epoch": round(repeats, 12)}
             for dataset, repeats in zip(datasets, packs.repeats, strict=True)
         ],
         "histogram": [

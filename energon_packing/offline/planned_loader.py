@@ -14,7 +14,7 @@ from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accep
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_memory import in_workers
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
@@ -25,6 +25,8 @@ from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.sample_kind import AnyRun
 
 STATE_FORMAT = "energon_packing plan 1"
+ORDER = 2
+"""Of the packs after the plan's last one; version 1 had the plan's own order again."""
 
 
 class PlannedLoader(LoaderBase):
@@ -38,7 +40,10 @@ class PlannedLoader(LoaderBase):
         rank, world_size: of the data-parallel group.
         workers: processes that make packs; 0 makes them in this one.
         prefetch: packs that each worker prepares in advance.
-        repeat: begin again after the last pack; else the iteration ends there.
+        repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
+        unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
+        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number again
+            and again; those after the last pack have no samples. None is a training's.
         keep_memory: see ``data.keep_memory``.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
@@ -54,13 +59,21 @@ class PlannedLoader(LoaderBase):
         workers: int = 0,
         prefetch: int = 2,
         repeat: bool = True,
+        unfinished: str | None = None,
+        evaluation: int | None = None,
         keep_memory: bool = True,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
         **base: Any,
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, **base)
+        if evaluation is not None and (evaluation < 1 or evaluation % world_size):
+            raise PackingError(f"{world_size} ranks cannot share an evaluation of {evaluation} packs equally")
         self._packs = packs
+        if evaluation is not None:
+            packs.passes = None
+        self._unfinished, self._evaluation = unfinished, evaluation
+        self._end: int | None = None  # of the iteration, if it has one
         self._workers, self._prefetch = workers, prefetch
         self._repeat, self._keep_memory = repeat, keep_memory
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
@@ -68,10 +81,17 @@ class PlannedLoader(LoaderBase):
         self._pinned = torch.cuda.is_available()
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
-        if not self._repeat and self._position >= len(self._packs) and not self._resumed:
-            self._position = 0  # the last iteration ended with the plan; a run that goes on at its end has no more
-        stop = None if self._repeat else len(self._packs)
-        positions = _Positions(self._position + self._rank, self._world_size, stop)
+        passes = self._packs.passes
+        self._end = None
+        if passes is not None and not self._repeat:  # a run that goes on at the end of a pass has no more of it
+            self._end = passes.end(self._position - self._resumed)
+        over = self._unfinished is not None and self._evaluation is None
+        if over and (self._end or self._position + self._world_size) > len(self._packs):
+            raise UserError(str(self._unfinished))
+        stop = self._end
+        if over and stop is None:  # all ranks stop at the same step
+            stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
+        positions = _Positions(self._position, self._rank, self._world_size, stop, self._evaluation)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
@@ -88,12 +108,14 @@ class PlannedLoader(LoaderBase):
             self._position += self._world_size
             report.read += len(pack.keys) + len(pack.dropped)
             yield pack
-        self._position = len(self._packs)
+        if self._end is None:
+            raise UserError(str(self._unfinished))
+        self._position = self._end
 
     def save_state(self) -> dict[str, Any]:
         """Returns the state after the last yielded pack; it is the same on every rank."""
-        # Where ranks do not divide the packs, the last step ends beyond the plan for those that had a pack in it.
-        position = self._position if self._repeat else min(self._position, len(self._packs))
+        # Where ranks do not divide the packs, the last step ends beyond the pass for those that had a pack in it.
+        position = self._position if self._end is None else min(self._position, self._end)
         return planned_state(position, self._fingerprint)
 
     def state_later(self) -> Callable[[], Any]:
@@ -116,6 +138,11 @@ class PlannedLoader(LoaderBase):
         position = state.get("position")
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
+        if position > len(self._packs) and state.get("order") != ORDER:
+            raise ConfigError(
+                f"The saved loader state is at position {position}, after the last of {len(self._packs)} packs, where "
+                "the version that saved it had another order; restore an earlier state, or start the data over."
+            )
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
@@ -130,7 +157,25 @@ class PlannedLoader(LoaderBase):
 
 def planned_state(position: int, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a run that goes on at a global position."""
-    return {"format": STATE_FORMAT, "position": position, "fingerprint": dict(fingerprint)}
+    return {"format": STATE_FORMAT, "order": ORDER, "position": position, "fingerprint": dict(fingerprint)}
+
+
+def too_short(plan: Plan, packs: int | None = None) -> str | None:
+    """Why a run cannot read `packs` packs of a plan; None if it can.
+
+    Args:
+        plan: opened.
+        packs: of the whole run, over all ranks; None is more than the plan has.
+    """
+    facts = plan.facts
+    if facts.unfinished is None or (packs is not None and packs <= facts.packs):
+        return None
+    needed = facts.epochs * (packs or 0)
+    wanted = "more" if packs is None else f"{-(-needed // facts.packs)} or more for the {packs} packs of this run"
+    return (
+        f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
+        f"the same samples once more and never the others. Plan more epochs: plan.epochs is {facts.epochs}, set {wanted}."
+    )
 
 
 def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
@@ -139,15 +184,22 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
 
 
 class _Positions(torch.utils.data.Sampler[int]):
-    """The positions of one rank, from a first one on."""
+    """The positions of one rank.
 
-    def __init__(self, first: int, step: int, stop: int | None) -> None:
-        self._first, self._step, self._stop = first, step, stop
+    Args:
+        start: position of the first step.
+        rank, step: of the data-parallel ranks, and their number.
+        stop: where the positions end.
+        period: after which they begin at 0 again.
+    """
+
+    def __init__(self, start: int, rank: int, step: int, stop: int | None, period: int | None) -> None:
+        self._first, self._step, self._stop, self._period = start + rank, step, stop, period
 
     def __iter__(self) -> Iterator[int]:
         position = self._first
         while self._stop is None or position < self._stop:
-            yield position
+            yield position if self._period is None else position % self._period
             position += self._step
 
 
@@ -182,6 +234,7 @@ def loader_of(
     task_encoder: Any = None,
     data_parallel_group: Any = None,
     agree: Agree | None = None,
+    evaluation: int | None = None,
 ) -> PlannedLoader:
     """The loader of the packs of a plan; its states fit every other loader of this plan.
 
@@ -192,6 +245,7 @@ def loader_of(
         split: must be the plan's own if it is given.
         rank, world_size, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
+        evaluation: as for `PlannedLoader`.
 
     Raises:
         ConfigError: as `check_plan`.
@@ -206,6 +260,8 @@ def loader_of(
         workers=config.data.workers if workers is None else workers,
         prefetch=prefetch,
         repeat=config.data.repeat,
+        unfinished=too_short(plan),
+        evaluation=evaluation,
         keep_memory=config.data.keep_memory,
         fingerprint=plan_fingerprint(plan, encoder),
         accept_changed=config.data.accept_changed,

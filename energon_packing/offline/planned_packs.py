@@ -16,7 +16,7 @@ from energon_packing.ledger import Ledger
 from energon_packing.offline.index import IndexedDataset, shard_status
 from energon_packing.offline.kinds import KINDS
 from energon_packing.offline.plan import Plan, PlannedSample
-from energon_packing.offline.positioned_packs import PositionedPacks
+from energon_packing.offline.positioned_packs import Passes, PositionedPacks
 from energon_packing.offline.shard_index import ShardIndex
 from energon_packing.offline.source_part import PositionedMedia, SourcePart
 from energon_packing.offline.tar_files import TarFiles, inside
@@ -107,7 +107,7 @@ class PlannedPacks(PositionedPacks):
     """
 
     def __init__(self, plan: Plan, encoder: Any, *, rank: int = 0) -> None:
-        super().__init__(encoder, rank=rank)
+        super().__init__(encoder, rank=rank, passes=Passes(plan.facts))
         self._plan = plan
         self._sources: list[PlannedSource] = []
         self._kind = KINDS[plan.facts.kind]

@@ -92,8 +92,8 @@ def matrix(
             parts = []
             started = time.perf_counter()
             for rank in range(count):
-                given = {"rank": rank, "world_size": count, "workers": processes, "task_encoder": encoder}
-                loader = open_loader(own, **given)
+                given: dict[str, Any] = {"rank": rank, "world_size": count, "workers": processes}
+                loader = open_loader(own, task_encoder=encoder, **given)
                 loader.restore_state(state)
                 parts.append(identities(itertools.islice(loader, after // count)))
             merged = [pack for step in zip(*parts, strict=True) for pack in step]

@@ -42,8 +42,8 @@ class PlannedLoader(LoaderBase):
         prefetch: packs that each worker prepares in advance.
         repeat: go on after the last pack, see `Passes`; else the iteration ends there, and the next one has that.
         unfinished: why the packs cannot come again, if they cannot; see `PlanFacts.unfinished`.
-        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number again
-            and again; those after the last pack have no samples. None is a training's.
+        evaluation: packs of one evaluation, over all ranks. The iteration then has the positions below this number
+            again and again; those after the last pack have no samples. None is a training's.
         keep_memory: see ``data.keep_memory``.
         fingerprint: what a saved state must match.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
@@ -174,7 +174,8 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
     wanted = "more" if packs is None else f"{-(-needed // facts.packs)} or more for the {packs} packs of this run"
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
-        f"the same samples once more and never the others. Plan more epochs: plan.epochs is {facts.epochs}, set {wanted}."
+        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}, set "
+        f"{wanted}."
     )
 
 

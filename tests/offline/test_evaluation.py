@@ -1,0 +1,150 @@
+"""An evaluation has the same samples each time, after each restart, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tarfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data._utils
+import yaml
+
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.convert.layout import dataset_entry
+from energon_packing.demo import processor_path
+from energon_packing.energon.pack_bytes import field_digests
+from energon_packing.errors import UserError
+from energon_packing.ledger_report import merged
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.planner import make_plan
+
+pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes seconds otherwise
+
+SAMPLES, LONG = {"a": 60, "b": 24}, 3
+"""Records of each data set; of them, those that fit no pack."""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two data sets of texts with all samples in the split ``val``, a plan and a packed directory of the first, and
+    blends of both."""
+    root = tmp_path_factory.mktemp("evaluated")
+    for name, count in SAMPLES.items():
+        lines = []
+        for at in range(count):
+            answer = "word " * (2000 if at < LONG else 5 + at * 7 % 90)
+            messages = [{"role": "user", "content": f"{at}?"}, {"role": "assistant", "content": answer}]
+            lines.append(json.dumps({"id": f"{name}{at}", "messages": messages}))
+        (root / f"{name}.jsonl").write_text("\n".join(lines))
+        given: dict[str, Any] = {"split": {"val": 1.0}, "samples_per_shard": 8, "workers": 0}
+        convert(ConvertConfig(sources=(root / f"{name}.jsonl",), out=root / name, **given))
+    entries = [{"path": str(dataset_entry(str(root / name)))} for name in SAMPLES]
+    for name, split in (
+        ("both", {"blend_epochized": entries}),
+        ("mix", {"blend": [{**entry, "weight": weight} for entry, weight in zip(entries, (3, 1), strict=True)]}),
+    ):
+        values = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"val": split}}
+        (root / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    run = replace(run_on(root / "a"), plan=PlanConfig(max_data_parallel=4))
+    measure(MeasureConfig(paths=(root / "a",), split="val", out=root / "index", workers=0), run)
+    make_plan([root / "index"], run, root / "plan.parquet")
+    pack(PackConfig(plan=root / "plan.parquet", out=root / "packed", workers=0))
+    return root
+
+
+def run_on(path: Path, *, ledger: Path | None = None, **data: Any) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(**{"path": str(path), "split": "val", "workers": 0, "shuffle_buffer": 10} | data),
+        encoder=EncoderConfig(processor=str(processor_path("text"))),
+        packing=PackingConfig(
+            seq_length=512, window=16, drop_budget=1.0, ledger=None if ledger is None else str(ledger)
+        ),
+    )
+
+
+def evaluations(
+    run: RunConfig, packs: int, *, ranks: int = 1, times: int = 1, workers: int = 0
+) -> list[list[list[Any]]]:
+    """For each evaluation, its packs over all ranks in the order of steps: keys, and digests of their fields."""
+    given: dict[str, Any] = {"world_size": ranks, "workers": workers, "evaluation": packs}
+    streams = [iter(open_loader(run, rank=rank, **given)) for rank in range(ranks)]
+    found = []
+    for _ in range(times):
+        steps = [[next(stream) for stream in streams] for _ in range(packs // ranks)]
+        found.append([[made.keys, field_digests(made.batch)] for step in steps for made in step])
+    return found
+
+
+def records(folder: Path) -> set[str]:
+    """Keys of the records in the shards of a data set."""
+    names: set[str] = set()
+    for file in folder.rglob("*.tar"):
+        with tarfile.open(file) as shard:
+            names |= {name.removesuffix(".json") for name in shard.getnames()}
+    return names
+
+
+def packable(*names: str) -> set[str]:
+    return {key for name in names for key in (f"{name}{at}" for at in range(LONG, SAMPLES[name]))}
+
+
+@pytest.mark.parametrize("way", ["a", "plan.parquet", "packed", "both.yaml", "mix.yaml"])
+def test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart(root: Path, way: str) -> None:
+    run = run_on(root / way)
+    first, second = evaluations(run, 8, times=2)
+    assert len({key for keys, _ in first for key in keys}) > 20
+    assert second == first
+    for ranks, workers in ((1, 2), (2, 1), (4, 0)):
+        assert evaluations(run, 8, ranks=ranks, workers=workers, times=2) == [first, first]
+    # Of whatever is configured for the training's end of an epoch.
+    assert evaluations(run_on(root / way, repeat=False, epoch_end="pad"), 8, ranks=2) == [first]
+
+
+@pytest.mark.parametrize("way", ["a", "plan.parquet", "packed", "both.yaml"])
+def test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding(
+    root: Path, way: str
+) -> None:
+    expected = packable("a", "b") if way == "both.yaml" else packable("a")
+    assert records(root / "a") >= packable("a")
+    for ranks in (1, 2, 4):
+        (packs,) = evaluations(run_on(root / way), 64, ranks=ranks)
+        counts = Counter(key for keys, _ in packs for key in keys)
+        assert counts == dict.fromkeys(expected, 1)
+        assert not any(keys for keys, _ in packs[-20:])
+
+
+def test_a_pack_of_padding_has_nothing_to_learn(root: Path) -> None:
+    loader = open_loader(run_on(root / "a"), evaluation=64)
+    packs = list(itertools.islice(loader, 64))
+    assert [pack.padding for pack in packs] == sorted(pack.padding for pack in packs)
+    assert packs[-1].batch.loss_mask.sum() == 0
+
+
+def test_an_evaluation_of_a_blend_has_its_weights(root: Path) -> None:
+    (packs,) = evaluations(run_on(root / "mix.yaml"), 40)
+    counts = Counter(key[0] for keys, _ in packs for key in keys)
+    assert counts["a"] / counts.total() == pytest.approx(0.75, abs=0.08)
+
+
+def test_the_ledger_of_an_evaluation_names_each_dropped_sample_once_over_all_ranks(root: Path, tmp_path: Path) -> None:
+    evaluations(run_on(root / "a", ledger=tmp_path), 64, ranks=4, times=2)
+    report = merged(tmp_path)
+    assert report.dropped == {"oversize": LONG}
+    assert report.emitted == SAMPLES["a"] - LONG
+    assert report.duplicates == []
+
+
+def test_a_split_of_which_nothing_can_be_packed_is_refused_when_the_loader_is_built(root: Path) -> None:
+    run = run_on(root / "a")
+    tight = replace(run, packing=replace(run.packing, seq_length=4, oversize="drop"))
+    with pytest.raises(UserError, match="No sample of the evaluation's split can be packed"):
+        open_loader(tight, evaluation=8)

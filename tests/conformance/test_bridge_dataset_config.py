@@ -79,6 +79,27 @@ def test_twenty_steps_on_online_packs_lower_the_loss_on_held_out_conversations(f
     assert result.held_out_after < result.held_out_before - 0.5
 
 
+def test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_does_the_next_run(dataset, provider):
+    """The weights never change, so the loss does only where the packs do; a larger evaluation adds padding alone."""
+    from megatron.bridge.training.callbacks import Callback
+
+    class Losses(Callback):
+        def on_eval_end(self, context):
+            losses.append(float(context.total_loss_dict["lm loss"]))
+
+    found = {}
+    for name, eval_iters in (("run", 1), ("next run", 1), ("split", 6), ("more than the split", 9)):
+        losses = found[name] = []
+        with training_run.process_groups():
+            config = training_run.make_config(provider("qwen2_5_vl"), dataset("qwen2_5_vl"), steps=4, learning_rate=0.0)
+            config.validation.eval_iters, config.validation.eval_interval = eval_iters, 2
+            training_run.run(config, forward_step="vlm", callbacks=[Losses()])
+        assert len(losses) == 2
+        assert losses[0] == losses[1]
+    assert found["run"] == found["next run"]
+    assert found["split"] == found["more than the split"] != found["run"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_ten_losses_on_online_packs_equal_those_of_the_same_samples_one_a_row(
     family, dataset, provider, ready_batches

@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
         "num_workers": 1,
     }
     weights = str(folder / "weights")
-    shared = {"dataset": dataset, "global_batch": GLOBAL_BATCH}
+    shared = {"dataset": dataset, "global_batch": GLOBAL_BATCH, "validate_every": SAVED_AT}
     runs = [
         {"name": "weights", "steps": 1, "save": weights, "save_interval": 1},
         {"name": "whole", "weights": weights, "steps": STEPS, **shared},
@@ -82,6 +82,21 @@ def test_a_run_that_changes_its_ranks_twice_trains_on_the_packs_of_the_run_that_
     for start, name in zip((0, SAVED_AT, 2 * SAVED_AT), LEGS, strict=True):
         theirs = whole["losses"][start : start + len(losses[name])]
         assert losses[name] == pytest.approx(theirs, abs=2e-4)
+
+
+def test_every_evaluation_has_the_same_packs_on_any_number_of_ranks(folder):
+    def evaluated(name, ranks):
+        each = [[pack["digest"] for pack in report["packs"] if pack["validation"]] for report in ranks]
+        return [digest for step in zip(*each, strict=True) for digest in step]
+
+    whole = evaluated("whole", reports(folder, "whole"))
+    first = whole[: 2 * GLOBAL_BATCH]
+    assert len(set(first)) > GLOBAL_BATCH
+    assert whole == first * (len(whole) // len(first))
+    for name in ("two", "four"):  # with context parallelism rows are padded
+        packs = evaluated(name, reports(folder, name, LEGS[name]["world"]))
+        assert len(packs) > len(first)
+        assert packs == first * (len(packs) // len(first))
 
 
 def test_the_states_of_all_ranks_are_the_position_of_the_next_pack(folder):

@@ -214,6 +214,18 @@ def test_validation_during_training_changes_no_training_pack_and_no_loss(run):
         assert validated["losses"] == plain["losses"][:KILLED_AFTER]
 
 
+def test_every_evaluation_has_the_same_packs_before_a_kill_and_after_it(run):
+    """Rows of the report on held-out packs come first, then those of Bridge's evaluations every fourth step."""
+    for killed, resumed in zip(run(f"{VALIDATED}-killed"), run(f"{VALIDATED}-resumed"), strict=True):
+        before, after = (
+            [pack["digest"] for pack in report["packs"] if pack["validation"]] for report in (killed, resumed)
+        )
+        each = 2 * len(digests(killed)) // KILLED_AFTER  # of two global batches
+        first = before[:each]
+        assert len(set(first)) > 1
+        assert (before, after) == (2 * first, 3 * first)
+
+
 def test_metrics_count_the_training_packs_of_every_replica_over_a_kill_and_reach_the_rank_that_has_a_logger(
     run, folder
 ):

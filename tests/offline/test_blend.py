@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 from made_index import drawn_rows, made_index, row
 
 from energon_packing.config import RunConfig, from_mapping
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.plan import Plan, PlannedPack
 from energon_packing.offline.planner import make_plan
+from energon_packing.offline.positioned_packs import Passes
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +85,73 @@ def test_data_sets_are_packed_together_unless_their_groups_differ(index: Path, t
     assert counts(apart, 1) == counts(together, 1)
     order = [pack.samples[0].dataset for pack in apart]
     assert order != sorted(order), "packs of both groups are in one order"
+
+
+def test_a_weighted_plan_goes_through_a_data_set_before_a_sample_of_it_comes_again(index: Path, tmp_path: Path) -> None:
+    weights = {"a": {"weight": 1}, "b": {"weight": 7}}
+    seen = [Counter[int](), Counter[int]()]
+    for packs in epochs(index, tmp_path, epochs=12, datasets=weights):
+        for dataset, count in enumerate((300, 400)):
+            seen[dataset] += counts(packs, dataset)
+            times = [seen[dataset][row] for row in range(count)]
+            assert max(times) - min(times) <= 1
+    assert min(seen[0].values()) == 2
+    assert Plan.open(tmp_path / "plan.parquet").facts.unfinished == "a (2.286 times)"
+
+
+@pytest.mark.parametrize(
+    ("plan", "unfinished"),
+    [
+        ({}, None),
+        ({"epochs": 3}, None),
+        ({"epochs": 4, "datasets": {"b": {"epochs": 0.25}}}, None),
+        ({"epochs": 3, "datasets": {"b": {"epochs": 0.25}}}, "b (0.75 times)"),
+        ({"datasets": {"a": {"weight": 3}, "b": {"weight": 4}}}, None),
+        ({"datasets": {"a": {"weight": 3}, "b": {"weight": 1}}}, "b (0.25 times)"),
+        ({"epochs": 4, "datasets": {"a": {"weight": 3}, "b": {"weight": 1}}}, None),
+        ({"datasets": {"a": {"weight": 1e7}, "b": {"weight": 1}}}, "b (7.5e-08 times)"),
+    ],
+)
+def test_a_plan_may_come_again_if_it_goes_through_each_data_set_a_whole_number_of_times(
+    index: Path, tmp_path: Path, plan: dict[str, Any], unfinished: str | None
+) -> None:
+    epochs(index, tmp_path, **plan)
+    opened = Plan.open(tmp_path / "plan.parquet")
+    assert opened.facts.unfinished == unfinished
+    packs = len(opened)
+    refuse_short_plan(str(opened.path), packs)
+    if unfinished is None:
+        refuse_short_plan(str(opened.path), 10 * packs)
+        return
+    with pytest.raises(UserError, match=f"ends after {packs} packs, in the middle of .*set {20 * opened.facts.epochs}"):
+        refuse_short_plan(str(opened.path), 20 * packs)
+
+
+def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together(
+    index: Path, tmp_path: Path
+) -> None:
+    epochs(index, tmp_path, epochs=3, max_data_parallel=4)
+    facts = Plan.open(tmp_path / "plan.parquet").facts
+    passes = Passes(facts)
+    packs = facts.packs
+    orders = [[passes.number(number * packs + at) for at in range(packs)] for number in range(4)]
+    assert orders[0] == list(range(packs))
+    assert len({tuple(order) for order in orders}) == 4
+    group = 4
+    for order in orders:
+        for start, end in zip((0, *facts.epoch_ends), facts.epoch_ends, strict=False):
+            assert sorted(order[start:end]) == list(range(start, end))
+            for first in range(-(-start // group) * group, end // group * group, group):
+                assert len({pack // group for pack in order[first : first + group]}) == 1
+    assert [Passes(facts).number(position) for position in (packs + 7, 3 * packs - 1)] == [orders[1][7], orders[2][-1]]
+    assert [passes.end(position) for position in (0, packs - 1, packs, 2 * packs)] == [
+        packs,
+        packs,
+        2 * packs,
+        3 * packs,
+    ]
+    other = dict(facts.decided) | {"plan": dict(facts.decided["plan"]) | {"seed": 1}}
+    assert [Passes(replace(facts, decided=other)).number(packs + at) for at in range(packs)] != orders[1]
 
 
 def test_no_epochs_leave_a_data_set_out(index: Path, tmp_path: Path) -> None:

@@ -88,10 +88,12 @@ def test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_do
             losses.append(float(context.total_loss_dict["lm loss"]))
 
     found = {}
-    for name, eval_iters in (("run", 1), ("next run", 1), ("split", 6), ("more than the split", 9)):
+    for name, eval_iters in (("run", 2), ("next run", 2), ("split", 16), ("more than the split", 20)):
         losses = found[name] = []
         with training_run.process_groups():
-            config = training_run.make_config(provider("qwen2_5_vl"), dataset("qwen2_5_vl"), steps=4, learning_rate=0.0)
+            made = dataset("qwen2_5_vl")
+            made.validation_split = "train"  # of several packs
+            config = training_run.make_config(provider("qwen2_5_vl"), made, steps=4, learning_rate=0.0)
             config.validation.eval_iters, config.validation.eval_interval = eval_iters, 2
             training_run.run(config, forward_step="vlm", callbacks=[Losses()])
         assert len(losses) == 2

@@ -76,7 +76,9 @@ def folder(tmp_path_factory, request):
 
     metrics = ("--packing-set", f"metrics.directory={root / 'metrics'}", "metrics.interval=1")
     logged = (*metrics, "--tensorboard-dir", str(root / "events"))
-    cases = [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
+    held_out = ("--eval-interval", "2", "--eval-iters", "3", "--packing-valid-split", "train")
+    cases = [case("gpt", f"evaluated-{ranks}", (), 4, *held_out, world=ranks) for ranks in (1, 2)]
+    cases += [case(model, "one", (), 4, *(logged if model == "gpt" else ())) for model in scripts]
     cases += [case(model, name, words, 2, world=2) for model in scripts for name, words in LAYOUTS.items()]
     cases += [case("gpt", name, words, 4, world=4) for name, words in FOUR.items()]
     cases += [
@@ -87,7 +89,11 @@ def folder(tmp_path_factory, request):
         case("llava", "continued", (), 4, *again("llava")),
     ]
     if request.config.getoption("--fast"):
-        cases = [case for case in cases if case.name in ("gpt-one", *(f"gpt-{name}" for name in LAYOUTS))]
+        cases = [
+            case
+            for case in cases
+            if case.name in ("gpt-one", "gpt-evaluated-1", "gpt-evaluated-2", *(f"gpt-{name}" for name in LAYOUTS))
+        ]
     run_cases(cases, root)
     return root
 
@@ -222,6 +228,24 @@ def test_two_replicas_train_on_different_packs_with_the_losses_of_one_process_on
     alone = result_of(folder, "gpt-replayed")
     torch.testing.assert_close(ranks[3]["losses"], alone["losses"], rtol=0, atol=1e-5)
     torch.testing.assert_close(ranks[3]["norms"], alone["norms"], rtol=0, atol=1e-4)
+
+
+def test_every_evaluation_has_the_same_packs_on_any_number_of_replicas(folder):
+    """Two after every second step, and one at the end; the training's rows are those of the run without."""
+    found, trained = {}, {}
+    for ranks in (1, 2):
+        each = [
+            torch.load(folder / f"gpt-evaluated-{ranks}-rows-{rank}.pt", weights_only=False) for rank in range(ranks)
+        ]
+        rows = [tuple(row.sample_keys) for step in zip(*each, strict=True) for row in step]
+        assert len(rows) == 4 * 2 + 3 * 6
+        found[ranks] = rows[4:10], rows[14:20], rows[20:]
+        trained[ranks] = rows[:4] + rows[10:14]
+    first = found[1][0]
+    assert len(set(first)) == 6
+    assert all(evaluation == first for evaluations in found.values() for evaluation in evaluations)
+    plain = torch.load(folder / "gpt-one-rows-0.pt", weights_only=False)
+    assert trained[1] == [tuple(row.sample_keys) for row in plain]
 
 
 @full

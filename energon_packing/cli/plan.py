@@ -79,6 +79,7 @@ def plan(
         "epoch_ends": list(facts.epoch_ends),
         "max_data_parallel": facts.max_data_parallel,
         "drops": dict(facts.drops),
+        "unfinished": facts.unfinished,
         **facts.summary,
     }
     if as_json:
@@ -160,6 +161,12 @@ def print_summary(result: dict[str, Any]) -> None:
         for each in result["datasets"]:
             table.add_row(escape(each["root"]), f"{each['per_epoch']:.4g}")
         console.print(table)
+    if result.get("unfinished"):
+        console.print(
+            f"ends in the middle of {escape(result['unfinished'])}: a run that reads more packs than these is refused; "
+            "plan.epochs makes more",
+            soft_wrap=True,
+        )
     table = Table(f"{unit} of a sample", "samples")
     for line in result["histogram"]:
         table.add_row(f"{line['from']:,} to {line['below'] - 1:,}", f"{line['samples']:,}")

@@ -34,11 +34,12 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Par
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import make_data, processor_path
-from energon_packing.energon.loader import build_loader, build_task_encoder
+from energon_packing.energon.loader import build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.ledger_report import merged
+from energon_packing.offline.open_loader import open_loader
 
 FIRST, WINDOW, END, EVALUATION = "before the first pack", "in a window", "end of an epoch", "during evaluation"
 PLACES = (FIRST, WINDOW, END, EVALUATION)
@@ -231,7 +232,8 @@ class Process:
                 data = dataclasses.replace(life.config.data, split="val")
                 packing = dataclasses.replace(life.config.packing, ledger=None)
                 config = dataclasses.replace(life.config, data=data, packing=packing)
-                evaluation = iter(self._reader(config, self._encoders[1], split="val"))
+                read = self._reader(config, self._encoders[1], split="val", evaluation=3 * life.case.ranks)
+                evaluation = iter(read)
                 next(evaluation, None)
         if self._member == 0 and life.last:
             torch.save(reader.save_state(), life.folder / f"state-{self._rank}-{life.last}.pt")
@@ -245,7 +247,7 @@ class Process:
         case = self._life.case
         loader = None
         if self._member == 0:
-            loader = build_loader(
+            loader = open_loader(
                 config, task_encoder=encoder, rank=self._rank, world_size=case.ranks, prefetch=1, **what
             )
         if case.replica == 1:

@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import tarfile
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -172,6 +174,25 @@ def test_the_step_reads_boundaries_of_patches_and_of_text_from_a_batch(recipe, c
     assert own.cu_seqlens_q.diff().tolist() == own.cu_seqlens_kv.diff().tolist() == patches
     assert cross.cu_seqlens_kv.diff().tolist() == [len(sample.text) for sample in samples]
     assert batch["video_latents"].shape == (1, sum(patches), 16)
+
+
+def test_every_evaluation_has_the_same_clips_and_one_of_the_whole_split_has_each_once(recipe, clips):
+    cfg = recipe()
+    cfg.validate()
+    cfg.validation.eval_iters = 2
+    found = []
+    for _ in range(2):  # runs, of two evaluations each
+        _, valid = iterators(cfg)
+        found += [[keys_of(next(valid), clips) for _ in range(cfg.validation.eval_iters)] for _ in range(2)]
+    assert sum(map(len, found[0])) > 2
+    assert found == [found[0]] * 4
+    cfg.validation.eval_iters = 30
+    _, valid = iterators(cfg)
+    batches = [next(valid) for _ in range(30)]
+    keys = [key for batch in batches for key in keys_of(batch, clips)]
+    with tarfile.open(clips[1] / "text" / "val-000000.tar") as shard:
+        assert Counter(keys) == Counter(name.removesuffix(".json") for name in shard.getnames())
+    assert batches[-1]["loss_mask"].sum() == 0
 
 
 def test_an_iterator_that_is_restored_continues_with_the_batch_after_the_saved_one(recipe):

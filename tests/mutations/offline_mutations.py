@@ -8,6 +8,8 @@ COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
 CLIPS = "tests/offline/test_array_limits.py::"
+SHARES = "tests/offline/test_blend.py::"
+EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
 LIMITS = "tests/offline/test_array_limits.py::test_every_number_is_that_of_pack_limits"
 DIFFERS = COMMAND + "test_a_pack_that_differs_from_its_source_is_named_with_sample_and_field[polylithic]"
@@ -17,6 +19,9 @@ OFFLINE_TRAPS = {
     61: "a shard that is damaged, half written, or of other data or another plan is taken for whole",
     62: "the packs of a plan depend on ranks or on where a run continues, or are longer than their row",
     66: "a plan of a metadataset mixes its data sets otherwise than the metadataset does, and nothing says so",
+    90: "after the last pack of a plan the same packs come in the same order, and most of a data set never does",
+    91: "two evaluations have different samples, or those of one differ with the ranks or after a restart",
+    92: "an evaluation has a sample twice, or lacks one of a split that it has room for",
 }
 
 OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
@@ -124,7 +129,9 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a rank reads the packs of the first one",
         test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
         oracle="one rank without workers",
-        edits=(("offline/planned_loader.py", "_Positions(self._position + self._rank,", "_Positions(self._position,"),),
+        edits=(
+            ("offline/planned_loader.py", "_Positions(self._position, self._rank,", "_Positions(self._position, 0,"),
+        ),
     ),
     Mutation(
         trap=62,
@@ -160,5 +167,93 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
                 "return sizes.length.astype(np.int64) // multiple",
             ),
         ),
+    ),
+    Mutation(
+        trap=90,
+        name="a plan that holds a data set in part comes again",
+        test=LOADER + "test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_at_the_same_step",
+        oracle="the definition: every sample before one comes again",
+        edits=(("offline/planned_loader.py", "        unfinished=too_short(plan),", "        unfinished=None,"),),
+    ),
+    Mutation(
+        trap=90,
+        name="the ranks that have a pack in the last step of a plan get it, and the others refuse",
+        test=LOADER + "test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_at_the_same_step",
+        oracle="equal numbers of packs",
+        edits=(
+            (
+                "offline/planned_loader.py",
+                "stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size",
+                "stop = len(self._packs)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=90,
+        name="every pass has the order of the plan",
+        test=SHARES
+        + "test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together",
+        oracle="the definition",
+        edits=(("offline/positioned_packs.py", "        if position < self._packs:", "        if True:"),),
+    ),
+    Mutation(
+        trap=90,
+        name="a share too small for the summary counts as none",
+        test=SHARES + "test_a_plan_may_come_again_if_it_goes_through_each_data_set_a_whole_number_of_times",
+        oracle="fractions worked out by hand",
+        edits=(("offline/plan.py", "if turns and (not round(turns) or abs", "if turns and (abs"),),
+    ),
+    Mutation(
+        trap=91,
+        name="an evaluation begins where the last one ended",
+        test=EVALUATIONS
+        + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[plan.parquet]",
+        oracle="the first evaluation",
+        edits=(("offline/planned_loader.py", "else position % self._period", "else position"),),
+    ),
+    Mutation(
+        trap=91,
+        name="each rank evaluates on a split of its own",
+        test=EVALUATIONS + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[a]",
+        oracle="the evaluation of one rank",
+        edits=(
+            (
+                "offline/evaluation.py",
+                "build_dataset(dataclasses.replace(run, data=own),",
+                "build_dataset(dataclasses.replace(run, data=dataclasses.replace(own, seed=rank)),",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=91,
+        name="Bridge's evaluations are counted with the batch of the training",
+        test="tests/conformance/test_bridge_dataset_config.py::"
+        "test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_does_the_next_run",
+        oracle="Bridge's own evaluate",
+        edits=(("bridge/provider.py", "(settings.eval_iters * (batch", "((1 + settings.eval_iters) * (batch"),),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=92,
+        name="a plan comes again within an evaluation",
+        test=EVALUATIONS
+        + "test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding[plan.parquet]",
+        oracle="the records in the tars",
+        edits=(("offline/planned_loader.py", "            packs.passes = None\n", "            pass\n"),),
+    ),
+    Mutation(
+        trap=92,
+        name="what the window holds at the end of a split is never evaluated",
+        test=EVALUATIONS
+        + "test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding[a]",
+        oracle="the records in the tars",
+        edits=(("offline/evaluation.py", "        if not held:\n", "        if ended or not held:\n"),),
+    ),
+    Mutation(
+        trap=92,
+        name="what an evaluation drops is in no ledger",
+        test=EVALUATIONS + "test_the_ledger_of_an_evaluation_names_each_dropped_sample_once_over_all_ranks",
+        oracle="the samples that are too long",
+        edits=(("offline/evaluation.py", "        yield [*dropped, *(", "        yield [*("),),
     ),
 )

@@ -15,11 +15,14 @@ from click.testing import CliRunner
 
 from energon_packing.cli.main import cli
 from energon_packing.config import ParallelConfig, PlanConfig
+from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.pack import PackConfig
+from energon_packing.offline.pack import pack as pack_plan
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.sample_remeasurer import SampleRemeasurer
@@ -135,6 +138,53 @@ def test_a_finite_run_that_was_saved_at_its_end_has_no_more_packs(plan_of, ranks
     again = [pack.keys for pack in restored]
     assert again == [pack.keys for pack in finished] != read
     assert len(again) == len(read)
+
+
+@pytest.mark.parametrize("repeat", [True, False])
+def test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_at_the_same_step(
+    dataset, run_of, tmp_path, repeat
+):
+    half = {Path(dataset).name: PlannedDatasetConfig(epochs=0.5)}
+    run = planned(run_of(dataset, data={"repeat": repeat}), dataset, tmp_path, datasets=half)
+    packs = len(Plan.open(run.data.path))
+    ranks = next(number for number in range(2, packs) if packs % number)
+    refused = "ends after .* packs, in the middle of .*Plan more epochs: plan.epochs is 1, set more"
+    for workers in (0, 1):
+        for rank in range(ranks):
+            loader = open_loader(run, rank=rank, world_size=ranks, workers=workers)
+            epochs = itertools.chain(loader, loader)  # of a loop of one's own
+            whole = packs // ranks + (not repeat and rank < packs % ranks)
+            assert all(pack.keys for pack in itertools.islice(epochs, whole))
+            with pytest.raises(UserError, match=refused):
+                next(epochs)
+
+
+def test_the_passes_after_the_plan_are_the_same_from_stored_packs_and_for_any_ranks_and_after_a_restart(
+    plan_of, tmp_path
+):
+    packs = len(Plan.open(plan_of.data.path))
+    endless = dataclasses.replace(plan_of, data=dataclasses.replace(plan_of.data, repeat=True))
+    first, second, third = (
+        digests(itertools.islice(packs_of, packs)) for packs_of in [iter(open_loader(endless))] for _ in range(3)
+    )
+    named = [sorted(keys for _, keys, _ in each) for each in (first, second, third)]
+    assert named[0] == named[1] == named[2]
+    orders = [[keys for _, keys, _ in each] for each in (first, second, third)]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    pack_plan(PackConfig(plan=Path(plan_of.data.path), out=tmp_path / "packed", workers=0))
+    stored = dataclasses.replace(endless, data=dataclasses.replace(endless.data, path=str(tmp_path / "packed")))
+    assert digests(itertools.islice(open_loader(stored), 2 * packs)) == first + second
+    before = open_loader(endless)
+    list(itertools.islice(before, packs + 3))
+    state = before.save_state()
+    parts = []
+    for rank in range(3):
+        loader = open_loader(stored if rank else endless, rank=rank, world_size=3)
+        loader.restore_state(state)
+        parts.append(digests(itertools.islice(loader, 4)))
+    assert [made for step in zip(*parts, strict=True) for made in step] == (second + third)[3:15]
+    with pytest.raises(ConfigError, match=r"after the last of \d+ packs, where the version that saved it had another"):
+        open_loader(endless).restore_state({name: value for name, value in state.items() if name != "order"})
 
 
 def test_the_state_after_the_last_step_is_the_same_on_every_rank(plan_of):

@@ -55,13 +55,11 @@ class MicroBatchForm:
         """The mapping that ``gpt_step``, ``vlm_step`` or ``qwen3_vl_step`` reads.
 
         Args:
-            batch: samples without padding, as `MicroBatchTaskEncoder` assembles them.
+            batch: samples without padding, as `MicroBatchTaskEncoder` assembles them; or none, as from `padding_pack`.
 
         Raises:
-            PackingError: no sample, or positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
+            PackingError: positions that are not ``[1, T]``, the only ones that Bridge's packer takes.
         """
-        if not batch.sample_lengths:
-            raise PackingError("Bridge's collators have no format for a batch without samples (as from `padding_pack`)")
         if batch.position_ids.dim() != 2:
             raise PackingError(
                 f"Bridge's collators have no format for positions of shape {list(batch.position_ids.shape)}; set "
@@ -69,6 +67,9 @@ class MicroBatchForm:
             )
         rows = thd.unpack(batch)
         extra = tuple(TokenField(name=name, dtype=tensor.dtype) for name, tensor in batch.extra.items())
+        # A masked row of one token replaces a sample that could not be rendered, or that an evaluation lacks.
+        masked = {field.of_row: field.filled(1) for field in (*TOKEN_FIELDS, *extra) if field.of_row}
+        rows += [masked] * ((not rows) if self.packed else self.samples - len(rows))
         made = self._packed(rows, extra) if self.packed else self._padded(rows, extra)
         made["tokens"] = made["input_ids"]
         made["visual_inputs"] = visual = batch.to_bridge()["visual_inputs"]
@@ -98,8 +99,6 @@ class MicroBatchForm:
 
     def _padded(self, rows: list[dict[str, Any]], extra: tuple[TokenField, ...]) -> dict[str, Any]:
         fields = [field for field in (*TOKEN_FIELDS, *extra) if field.of_row]
-        # A masked row of one token replaces a sample that could not be rendered.
-        rows = rows + [{field.of_row: field.filled(1) for field in fields}] * (self.samples - len(rows))
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         width = int(lengths.max())
         made: dict[str, Any] = {

@@ -102,6 +102,35 @@ def test_every_evaluation_of_bridge_reports_the_loss_on_the_same_packs_and_so_do
     assert found["split"] == found["more than the split"] != found["run"]
 
 
+def test_the_loss_on_the_whole_split_is_that_of_its_samples_one_a_row_whatever_packs_them(data):
+    """Micro-batches without samples follow in every mode; a row for each sample is the oracle."""
+    from megatron.bridge.training.callbacks import Callback
+    from transformers import AutoTokenizer
+
+    from energon_packing.bridge import PackedEnergonDatasetConfig
+
+    class Losses(Callback):
+        def on_eval_end(self, context):
+            losses.append(float(context.total_loss_dict["lm loss"]))
+
+    found = {}
+    vocabulary = len(AutoTokenizer.from_pretrained(processor_path("text")).get_vocab())
+    for mode, size in (("packs", 1), ("in_batch", 2), ("padded", 3), ("padded", 1)):
+        losses = found[mode, size] = []
+        made = PackedEnergonDatasetConfig(
+            path=str(data), processor=str(processor_path("text")), seq_length=SEQ_LENGTH, num_workers=0, mode=mode
+        )
+        made.micro_batch_size, made.packing.drop_budget, made.validation_split = size, 1.0, "train"
+        model = tiny_models.provider("text", vocab_size=-(-vocabulary // 8) * 8, tokens=None, seq_length=SEQ_LENGTH)
+        with training_run.process_groups():
+            config = training_run.make_config(model, made, steps=1, global_batch_size=2 * size, learning_rate=0.0)
+            config.train.micro_batch_size = size
+            config.validation.eval_iters, config.validation.eval_interval = 20, 1
+            training_run.run(config, forward_step="gpt", callbacks=[Losses()])
+    alone = found.pop(("padded", 1))
+    assert all(losses == pytest.approx(alone, rel=1e-6) for losses in found.values())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_first_ten_losses_on_online_packs_equal_those_of_the_same_samples_one_a_row(
     family, dataset, provider, ready_batches

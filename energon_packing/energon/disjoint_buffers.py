@@ -221,7 +221,7 @@ class AccountedPacks(BaseWrapperDataset[Pack, Pack]):
             self.accounts.ledger.resume(self._restored.get("counts"))
             self._restored = None
         before = self.accounts.ledger.read
-        for pack in self.dataset:
+        for pack in self.dataset if self.dataset.worker_has_samples() else ():
             self.accounts.check()
             with self._pack_index.ctx() as index:
                 pack.index = index

@@ -10,6 +10,7 @@ from megatron.energon.flavors.base_dataset import SavableDataset as SavableDatas
 from megatron.energon.flavors.base_dataset import add_sample_restore_key as add_sample_restore_key
 from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader as ITarReader
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader as ShardInfosITarReader
 from megatron.energon.flavors.webdataset.sample_loader import (
     WebdatasetSampleLoaderDataset as WebdatasetSampleLoaderDataset,
 )
@@ -23,6 +24,7 @@ from megatron.energon.wrappers import BatchDataset as BatchDataset
 from megatron.energon.wrappers import BlendDataset as BlendDataset
 from megatron.energon.wrappers import MapDataset as MapDataset
 from megatron.energon.wrappers import PackingDataset as PackingDataset
+from megatron.energon.wrappers import RepeatDataset as RepeatDataset
 from megatron.energon.wrappers import ShuffleBufferDataset as ShuffleBufferDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset as BaseWrapperDataset
 from megatron.energon.wrappers.base import SampleIndex as SampleIndex

@@ -31,7 +31,7 @@ FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one
 sample."""
 NEXT_PACK_SECONDS = 300
-STATE_FORMAT = "energon_packing loader 2"
+STATE_FORMAT = "energon_packing loader 3"
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
@@ -300,7 +300,7 @@ def build_loader(
         lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
-        fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),
+        fingerprint=task_encoder.loader_fingerprint(dataset),
         accept_changed=config.data.accept_changed,
     )
 

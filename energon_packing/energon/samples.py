@@ -144,7 +144,8 @@ def comes_again(dataset: Any, worker: int) -> tuple[int, int]:
     """
     inner = beneath(dataset)
     if not inner:
-        return int(dataset.len_worker(worker)), 1
+        copies = getattr(dataset, "copies", 1)  # of the data set, dealt together
+        return -(-int(dataset.len_worker(worker)) // copies), copies
     found = [each for each in (comes_again(each, worker) for each in inner) if each[0]]
     times = max((most for _, most in found), default=1)
     if type(dataset).__name__ == "RepeatDataset" and dataset.repeats is not None:

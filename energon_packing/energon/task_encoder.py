@@ -351,7 +351,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
                 assemble=self.pack_selected_samples,
                 ledger=functools.partial(self.make_ledger, worker_config),
             ),
-            fingerprint=self.loader_fingerprint(worker_config),
+            fingerprint=self.loader_fingerprint(dataset),
             accept_changed=self.accept_changed,
             tells_end=self.tells_end,
             worker_config=worker_config,

@@ -129,7 +129,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             times=times,
             ahead=shuffled_ahead(self.dataset),
         )
-        source = None if self._draining else iter(self.dataset)
+        # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
+        source = None if self._draining or not self.dataset.worker_has_samples() else iter(self.dataset)
         while True:
             if source is not None and not self._fill(source):
                 source, self._draining = None, True

@@ -17,6 +17,7 @@ from energon_packing.energon.internals import (
     get_stateless,
 )
 from energon_packing.energon.packing_groups import by_group
+from energon_packing.energon.reader_shares import deal_samples, dealt_identity
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.energon.window_dataset import WindowPackingDataset
 from energon_packing.errors import ConfigError, SampleRejected
@@ -119,6 +120,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
+        deal_samples(dataset, worker_config)
         packed = self.packed(dataset, packing_buffer_size, worker_config)
         if batch_size is None:
             return packed
@@ -141,10 +143,16 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             )
         return packed
 
-    def loader_fingerprint(self, worker_config: WorkerConfig) -> dict[str, Any]:
-        """Returns `fingerprint` with the reader's own rank, and the number of readers that share the data."""
-        readers = {"rank": worker_config.rank, "ranks": worker_config.world_size, "workers": worker_config.num_workers}
-        return {**self.fingerprint(), **readers}
+    def loader_fingerprint(self, dataset: SavableDataset[Any]) -> dict[str, Any]:
+        """Returns `fingerprint` with the reader's own rank, the number of readers that share the data, and what each
+        of them reads.
+
+        Args:
+            dataset: whose samples have been dealt to its readers, or what wraps it.
+        """
+        own = dataset.worker_config
+        readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
+        return {**self.fingerprint(), **readers, **dealt_identity(dataset)}
 
     def windowed(self, dataset: SavableDataset[Any], worker_config: WorkerConfig) -> SavableDataset[Any]:
         """Returns packs from a sliding window over measured samples."""
@@ -153,7 +161,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
             window=self.packing.window,
             balance_window=self.packing.balance_window,
             packer=self,
-            fingerprint=self.loader_fingerprint(worker_config),
+            fingerprint=self.loader_fingerprint(dataset),
             accept_changed=self.accept_changed,
             tells_end=self.tells_end,
             worker_config=worker_config,

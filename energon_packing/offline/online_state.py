@@ -19,6 +19,7 @@ from typing import Any
 from energon_packing.config import RunConfig
 from energon_packing.energon.fingerprint import READERS, check_fingerprint
 from energon_packing.energon.loader import STATE_FORMAT, build_dataset, build_task_encoder
+from energon_packing.energon.reader_shares import dealt_identity
 from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.rest_of_epoch import ALL, Left
@@ -108,11 +109,11 @@ def left_in_epoch(states: Sequence[Any], config: RunConfig) -> Left:
         raise UserError(
             f"the states are of different steps: their ranks had {sorted(packs)} packs; name one checkpoint"
         )
-    own = encoder.fingerprint()
     parts = []
     for rank, each in enumerate(workers):
         dataset = build_dataset(config, rank=rank, world_size=ranks, workers=count, task_encoder=encoder)
         loader = _source_of(dataset)
+        own = {**encoder.fingerprint(), **dealt_identity(dataset)}
         if len(each) != max(count, 1):
             raise UserError(f"the state of rank {rank} has {len(each)} workers, but the run had {count}")
         for number, worker in enumerate(each):
@@ -232,10 +233,15 @@ class _Part:
                 placed[shards[at].name, number - starts[at], first, stop] += times
         return placed
 
-    def _numbers(self) -> range:
+    def _numbers(self) -> list[int]:
         """The samples that the worker reads."""
         offsets = self.loader.workers_slice_offsets[self.number]
-        return range(int(offsets[0]), int(offsets[-1])) if len(offsets) else range(0)
+        return self._samples(int(offsets[0]), int(offsets[-1])) if len(offsets) else []
+
+    def _samples(self, start: int, stop: int) -> list[int]:
+        """The samples at Energon's numbers from a start to a stop."""
+        share = getattr(self.loader, "share", None)
+        return [at if share is None else share.sample(at) for at in range(start, stop)]
 
     def _owed(self) -> Counter[tuple[int, int, int]]:
         """What the worker has to give until the end of the epoch that it reads; see `_Worker.held`.
@@ -253,12 +259,12 @@ class _Part:
             at = slice_state.index
             if not (at + 1 < len(offsets) and offsets[at] <= slice_state.current <= offsets[at + 1]):
                 raise self._wrong()
-            unread.extend(range(slice_state.current, offsets[at + 1]))
+            unread += self._samples(slice_state.current, offsets[at + 1])
         for at in pending or ():
             if at + 1 >= len(offsets):
                 raise self._wrong()
-            unread.extend(range(offsets[at], offsets[at + 1]))
-        inside = all(number in own for number, _, _ in self.worker.held)
+            unread += self._samples(offsets[at], offsets[at + 1])
+        inside = {number for number, _, _ in self.worker.held} <= set(own)
         if not inside or len(unread) + source["_epoch_sample_count"] != len(own):
             raise self._wrong()
         owed = Counter((number, 0, ALL) for number in unread)

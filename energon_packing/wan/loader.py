@@ -67,6 +67,6 @@ def build_text_to_video_loader(
         lock=LedgerLock(config.packing.ledger, dataset.worker_config.rank),
         keep_memory=config.data.keep_memory,
         ahead=config.data.depth,
-        fingerprint=task_encoder.loader_fingerprint(dataset.worker_config),
+        fingerprint=task_encoder.loader_fingerprint(dataset),
         accept_changed=config.data.accept_changed,
     )

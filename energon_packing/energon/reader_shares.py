@@ -1,0 +1,254 @@
+"""Which samples each reader reads: shares of equal length, wherever short and long samples lie in the source.
+
+Energon cuts a data set into one stretch of samples for each reader (a worker of a rank). All readers make packs at the
+same rate, so a reader of short samples would go through its stretch again and again while another has not ended its
+first time. Here the samples are cut into chunks, and each reader is given as much as every other of each part of the
+source::
+
+    source   sssssssssssslllllllllllll     s short, l long
+    chunks   ss|ss|ss|ss|ss|ss|ll|ll|ll|ll|ll|ll
+    reader 0 ss    ss       ss ll       ll    ll
+    reader 1    ss    ss ss       ll ll    ll
+
+Of each block of neighbouring chunks, the longest go to the readers that have least so far, then the next longest, and
+so on. Without known sizes, each reader gets one of each row of neighbours by chance. What is dealt follows from the
+data, ranks and workers alone. A reader's chunks are one range for Energon, `Share`; restore keys name the samples
+themselves.
+
+A data set that repeats without end and has fewer than `LEAST` samples per reader is given to every reader as a whole,
+so it keeps its share of a blend; each reader shuffles it in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megatron.energon import WorkerConfig
+
+from energon_packing.energon.internals import (
+    RepeatDataset,
+    SavableDataset,
+    ShardInfosITarReader,
+    WebdatasetSampleLoaderDataset,
+)
+from energon_packing.errors import UserError
+from energon_packing.read_again import read_again
+
+LEAST = 8
+"""Samples per reader, below which each reader reads the whole data set if it repeats."""
+LONGEST = 128
+"""Samples of a chunk at most: reading is in order within a chunk, and a tar is opened for each."""
+CHUNKS = 256
+"""Chunks per reader at least, where there are as many samples: a hundredth of its share is then two or three."""
+MOST_CHUNKS = 4096
+"""Chunks per reader at most; those of an epoch that are not read yet are part of every state."""
+ROWS = 8
+"""Chunks per reader in a block. More would balance known sizes better, and unknown ones worse."""
+MOST_SIZED = 1 << 23
+"""Samples whose sizes are read at most; the mean of so many needs no help."""
+MOST_OPENED = 2048
+"""Shards whose index is opened for the sizes at most; on each reader this takes 20 microseconds for a local one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The samples of the readers of one rank, in one data set.
+
+    Attributes:
+        first, samples: of the data set's part: number of its first sample, and how many it has.
+        starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
+        places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
+        readers: whether all readers together read the data set once (0), or each of them reads it whole (1).
+        identity: which samples are whose, the same on all ranks.
+    """
+
+    first: int
+    samples: int
+    starts: Sequence[int]
+    places: Sequence[int]
+    whole: bool
+    identity: str
+
+    def sample(self, number: int) -> int:
+        """The sample that Energon's number stands for."""
+        at = bisect_right(self.starts, number) - 1
+        return self.first + (self.places[at] + number - self.starts[at]) % self.samples
+
+
+def deal(samples: int, readers: int, sizes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Deals consecutive samples to readers in chunks.
+
+    Args:
+        samples: how many; positive.
+        readers: how many.
+        sizes: ``[samples]``, what each counts; None counts them alike.
+
+    Returns:
+        ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
+    """
+    each = max(samples // readers, 1)
+    rows = min(max(each // min(max(each // CHUNKS, 1), LONGEST), 1), MOST_CHUNKS)
+    bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)
+    if sizes is None:
+        weights = np.diff(bounds).astype(np.float64)
+    else:
+        weights = np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds])
+    blocks = rows if sizes is None else -(-rows // ROWS)
+    reader_of, held = np.empty(rows * readers, dtype=np.int64), np.zeros(readers)
+    chance = np.random.default_rng([samples, readers])
+    for block in range(blocks):
+        chunks = np.arange(block * rows // blocks * readers, (block + 1) * rows // blocks * readers)
+        chunks = chunks[np.lexsort((chance.random(len(chunks)), -weights[chunks]))]
+        for row in chunks.reshape(-1, readers):
+            to = np.lexsort((chance.random(readers), held))
+            reader_of[row] = to
+            held[to] += weights[row]
+    return bounds, reader_of
+
+
+def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> None:
+    """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon.
+
+    With one reader in all, Energon's own slices stay.
+
+    Args:
+        dataset: of Energon, before it is read.
+        worker_config: says which readers there are.
+
+    Raises:
+        UserError: a data set that repeats without end has no samples.
+    """
+    sources = list(_sources(dataset, None, None, None))
+    readers = max(worker_config.num_workers, 1) * worker_config.world_size
+    for each in sources:
+        if each.endless is not None and not each.samples:
+            raise UserError(f"The data set {each.name} has no samples in this split; leave it out, or choose another.")
+    for each in sources if readers > 1 else ():
+        epoch = sum(other.in_epoch for other in sources if other.endless is each.endless)
+        each.deal(readers, worker_config, whole=each.endless is not None and epoch < LEAST * readers)
+
+
+def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
+    """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
+    shares = [each.loader.share for each in _sources(dataset, None, None, None) if hasattr(each.loader, "share")]
+    digest = hashlib.sha256("\n".join(share.identity for share in shares).encode()).hexdigest()[:12]
+    return {"data set shares": digest} if shares else {}
+
+
+@dataclass(kw_only=True, slots=True)
+class _Source:
+    """Energon's loader of one data set.
+
+    Attributes:
+        loader: reads it.
+        factory: made the loader; None if that cannot be told.
+        endless: the wrapper that repeats it without end, alone or in a blend; None if none does.
+        finite: the wrapper that repeats it a number of times, within; None if none does.
+        first, samples: its part.
+    """
+
+    loader: Any
+    factory: Any
+    endless: Any
+    finite: Any
+    first: int = 0
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        total = len(self.loader.join_readers[0])
+        subset = getattr(self.factory, "subset", None)
+        self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
+        self.samples = stop - self.first
+
+    @property
+    def name(self) -> str:
+        return ", ".join(str(path) for path in getattr(self.factory, "paths", ())) or str(self.loader)
+
+    @property
+    def in_epoch(self) -> float:
+        """Samples that all readers together read in an epoch."""
+        return self.samples * (1 if self.finite is None else self.finite.repeats)
+
+    def deal(self, readers: int, worker_config: WorkerConfig, *, whole: bool) -> None:
+        loader, copies = self.loader, 1
+        if not whole and self.finite is not None and self.samples < LEAST * readers:
+            copies = int(self.finite.repeats) if self.finite.repeats == int(self.finite.repeats) else 1
+        if copies > 1:  # a reader that has a sample would repeat it, and the others would have none
+            self.finite.repeats, loader.copies = 1, copies
+        sizes = None if whole or copies > 1 else _sizes(loader.join_readers, self.first, self.samples)
+        bounds, reader_of = deal(self.samples * copies, 1 if whole else readers, sizes)
+        known = "" if sizes is None else f"{zlib.crc32(sizes.tobytes()):08x}"
+        workers = max(worker_config.num_workers, 1)
+        starts: list[int] = []
+        places: list[int] = []
+        offsets: list[tuple[int, ...]] = []
+        end = 0
+        for worker in range(workers):
+            own = np.flatnonzero(reader_of == (0 if whole else worker_config.rank * workers + worker))
+            own = own[bounds[own + 1] > bounds[own]]
+            ends = end + np.cumsum(bounds[own + 1] - bounds[own])
+            offsets.append((end, *ends.tolist()))
+            starts += offsets[-1][:-1]
+            places += bounds[own].tolist()
+            end = offsets[-1][-1]
+        loader.workers_slice_offsets = tuple(offsets)
+        loader.share = Share(
+            first=self.first,
+            samples=self.samples,
+            starts=starts,
+            places=places,
+            whole=whole,
+            identity=f"{self.first} {self.samples} {copies} {readers} {whole} {known}",
+        )
+        loader._get_sample = functools.partial(_dealt_sample, loader)
+        loader.restore_sample = functools.partial(_restored_sample, loader)
+
+
+def _dealt_sample(loader: Any, number: int) -> Any:
+    return WebdatasetSampleLoaderDataset._get_sample(loader, loader.share.sample(number))
+
+
+def _restored_sample(loader: Any, restore_key: tuple[Any, ...]) -> Any:
+    return WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
+
+
+def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_Source]:
+    """The loaders beneath a data set and its wrappers."""
+    if isinstance(node, WebdatasetSampleLoaderDataset):
+        yield _Source(loader=node, factory=factory, endless=endless, finite=finite)
+        return
+    if isinstance(node, RepeatDataset):
+        endless, finite = (node, None) if node.repeats is None else (endless, node)
+    factory = getattr(getattr(node, "map_fn_config", None), "__self__", factory)
+    for each in getattr(node, "datasets", ()):
+        yield from _sources(each, factory, endless, finite)
+
+
+def _sizes(readers: Sequence[Any], first: int, samples: int) -> np.ndarray | None:
+    """Bytes of each sample in its tar, ``[samples]`` int64, as the index of each shard has them; None if they are not
+    read: there are too many, or they are elsewhere.
+    """
+    reader = readers[0]
+    if samples > MOST_SIZED or not isinstance(reader, ShardInfosITarReader):
+        return None
+    bounds = reader.shard_count_cumsum
+    shards = range(bisect_right(bounds, first) - 1, bisect_right(bounds, first + samples - 1))
+    if len(shards) > MOST_OPENED or not all(reader.shard_infos[at].path.is_local() for at in shards):
+        return None
+    found = []
+    for at in shards:
+        shard = reader.shard_infos[at]
+        file = shard.path.with_suffix(".tar.idx").local_path()
+        offsets = read_again(str(file), functools.partial(np.fromfile, file, dtype=np.uint64), lambda: None)
+        if len(offsets) <= shard.count:
+            return None
+        found.append(np.diff(offsets[: shard.count + 1].astype(np.int64)))
+    start = first - bounds[shards[0]]
+    return np.concatenate(found)[start : start + samples]

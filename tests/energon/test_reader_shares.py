@@ -1,0 +1,168 @@
+"""How often samples are seen: by their length, by rank, by data set of a blend, and in splits of a few samples.
+
+    python -m pytest -s tests/energon/test_reader_shares.py -k table --all     # prints the table of docs/design.md
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import random
+import tarfile
+from collections import Counter
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from megatron.energon import Cooker, basic_sample_keys, stateless
+from PIL import Image
+
+from energon_packing import PackingTaskEncoder
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.conversation import Conversation
+from energon_packing.convert import ConvertConfig, convert
+from energon_packing.demo import processor_path
+from energon_packing.energon.loader import build_loader
+from energon_packing.energon.samples import ConversationSample
+
+SOURCES = ("length", "modality", "shuffled", "foreign")
+RANKS = (1, 2, 8)
+WORKERS = (0, 1, 4)
+
+
+def record(key: str, words: int, image: bool = False) -> dict:
+    answer = {"role": "assistant", "content": "word " * words}
+    asked = {"role": "user", "content": "<image>Say it." if image else "Say it."}
+    return {"id": key, "messages": [asked, answer], **({"images": [f"{words}.png"]} if image else {})}
+
+
+def converted(folder: Path, records: list[dict], split: dict[str, float] | None = None) -> str:
+    folder.mkdir(parents=True)
+    for name in {image for each in records for image in each.get("images", ())}:
+        size = 28 * int(name.removesuffix(".png"))
+        Image.new("RGB", (size, 56), (200, 20, 20)).save(folder / name)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    options = {"split": split or {"train": 1.0}, "samples_per_shard": 250, "workers": 0, "seed": 2}
+    convert(ConvertConfig(sources=(folder / "chats.jsonl",), out=folder / "data", **options))
+    return str(folder / "data")
+
+
+def prepared(folder: Path, records: list[dict]) -> str:
+    """A WebDataset of somebody else, prepared by Energon; our package knows nothing of its records."""
+    from click.testing import CliRunner
+    from megatron.energon.tools.prepare import command
+
+    folder.mkdir(parents=True)
+    for shard in range(-(-len(records) // 300)):
+        with tarfile.open(folder / f"s{shard:03d}.tar", "w") as tar:
+            for each in records[300 * shard : 300 * (shard + 1)]:
+                text = json.dumps({"said": each["messages"][1]["content"]}).encode()
+                member = tarfile.TarInfo(f"{each['id']}.json")
+                member.size = len(text)
+                tar.addfile(member, BytesIO(text))
+    words = ["--non-interactive", "--no-progress", "--num-workers", "1", "--split-ratio", "1,0,0"]
+    done = CliRunner().invoke(command, [str(folder), *words, "--sample-type", "CrudeWebdataset"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return str(folder)
+
+
+@stateless
+def cook_foreign(sample) -> ConversationSample:
+    said = sample["json"] if isinstance(sample["json"], dict) else json.loads(sample["json"])
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": said["said"]}]
+    conversation = Conversation.from_record(sample["__key__"], {"messages": turns, "media": []})
+    return ConversationSample(**basic_sample_keys(sample), conversation=conversation)
+
+
+def source_records(name: str, samples: int) -> list[dict]:
+    draw = random.Random(7)
+    half = samples // 2
+    if name == "modality":
+        return [record(f"a-{n}", 10) for n in range(half)] + [record(f"b-{n}", 9, image=True) for n in range(half)]
+    short, long = [record(f"a-{n}", 8) for n in range(half)], [record(f"b-{n}", 150) for n in range(half)]
+    if name == "shuffled":
+        words = [min(int(draw.lognormvariate(3.3, 1)) + 1, 400) for _ in range(samples)]
+        return [record(f"{'ab'[w > 27]}-{n}", w) for n, w in enumerate(words)]
+    if name == "foreign":  # the period of the source is that of a deal in turns
+        return [each for n in range(0, half, 4) for each in (*short[n : n + 4], *long[n : n + 4])]
+    return short + long
+
+
+def run_of(path: str, *, repeat: bool = True, workers: int = 0, **packing) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(path=path, workers=workers, repeat=repeat, shuffle_buffer=8),
+        encoder=EncoderConfig(processor=str(processor_path("qwen2_5_vl")), decode_in_child=False),
+        packing=PackingConfig(**{"seq_length": 512, "window": 16, "drop_budget": 1.0, **packing}),
+    )
+
+
+@functools.cache
+def encoder_of(path: str, seq_length: int = 512) -> PackingTaskEncoder:
+    run = run_of(path, seq_length=seq_length)
+    cookers = [Cooker(cook_foreign)] if (Path(path) / "s000.tar").exists() else []
+    return PackingTaskEncoder(run.encoder, run.packing, cookers=cookers)
+
+
+def read(path: str, ranks: int, workers: int, packs: int | None, **options) -> list[Counter]:
+    """Keys that each rank gives in that many packs, or in a finite epoch; its packs under ``None``."""
+    run = run_of(path, repeat=packs is not None, workers=workers)
+    seen = []
+    for rank in range(ranks):
+        loader = build_loader(run, task_encoder=encoder_of(path), rank=rank, world_size=ranks, **options)
+        own = Counter()
+        for pack in itertools.islice(loader, packs):
+            own.update([None, *pack.keys])
+        seen.append(own)
+    return seen
+
+
+def times_seen(seen: list[Counter], sizes: dict[str, int]) -> dict[str, float]:
+    total = sum(seen, Counter())
+    return {g: sum(n for key, n in total.items() if key and key[0] == g) / sizes[g] for g in sizes}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Path and group sizes of a source by its name and number of samples."""
+    root = tmp_path_factory.mktemp("shares")
+
+    @functools.cache
+    def make(name: str, samples: int):
+        records = source_records(name, samples)
+        write = prepared if name == "foreign" else converted
+        return write(root / f"{name}{samples}", records), Counter(each["id"][0] for each in records)
+
+    return make
+
+
+def row(path: str, sizes: Counter, ranks: int, workers: int) -> tuple[dict[str, float], list[int]]:
+    """Mean times seen by group in three epochs, and packs per rank in a finite one."""
+    epoch = read(path, ranks, workers, None)
+    packs = sum(own[None] for own in read(path, 1, 0, None))
+    return times_seen(read(path, ranks, workers, round(3 * packs / ranks)), sizes), [own[None] for own in epoch]
+
+
+@pytest.mark.parametrize(("name", "ranks", "workers"), [("length", 2, 0), ("modality", 8, 0), ("foreign", 4, 1)])
+def test_short_and_long_samples_are_seen_equally_often_and_ranks_have_as_many_packs(made, name, ranks, workers):
+    path, sizes = made(name, 800)
+    times, packs = row(path, sizes, ranks, workers)
+    assert max(times.values()) <= 1.05 * min(times.values()), times
+    assert max(packs) - min(packs) <= max(2, 0.02 * max(packs)), packs
+
+
+@pytest.mark.full
+def test_the_table_of_times_seen_and_packs_per_rank(made, capsys):
+    worst = 0.0
+    with capsys.disabled():
+        print("\nsource    ranks workers  times seen (a, b)  differ  packs per rank, finite epoch")
+        for name, ranks, workers in itertools.product(SOURCES, RANKS, WORKERS):
+            path, sizes = made(name, 2000)
+            times, packs = row(path, sizes, ranks, workers)
+            differ = max(times.values()) / max(min(times.values()), 1e-9) - 1
+            worst = max(worst, differ)
+            seen = ", ".join(f"{times[g]:5.2f}" for g in sorted(times))
+            span = f"{min(packs)} to {max(packs)}" if ranks > 1 else f"{packs[0]}"
+            print(f"{name:9} {ranks:5} {workers:7}  {seen:>17}  {differ:6.1%}  {span}", flush=True)
+    assert worst <= 0.05

@@ -130,9 +130,10 @@ def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> N
     for each in sources:
         if each.endless is not None and not each.samples:
             raise UserError(f"The data set {each.name} has no samples in this split; leave it out, or choose another.")
-    for each in sources if readers > 1 else ():
-        epoch = sum(other.in_epoch for other in sources if other.endless is each.endless)
-        each.deal(readers, worker_config, whole=each.endless is not None and epoch < LEAST * readers)
+    epochs = [sum(other.in_epoch for other in sources if other.endless is each.endless) for each in sources]
+    for each, epoch in zip(sources, epochs, strict=True):
+        if readers > 1 and each.samples:
+            each.deal(readers, worker_config, whole=each.endless is not None and epoch < LEAST * readers)
 
 
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:

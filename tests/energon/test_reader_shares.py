@@ -1,6 +1,6 @@
 """How often samples are seen: by their length, by rank, by data set of a blend, and in splits of a few samples.
 
-    python -m pytest -s tests/energon/test_reader_shares.py -k table --all     # prints the table of docs/design.md
+    python -m pytest -s tests/energon/test_reader_shares.py -k table     # prints the table of docs/design.md
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ import itertools
 import json
 import math
 import random
+import shutil
 import tarfile
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given as for_all
+from hypothesis import strategies as st
 from megatron.energon import Cooker, basic_sample_keys, stateless
 from PIL import Image
 
 from energon_packing import PackingTaskEncoder
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
-from energon_packing.conversation import Conversation
+from energon_packing.conversation import Conversation, Turn
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
+from energon_packing.energon.reader_shares import deal
 from energon_packing.energon.samples import ConversationSample
+from energon_packing.errors import ConfigError, UserError
 
 SOURCES = ("length", "modality", "shuffled", "foreign")
 RANKS = (1, 2, 8)
@@ -44,7 +50,7 @@ def converted(folder: Path, records: list[dict], split: dict[str, float] | None 
         size = 28 * int(name.removesuffix(".png"))
         Image.new("RGB", (size, 56), (200, 20, 20)).save(folder / name)
     (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    options = {"split": split or {"train": 1.0}, "samples_per_shard": 250, "workers": 0, "seed": 2}
+    options = {"split": split or {"train": 1.0}, "samples_per_shard": 250, "workers": 0}
     convert(ConvertConfig(sources=(folder / "chats.jsonl",), out=folder / "data", **options))
     return str(folder / "data")
 
@@ -71,8 +77,8 @@ def prepared(folder: Path, records: list[dict]) -> str:
 @stateless
 def cook_foreign(sample) -> ConversationSample:
     said = sample["json"] if isinstance(sample["json"], dict) else json.loads(sample["json"])
-    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": said["said"]}]
-    conversation = Conversation.from_record(sample["__key__"], {"messages": turns, "media": []})
+    turns = (Turn(role="user", parts=("Say it.",)), Turn(role="assistant", parts=(said["said"],)))
+    conversation = Conversation(key=sample["__key__"], turns=turns)
     return ConversationSample(**basic_sample_keys(sample), conversation=conversation)
 
 
@@ -140,7 +146,7 @@ def made(tmp_path_factory):
 def row(path: str, sizes: Counter, ranks: int, workers: int) -> tuple[dict[str, float], list[int]]:
     """Mean times seen by group in three epochs, and packs per rank in a finite one."""
     epoch = read(path, ranks, workers, None)
-    packs = sum(own[None] for own in read(path, 1, 0, None))
+    packs = sum(own[None] for own in epoch)
     return times_seen(read(path, ranks, workers, round(3 * packs / ranks)), sizes), [own[None] for own in epoch]
 
 
@@ -166,3 +172,129 @@ def test_the_table_of_times_seen_and_packs_per_rank(made, capsys):
             span = f"{min(packs)} to {max(packs)}" if ranks > 1 else f"{packs[0]}"
             print(f"{name:9} {ranks:5} {workers:7}  {seen:>17}  {differ:6.1%}  {span}", flush=True)
     assert worst <= 0.05
+
+
+@for_all(
+    samples=st.integers(1, 3000),
+    readers=st.integers(1, 40),
+    sizes=st.none() | st.lists(st.integers(1, 10**7), min_size=1, max_size=9),
+)
+def test_every_sample_is_dealt_to_one_reader_and_without_sizes_all_have_as_many(samples, readers, sizes):
+    known = None if sizes is None else np.resize(np.array(sizes), samples)
+    bounds, reader_of = deal(samples, readers, known)
+    assert (bounds[0], bounds[-1]) == (0, samples)
+    assert (np.diff(bounds) >= 0).all()
+    assert ((reader_of >= 0) & (reader_of < readers)).all()
+    held = np.bincount(reader_of, np.diff(bounds), readers)
+    if known is None:
+        assert held.max() - held.min() <= 1
+    again = deal(samples, readers, known)
+    assert (again[0] == bounds).all()
+    assert (again[1] == reader_of).all()
+
+
+def keys_of(name: str, samples: int) -> Counter:
+    return Counter(each["id"] for each in source_records(name, samples))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(3, 2), (1, 2), (7, 0)])
+@pytest.mark.parametrize("samples", [60, 3])
+def test_an_epoch_gives_each_sample_once_on_any_number_of_ranks_and_workers(made, ranks, workers, samples):
+    path, _ = made("shuffled", samples)
+    given = sum(read(path, ranks, workers, None), Counter())
+    assert given - Counter({None: given[None]}) == keys_of("shuffled", samples)
+
+
+def metadataset(folder: Path, train: dict) -> str:
+    content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": train}}
+    (folder / "blend.yaml").write_text(json.dumps(content))
+    return str(folder / "blend.yaml")
+
+
+@pytest.fixture(scope="module")
+def few_and_many(tmp_path_factory):
+    """Data sets of 3 and 300 samples of equal length."""
+    root = tmp_path_factory.mktemp("blends")
+    return [
+        converted(root / name, [record(f"{name}-{n}", 20) for n in range(samples)]) + "/text"
+        for name, samples in (("a", 3), ("b", 300))
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(8, 0), (1, 0), (2, 2)])
+def test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers(few_and_many, tmp_path, ranks, workers):
+    path = metadataset(tmp_path, {"blend": [{"path": path, "weight": 1} for path in few_and_many]})
+    given = sum(read(path, ranks, workers, 320 // ranks), Counter())
+    share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
+    assert abs(share - 0.5) < 0.01 + 3 * 0.5 / math.sqrt(given.total()), share  # what Energon draws is chance
+
+
+@pytest.mark.parametrize(("ranks", "samples"), [(8, 20), (8, 300), (8, 2)])
+def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_path, ranks, samples):
+    subset = {"range": [0, samples]}
+    blend = [
+        {"path": few_and_many[0], "repetitions": 20},
+        {"path": few_and_many[1], "repetitions": 1, "subset": subset},
+    ]
+    path = metadataset(tmp_path, {"blend_epochized": blend})
+    given = sum(read(path, ranks, 0, 60), Counter())
+    share = sum(given[f"a-{n}"] for n in range(3)) / (given.total() - given[None])
+    assert abs(share - 60 / (60 + samples)) < 0.02, share
+    epoch = sum(read(path, ranks, 0, None), Counter())
+    assert {epoch[f"a-{n}"] for n in range(3)} == {20}
+    assert {epoch[f"b-{n}"] for n in range(samples)} == {1}
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (4, 2)])
+def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, ranks, workers):
+    for own in read(few_and_many[0], ranks, workers, 6):
+        assert {key[0] for key in own if key} == {"a"}
+        assert own[None] == 6
+
+
+def test_a_split_without_samples_is_refused_when_the_loader_is_built(few_and_many, tmp_path):
+    path = metadataset(tmp_path, {"path": few_and_many[1], "subset": {"range": [5, 5]}})
+    with pytest.raises(UserError, match="has no samples in this split"):
+        read(path, 2, 0, 1)
+
+
+def test_a_subset_is_dealt_whole_and_nothing_else_of_its_data_set(made, tmp_path):
+    path, _ = made("length", 800)
+    part = [{"path": f"{path}/text", "subset": {"range": [100, 700]}, "repetitions": 1}]
+    halves = {"blend_epochized": part, "subset": {"range": ["50%", "100%"]}}
+    given = sum(read(metadataset(tmp_path, halves), 3, 0, None), Counter())
+    del given[None]
+    assert given == Counter([f"b-{n}" for n in range(300)])  # of 400 short and 400 long ones
+
+
+@pytest.mark.parametrize(("samples", "ranks", "workers"), [(60, 2, 0), (60, 3, 2), (3, 2, 2)])
+def test_a_state_of_dealt_samples_continues_exactly_after_every_pack(made, samples, ranks, workers):
+    path, _ = made("shuffled", samples)
+    build = functools.partial(build_loader, run_of(path, workers=workers), task_encoder=encoder_of(path))
+    for rank in range(ranks):
+        first = build(rank=rank, world_size=ranks)
+        states, given = [], []
+        for pack in itertools.islice(first, 9):
+            given.append(pack.keys)
+            states.append(first.save_state())
+        for at in (0, 3, 6):
+            again = build(rank=rank, world_size=ranks)
+            again.restore_state(states[at])
+            assert [pack.keys for pack in itertools.islice(again, 8 - at)] == given[at + 1 :]
+
+
+def test_a_state_is_refused_where_other_samples_are_a_readers(made, tmp_path):
+    """Another size of a shard's sample changes what each reader has, although counts and names are the same."""
+    path, _ = made("length", 800)
+    loader = build_loader(run_of(path), task_encoder=encoder_of(path), rank=0, world_size=2)
+    next(iter(loader))
+    state = loader.save_state()
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    index = next((copy / "text").glob("train-000000.tar.idx"))
+    offsets = np.fromfile(index, dtype=np.uint64)
+    offsets[5] += 512
+    offsets.tofile(index)
+    other = build_loader(run_of(str(copy)), task_encoder=encoder_of(path), rank=0, world_size=2)
+    with pytest.raises(ConfigError, match="data set shares"):
+        other.restore_state(state)

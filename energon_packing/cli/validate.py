@@ -129,7 +129,7 @@ def validate(
     console = Console()
     if not as_json:  # before transformers and Bridge are imported: that takes long, and this is known now
         _print_rules(console, source, fixed, judgements, summary)
-    looks = look_at_run(source.reads()) if data else None
+    looks = look_at_run(source.reads(), data_parallel=view.data_parallel) if data else None
     if not as_json:
         print_looks(console, looks)
     verdict = source.verdict() if bridge else None

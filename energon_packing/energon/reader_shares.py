@@ -65,16 +65,16 @@ class Share:
         first, samples: of the data set's part: number of its first sample, and how many it has.
         starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
         places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
-        readers: whether all readers together read the data set once (0), or each of them reads it whole (1).
         identity: which samples are whose, the same on all ranks.
+        description: for people, in one clause.
     """
 
     first: int
     samples: int
     starts: Sequence[int]
     places: Sequence[int]
-    whole: bool
     identity: str
+    description: str
 
     def sample(self, number: int) -> int:
         """The sample that Energon's number stands for."""
@@ -136,9 +136,14 @@ def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> N
             each.deal(readers, worker_config, whole=each.endless is not None and epoch < LEAST * readers)
 
 
+def described_shares(dataset: SavableDataset[Any]) -> list[str]:
+    """What each reader reads of each data set, in one clause each; none where there is one reader."""
+    return [each.loader.share.description for each in _sources(dataset, None, None, None) if _dealt(each)]
+
+
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
     """The entry of a fingerprint that says which samples are whose; none where Energon's own slices are read."""
-    shares = [each.loader.share for each in _sources(dataset, None, None, None) if hasattr(each.loader, "share")]
+    shares = [each.loader.share for each in _sources(dataset, None, None, None) if _dealt(each)]
     digest = hashlib.sha256("\n".join(share.identity for share in shares).encode()).hexdigest()[:12]
     return {"data set shares": digest} if shares else {}
 
@@ -205,11 +210,31 @@ class _Source:
             samples=self.samples,
             starts=starts,
             places=places,
-            whole=whole,
             identity=f"{self.first} {self.samples} {copies} {readers} {whole} {known}",
+            description=f"{self.name}: {_spread(bounds, reader_of, sizes, readers, whole=whole)}",
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)
         loader.restore_sample = functools.partial(_restored_sample, loader)
+
+
+def _dealt(source: _Source) -> bool:
+    return hasattr(source.loader, "share")
+
+
+def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None, readers: int, *, whole: bool) -> str:
+    samples = int(bounds[-1])
+    if whole:
+        return f"all {samples:,} samples for each of {readers:,} readers, which are many for so few"
+    held = np.bincount(reader_of, np.diff(bounds), readers)
+    if held.min() == 0:
+        return f"{samples:,} samples are fewer than {readers:,} readers; those without any make no packs"
+    of = f"{held.min():,.0f} to {held.max():,.0f} of {samples:,} samples for each of {readers:,} readers"
+    if sizes is None:
+        return f"{of}, dealt by place"
+    known = np.bincount(
+        reader_of, np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds]), readers
+    )
+    return f"{of}, whose bytes differ by {known.max() / known.min() - 1:.1%}"
 
 
 def _dealt_sample(loader: Any, number: int) -> Any:

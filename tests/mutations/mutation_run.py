@@ -37,6 +37,7 @@ from media_mutations import MEDIA_MUTATIONS
 from megatron_lm_mutations import MEGATRON_LM_MUTATIONS
 from mutation_table import MUTATIONS, Mutation
 from offline_mutations import OFFLINE_MUTATIONS
+from reader_mutations import READER_MUTATIONS
 from see_mutations import SEE_MUTATIONS
 from state_mutations import STATE_MUTATIONS
 from target_mutations import TARGET_MUTATIONS
@@ -46,7 +47,7 @@ from validate_mutations import VALIDATE_MUTATIONS
 ALL_MUTATIONS = (
     *(*MUTATIONS, *MEDIA_MUTATIONS, *TEMPLATE_MUTATIONS, *CONVERT_MUTATIONS),
     *(*BUDGET_MUTATIONS, *VALIDATE_MUTATIONS, *FAMILY_MUTATIONS, *BRIDGE_MUTATIONS, *STATE_MUTATIONS),
-    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS),
+    *(*OFFLINE_MUTATIONS, *SEE_MUTATIONS, *TARGET_MUTATIONS, *MEGATRON_LM_MUTATIONS, *READER_MUTATIONS),
 )
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300

@@ -15,11 +15,15 @@ from energon_packing.validate.sources.run_reads import RunReads
 from energon_packing.validate.verdict import without_output
 
 
-def look_at_run(reads: RunReads) -> list[Look]:
+def look_at_run(reads: RunReads, *, data_parallel: int = 1) -> list[Look]:
     """Looks at everything on this machine. Downloads nothing, decodes no media, starts no process.
 
     Files of the data set are looked at first, which takes milliseconds; torch, transformers and Energon are imported
     only where the run names a processor.
+
+    Args:
+        reads: what it reads.
+        data_parallel: ranks that read different samples.
 
     Returns:
         One or more looks per id of `LOOKS`, in that order.
@@ -48,7 +52,7 @@ def look_at_run(reads: RunReads) -> list[Look]:
         else:
             from energon_packing.validate.looks.samples import look_at_samples
 
-            samples = look_at_samples(config, found.processor, data, at)
+            samples = look_at_samples(config, found.processor, data, at, data_parallel=data_parallel)
         if counts and refused is None:
             samples[0] = _with_pairs(samples[0], config, counts)
     return [*data.looks, ledger, *found.looks, *samples]

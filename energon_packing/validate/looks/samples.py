@@ -37,7 +37,9 @@ MOST_LEAVES = 20
 _MARK = next(iter(SUBFLAVORS))
 
 
-def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str) -> list[Look]:
+def look_at_samples(
+    config: RunConfig, processor: Any, data: DataLooks, at: str, *, data_parallel: int = 1
+) -> list[Look]:
     """One look per data set.
 
     Args:
@@ -45,10 +47,12 @@ def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str)
         processor: loaded.
         data: what is known of the directories of shards.
         at: setting and value of ``data.path``.
+        data_parallel: ranks that read different samples.
     """
     readable = data.readable
     left_alone = [_unreadable(leaf, found) for leaf, found in readable]
-    encoder, wrong = _opened(config, processor, at, whole=data.whole and not any(left_alone))
+    whole = data.whole and not any(left_alone)
+    encoder, wrong, shares = _opened(config, processor, at, data_parallel, whole=whole)
     if wrong is not None:
         return [wrong]
     looks = []
@@ -61,29 +65,36 @@ def look_at_samples(config: RunConfig, processor: Any, data: DataLooks, at: str)
     if len(readable) > MOST_LEAVES:
         why = f"{len(readable) - MOST_LEAVES} further data sets: only the first {MOST_LEAVES} are read"
         looks.append(Look(id="samples", at=at, outcome="not looked at", why=why))
+    if looks and shares:
+        looks[0] = dataclasses.replace(looks[0], why="; ".join([looks[0].why, *shares[:MOST_LEAVES]]))
     return looks
 
 
-def _opened(config: RunConfig, processor: Any, at: str, *, whole: bool) -> tuple[Any, Look | None]:
-    """The task encoder, and why Energon does not open the run's data set with it: a misspelt key of a blend, say.
+def _opened(
+    config: RunConfig, processor: Any, at: str, data_parallel: int, *, whole: bool
+) -> tuple[Any, Look | None, list[str]]:
+    """The task encoder, why Energon does not open the run's data set with it (a misspelt key of a blend, say), and what
+    each reader would read.
 
     Args:
         whole: all of the data set is here, sound, and ours; else it is not opened.
     """
     try:
         from energon_packing.energon.loader import build_dataset
+        from energon_packing.energon.reader_shares import described_shares
 
+        shares = []
         with offline():
             encoder = _measuring(config, processor)
             if whole:
-                build_dataset(config, task_encoder=encoder, workers=0)
+                shares = described_shares(build_dataset(config, task_encoder=encoder, world_size=data_parallel))
     except ImportError as error:
-        return None, Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}")
+        return None, Look(id="samples", at=at, outcome="not looked at", why=f"this needs Energon: {error}"), []
     except UserError as error:
-        return None, _error(at, str(error).rstrip("."), "change what it names", 0, [])
+        return None, _error(at, str(error).rstrip("."), "change what it names", 0, []), []
     except Exception as error:  # Energon's parser and its data set classes raise all kinds
-        return None, _error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset", 0, [])
-    return encoder, None
+        return None, _error(at, f"Energon cannot open it: {_reason(error)}", "correct the metadataset", 0, []), []
+    return encoder, None, shares
 
 
 def _unreadable(leaf: Leaf, found: Inspected) -> str:

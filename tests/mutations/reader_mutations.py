@@ -1,0 +1,105 @@
+"""The traps of what each reader reads; what a row means is told in `mutation_table`."""
+
+from __future__ import annotations
+
+from mutation_table import Mutation
+
+SHARES = "tests/energon/test_reader_shares.py::"
+EQUALLY = SHARES + "test_short_and_long_samples_are_seen_equally_often_and_ranks_have_as_many_packs"
+
+READER_TRAPS = {
+    86: "samples are drawn by the length of their neighbours, and ranks run out of packs at different steps",
+    87: "a small data set of a blend is left out on ranks that have none of its samples",
+    88: "a split of fewer samples than readers fails at the first evaluation, on some ranks only",
+    89: "a sample is given twice or never where the samples are dealt to readers, or after a restore",
+}
+
+READER_MUTATIONS: tuple[Mutation, ...] = (
+    Mutation(
+        trap=86,
+        name="each reader gets one stretch of the source",
+        test=EQUALLY + "[length-2-0]",
+        oracle="how often each key was given",
+        edits=(
+            (
+                "energon/reader_shares.py",
+                "    return bounds, reader_of\n",
+                "    return bounds, np.arange(rows * readers) // rows\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=86,
+        name="chunks are dealt in turns, whatever period the source has",
+        test=EQUALLY + "[foreign-4-1]",
+        oracle="how often each key was given",
+        edits=(
+            (
+                "energon/reader_shares.py",
+                "    return bounds, reader_of\n",
+                "    return bounds, np.arange(rows * readers) % readers\n",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=87,
+        name="small data sets are divided among the readers too",
+        test=SHARES + "test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers[8-0]",
+        oracle="the weights of the blend",
+        edits=(("energon/reader_shares.py", "epoch < LEAST * readers)", "False)"),),
+    ),
+    Mutation(
+        trap=87,
+        name="repetitions are left to the readers that have a sample",
+        test=SHARES + "test_repetitions_in_a_blend_hold_on_any_number_of_readers[8-20]",
+        oracle="the repetitions of the blend",
+        edits=(("energon/reader_shares.py", "        if copies > 1:  # a reader", "        if False:  # a reader"),),
+    ),
+    Mutation(
+        trap=88,
+        name="a reader without samples stops the run",
+        test=SHARES + "test_an_epoch_gives_each_sample_once_on_any_number_of_ranks_and_workers[3-7-0]",
+        oracle="the keys of the source",
+        edits=(
+            (
+                "energon/reader_shares.py",
+                "bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)",
+                "bounds = np.maximum(np.arange(rows * readers + 1), 1) * samples // (rows * readers)",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=88,
+        name="a split without samples ends in a worker",
+        test=SHARES + "test_a_split_without_samples_is_refused_when_the_loader_is_built",
+        oracle="the definition",
+        edits=(("energon/reader_shares.py", "if each.endless is not None and not each.samples:", "if False:"),),
+    ),
+    Mutation(
+        trap=89,
+        name="a restored sample is looked up by Energon's number",
+        test=SHARES + "test_a_state_of_dealt_samples_continues_exactly_after_every_pack[60-2-0]",
+        oracle="the packs of the uninterrupted loader",
+        edits=(
+            (
+                "energon/reader_shares.py",
+                "_get_sample(loader, restore_key[-1])",
+                "_get_sample(loader, loader.share.sample(restore_key[-1]))",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=89,
+        name="a subset is dealt from the beginning of its data set",
+        test=SHARES + "test_a_subset_is_dealt_whole_and_nothing_else_of_its_data_set",
+        oracle="the keys of the subset",
+        edits=(("energon/reader_shares.py", "return self.first + (self.places[at]", "return (self.places[at]"),),
+    ),
+    Mutation(
+        trap=89,
+        name="a state of other shares is restored",
+        test=SHARES + "test_a_state_is_refused_where_other_samples_are_a_readers",
+        oracle="the definition",
+        edits=(("energon/window_task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
+    ),
+)

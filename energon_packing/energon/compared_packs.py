@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from typing import Any
 
 import torch
 
-from energon_packing.energon.own_group import OwnGroup
+from energon_packing.energon.own_group import OwnGroup, new_name
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.pack_road import Made, PackSource, from_text, to_text
 from energon_packing.energon.replica import PATIENCE, Replica
@@ -28,10 +27,9 @@ class Compared:
         self._source, self._replica, self._every, self._depth = source, replica, every, depth
         self._between = StageChannel(replica)
         self._group: OwnGroup | None = None
-        if replica.stage_group is not None:
-            names = [secrets.token_hex()]  # the first member's
-            torch.distributed.broadcast_object_list(names, replica.members[0], group=replica.stage_group)
-            self._group = OwnGroup(replica.members, replica.global_rank, names[0], PATIENCE)
+        if len(replica.members) > 1:
+            name = replica.gather(new_name())[0]
+            self._group = OwnGroup(replica.members, replica.global_rank, name, PATIENCE)
         self.number = 0
 
     def make(self) -> Made:

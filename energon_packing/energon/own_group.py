@@ -8,6 +8,7 @@ all ranks of the run, or it derives the group's name from how many groups a proc
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,11 @@ from typing import Any
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import _get_default_store
+
+
+def new_name() -> str:
+    """A name for a group that no other group has, for one of its ranks to tell the others."""
+    return secrets.token_hex()
 
 
 class OwnGroup:
@@ -35,6 +41,14 @@ class OwnGroup:
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Fills the tensor with that of the global rank ``source``."""
         self._group.broadcast(tensor, self._ranks.index(source)).wait()
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> None:
+        """Sends the tensor to a global rank, which receives it with the same tag."""
+        self._group.send([tensor], self._ranks.index(destination), tag).wait()
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> None:
+        """Fills the tensor with what a global rank sends."""
+        self._group.recv([tensor], self._ranks.index(source), tag).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all ranks, which have one shape."""

@@ -3,24 +3,35 @@
 A replica is the set of ranks with the same data-parallel rank. The ranks of one of its pipeline stages (tensor and
 context parallel) do the same things in the same order, so they may wait for each other at any time. Ranks of different
 stages are at different micro-batches and must not wait for each other: one stage would wait for a pack while another
-waits for its activations.
+waits for its activations. All ranks of the run meet only where loaders are built and restored (`Replica.told`,
+`Replica.agree`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import distributed
 
+from energon_packing.energon.own_group import OwnGroup, new_name
 from energon_packing.energon.shared_block import host_identity
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, PackingError, UserError
 
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits for a pack: before the first one, a whole window of samples is measured."""
+
+
+Facts = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""What must be the same on all ranks, and what on the ranks that read: values that JSON can express."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +45,10 @@ class Replica:
         leaders: for each stage, the global rank that receives packs first; the first leader is the reader.
         members: global ranks of this rank's stage, its leader first.
         hosts: the members by the host that they run on, in the same order; the first of each host leads it.
-        stage_group: gloo group of ``members``; None if this rank is the only one.
-        leader_group: gloo group of ``leaders``, on those ranks only; None if there is one stage.
+        leader_group: of ``leaders``, on those ranks only; None if there is one stage. It is the only group that a
+            replica makes, and it is gloo's whatever the run's backend: packs are on the host.
         global_rank: of this process.
+        inner: the run's own process groups that make up a stage, tensor parallel before context parallel.
     """
 
     rank: int = 0
@@ -45,9 +57,9 @@ class Replica:
     leaders: tuple[int, ...] = (0,)
     members: tuple[int, ...] = (0,)
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
-    stage_group: Any = None
-    leader_group: Any = None
+    leader_group: OwnGroup | None = None
     global_rank: int = 0
+    inner: tuple[Any, ...] = ()
     _channels: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False, compare=False)
 
     @property
@@ -79,9 +91,68 @@ class Replica:
         """Returns the number of a new channel between the ranks; all ranks create their channels in the same order."""
         return next(self._channels)
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of this rank's stage, in the order of `members`; all of them call it, before any of them reads."""
+        return _gathered(value, self.inner)
+
+    def told(self, find_out: Callable[[], Any]) -> Any:
+        """What the run's first rank finds out, on all ranks; a collective call of all ranks.
+
+        Raises:
+            UserError: the first rank raised it.
+            PackingError: it raised something else.
+        """
+        error, value = _tried(find_out) if self.global_rank == 0 else (None, None)
+        if self.world_size * self.size > 1:
+            told = [(_words(error), value)]
+            distributed.broadcast_object_list(told, 0)
+            words, value = told[0]
+            if error is None and words is not None:
+                raise _of_another_rank(0, words)
+        if error is not None:
+            raise error
+        return value
+
+    def agree[T](self, act: Callable[[], tuple[T, Facts]]) -> T:
+        """Does something on all ranks, of which all go on or all refuse; a collective call of all ranks.
+
+        Ranks exchange four numbers, and what they stand for only where they differ: at 4,096 ranks 32 bytes each.
+
+        Args:
+            act: does it, and says of it what must be the same: on all ranks, and on those that read (empty elsewhere).
+
+        Raises:
+            ConfigError: ranks differ; the message names one that does, and both values.
+            UserError: it was raised here or on another rank, whose message is told.
+            PackingError: another rank raised something else.
+            Exception: raised by ``act`` on this rank.
+        """
+        error, done = _tried(act)
+        result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))
+        if self.world_size * self.size > 1:
+            first, second = _number(of_all), _number(of_readers) if of_readers else None
+            nobody = -(2**62)  # loses against every number
+            on_gpu = distributed.get_backend() == "nccl"
+            numbers = torch.tensor(
+                [first, -first, nobody if second is None else second, nobody if second is None else -second],
+                device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
+            )
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
+            highest, lowest, of_reading, least_of_reading = numbers.tolist()
+            if highest != -lowest or of_reading not in (-least_of_reading, nobody):
+                everyone: list[Any] = [None] * distributed.get_world_size()
+                distributed.all_gather_object(everyone, (of_all, of_readers))
+                if error is None:
+                    raise _disagreement(everyone)
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]  # no error
+
     @classmethod
     def of(cls, groups: Any) -> Replica:
         """Returns the replica of this rank; a collective call of all ranks.
+
+        Each rank hears of its own replica only, over the groups that the run has.
 
         Args:
             groups: has the process groups ``dp``, ``tp``, ``cp`` and ``pp`` (Bridge's ``ProcessGroupCollection``); a
@@ -90,50 +161,106 @@ class Replica:
         Raises:
             ConfigError: the groups do not form replicas of equal size.
         """
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if not (distributed.is_available() and distributed.is_initialized()):
             return cls()
-        ranks = {name: getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp")}
-        place = tuple(0 if group is None else group.rank() for group in ranks.values())
-        size = 1 if ranks["dp"] is None else ranks["dp"].size()
-        here = torch.distributed.get_rank()
-        gathered: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, (place, host_identity()))
-        places, hosts = zip(*gathered, strict=True)
-        stages: dict[tuple[int, int], list[int]] = {}
-        for _, rank in sorted((other, rank) for rank, other in enumerate(places)):
-            stages.setdefault((places[rank][0], places[rank][1]), []).append(rank)
-        depth = len({stage for _, stage in stages})
-        if len(stages) * len(next(iter(stages.values()))) != len(places) or len(stages) != size * depth:
+        dp, pp, cp, tp = (getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp"))
+        size, depth = _size(dp), _size(pp)
+        here, count = distributed.get_rank(), distributed.get_world_size()
+        stage = 0 if pp is None else pp.rank()
+        place = (0 if dp is None else dp.rank(), stage)
+        leaders = (here,) if depth == 1 else tuple(distributed.get_process_group_ranks(pp))
+        members = _gathered((here, place, leaders, host_identity()), (tp, cp))
+        ranks, places, columns, hosts = zip(*members, strict=True)
+        if size * depth * math.prod(map(_size, (cp, tp))) != count or set(places) != {place} or here not in ranks:
             raise ConfigError(
-                f"The {len(places)} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
+                f"The {count} ranks do not make {size} replicas of {depth} equal pipeline stages; packs can be "
                 "shared only within equal replicas."
             )
-        # torch.distributed requires that every rank creates every group, in the same order.
-        stage_group = leader_group = None
-        for members in stages.values():
-            group = _gloo(members)
-            stage_group = group if here in members else stage_group
-        for replica in range(size):
-            leaders = [stages[replica, stage][0] for stage in range(depth)]
-            group = _gloo(leaders)
-            leader_group = group if here in leaders else leader_group
+        leaders, leader_group = columns[0], None
+        if depth > 1:
+            name = _gathered(new_name(), (pp,))[0]
+            if here in leaders:
+                leader_group = OwnGroup(leaders, here, name, PATIENCE)
         by_host: dict[Any, list[int]] = {}
-        for member in stages[place[0], place[1]]:
-            by_host.setdefault(hosts[member], []).append(member)
+        for member, host in zip(ranks, hosts, strict=True):
+            by_host.setdefault(host, []).append(member)
         return cls(
             rank=place[0],
             world_size=size,
-            stage=place[1],
-            leaders=tuple(stages[place[0], stage][0] for stage in range(depth)),
-            members=tuple(stages[place[0], place[1]]),
+            stage=stage,
+            leaders=leaders,
+            members=ranks,
             hosts=tuple(map(tuple, by_host.values())),
-            stage_group=stage_group,
             leader_group=leader_group,
             global_rank=here,
+            inner=(tp, cp),
         )
 
 
-def _gloo(ranks: list[int]) -> Any:
-    """Creates a gloo group, whatever the run's backend: packs are on the host, both when made and when a step reads
-    them."""
-    return torch.distributed.new_group(ranks, timeout=PATIENCE, backend="gloo") if len(ranks) > 1 else None
+def _size(group: Any) -> int:
+    return 1 if group is None else int(group.size())
+
+
+def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
+    """The values of all ranks that these groups connect, those of the first group next to each other."""
+    values = [value]
+    for group in groups:
+        if _size(group) > 1:
+            parts: list[Any] = [None] * _size(group)
+            distributed.all_gather_object(parts, values, group=group)
+            values = [each for part in parts for each in part]
+    return values
+
+
+def _tried[T](act: Callable[[], T]) -> tuple[Exception | None, T | None]:
+    try:
+        return None, act()
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        return error, None
+
+
+def _words(error: Exception | None) -> tuple[bool, str] | None:
+    """What another rank is told of an error: whether it is the user's mistake, and its text."""
+    if error is None:
+        return None
+    by_user = isinstance(error, UserError)
+    return by_user, str(error) if by_user else f"{type(error).__name__}: {error}"
+
+
+def _of_another_rank(rank: int, words: tuple[bool, str]) -> Exception:
+    by_user, text = words
+    return (UserError if by_user else PackingError)(f"Rank {rank} cannot go on, so all ranks stop: {text}")
+
+
+def _number(facts: Mapping[str, Any]) -> int:
+    """Equal for equal facts; below 2**56."""
+    text = json.dumps(facts, sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _disagreement(everyone: Sequence[Facts]) -> Exception:
+    """The first difference between the ranks' facts, as an error."""
+    for rank, (of_all, _) in enumerate(everyone):
+        if of_all.keys() == {"error"}:
+            return _of_another_rank(rank, of_all["error"])
+    for part in (0, 1):
+        facts = {rank: both[part] for rank, both in enumerate(everyone) if both[part]}
+        for name in dict.fromkeys(name for each in facts.values() for name in each):
+            values = {rank: _shown(each, name) for rank, each in facts.items()}
+            common = Counter(values.values()).most_common(1)[0][0]
+            odd = [rank for rank, value in values.items() if value != common]
+            if odd:
+                alike = next(rank for rank, value in values.items() if value == common)
+                more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
+                return ConfigError(
+                    f"The ranks of this run differ: rank {odd[0]}{more} has {name}={values[odd[0]]}, but rank {alike} "
+                    f"has {common}; give all ranks the same data, settings, software and loader states."
+                )
+    return PackingError("the ranks of this run differ in what they have read")
+
+
+def _shown(facts: Mapping[str, Any], name: str) -> str:
+    if name not in facts:
+        return "none"
+    text = json.dumps(facts[name], sort_keys=True, default=repr)
+    return text if len(text) <= 200 else f"{text[:160]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"

@@ -9,16 +9,14 @@ own, so that two readers on one replica can be used from two threads.
 from __future__ import annotations
 
 import queue
-import secrets
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from energon_packing.energon.host_link import HostLeader, HostMember, Message, RankGone
-from energon_packing.energon.own_group import OwnGroup
+from energon_packing.energon.own_group import OwnGroup, new_name
 from energon_packing.energon.replica import PATIENCE, Replica
 from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import PackingError
@@ -42,7 +40,7 @@ class _Post:
         channel: tag of the messages, which keeps those of two readers on one replica apart.
     """
 
-    def __init__(self, destination: int, group: Any, channel: int) -> None:
+    def __init__(self, destination: int, group: OwnGroup, channel: int) -> None:
         self._messages: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor | None] | None] = queue.SimpleQueue()
         self._destination, self._group, self._tag = destination, group, channel
         threading.Thread(target=self._run, name=f"packs for rank {destination}", daemon=True).start()
@@ -58,9 +56,9 @@ class _Post:
         try:
             while (message := self._messages.get()) is not None:
                 prefix, payload = message
-                torch.distributed.send(prefix, self._destination, group=self._group, tag=self._tag)
+                self._group.send(prefix, self._destination, self._tag)
                 if payload is not None:
-                    torch.distributed.send(payload, self._destination, group=self._group, tag=self._tag)
+                    self._group.send(payload, self._destination, self._tag)
         except _ENDED:
             return  # if the other rank is gone, the run ends at its next collective, which reports it
 
@@ -92,11 +90,13 @@ class StageChannel:
         """
         replica = self._replica
         prefix = torch.empty(_PREFIX, dtype=torch.int64)
+        group = replica.leader_group
+        assert group is not None
         try:
-            torch.distributed.recv(prefix, replica.reader, group=replica.leader_group, tag=self._number)
+            group.receive(prefix, replica.reader, self._number)
             payload = torch.empty(int(prefix[2]), dtype=torch.uint8) if prefix[2] else None
             if payload is not None:
-                torch.distributed.recv(payload, replica.reader, group=replica.leader_group, tag=self._number)
+                group.receive(payload, replica.reader, self._number)
         except _ENDED as error:
             raise rank_gone(replica, replica.reader, error) from error
         return Message(kind=int(prefix[0]), number=int(prefix[1]), text=payload)
@@ -140,16 +140,14 @@ class StageSpread:
         self._link: HostLeader | None = None
         self._up: HostMember | None = None
         self._hosts_group: OwnGroup | None = None
-        if replica.stage_group is None:
+        if len(replica.members) == 1:
             return
         host, here, seconds = replica.host, replica.global_rank, PATIENCE.total_seconds()
         leads = here == host[0]
         if leads and len(host) > 1:
             self._link = HostLeader(host[1:], ahead=ahead, patience=seconds)
-        gathered: list[Any] = [None] * len(replica.members)
         mine = None if self._link is None else self._link.address
-        torch.distributed.all_gather_object(gathered, (mine, secrets.token_hex()), group=replica.stage_group)
-        addresses, names = zip(*gathered, strict=True)
+        addresses, names = zip(*replica.gather((mine, new_name())), strict=True)
         if self._link is not None:
             self._link.accept()
         elif not leads:

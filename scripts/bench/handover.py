@@ -113,9 +113,9 @@ def _serialised(source: _Source | None, replica: Replica, count: list[int]) -> I
             payload = pack_to_bytes(batch := next(source))
             size[2] = payload.numel()
             count[0] += payload.numel()
-        distributed.broadcast(size, replica.reader, group=replica.stage_group)
+        distributed.broadcast(size, replica.reader)
         payload = torch.empty(int(size[2]), dtype=torch.uint8) if payload is None else payload
-        distributed.broadcast(payload, replica.reader, group=replica.stage_group)
+        distributed.broadcast(payload, replica.reader)
         yield batch if source is not None else pack_from_bytes(payload)
 
 

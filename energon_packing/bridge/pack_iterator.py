@@ -75,7 +75,6 @@ class BridgePackIterator:
     Args:
         reader: yields the batches.
         form: turns each batch into what Bridge's steps read; packed rows by default.
-        unless_restored: why no batch may be taken before a state is restored; None if one may.
         metrics: counts each batch, on the rank that writes them for its replica.
     """
 
@@ -84,13 +83,12 @@ class BridgePackIterator:
         reader: OneReader | EveryReader,
         form: Callable[[Any], dict[str, Any]] = to_bridge,
         *,
-        unless_restored: str | None = None,
         metrics: PackMetrics | None = None,
     ) -> None:
         self._reader = reader
         self._form = form
-        self._unless_restored = unless_restored
         self._metrics = metrics
+        self._continues = False
         if metrics is not None:
             metrics.until_end_of(self)
 
@@ -98,8 +96,6 @@ class BridgePackIterator:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        if self._unless_restored is not None:
-            raise ConfigError(self._unless_restored)
         batch: Any = next(self._reader) if self._metrics is None else self._metrics.take(self._reader)
         if isinstance(batch, PackedBatch) and batch.pixel_forms and torch.cuda.is_available():
             # Bytes travel to the device, where `to_bridge` makes the processor's numbers of them.
@@ -110,7 +106,17 @@ class BridgePackIterator:
         """State after the last batch; it holds only builtins and Energon's own state classes."""
         return self._reader.save_state()
 
-    def restore_state(self, state: Any) -> None:
-        """Continues after the batch at which the state was saved; call on every rank, before the first batch."""
-        self._reader.restore_state(state)
-        self._unless_restored = None
+    def restore_together(self, read: Callable[[], Any]) -> None:
+        """Continues at the state that ``read`` returns, if any; see `OneReader.restore_together`."""
+        self._continues = self._reader.restore_together(read) is not None
+
+    @property
+    def restore_state(self) -> Callable[[Any], None]:
+        """Continues after the batch at which a state was saved; call on every rank, before the first batch.
+
+        An iterator that continues already has no such method, and Bridge then reads no file for it: that of this rank
+        may be missing, or of an earlier attempt, where all ranks have one state.
+        """
+        if self._continues:
+            raise AttributeError("this iterator was restored when it was built")
+        return lambda state: self.restore_together(lambda: state)

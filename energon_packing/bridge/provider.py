@@ -6,6 +6,7 @@ Each field here and in the two classes states what Bridge reads by name from a d
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,8 @@ from energon_packing.bridge.dataset_checks import (
     refuse_unknown_names,
 )
 from energon_packing.bridge.dataset_sections import MetricsSection
-from energon_packing.bridge.elastic_states import provide_states
 from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPacks, to_bridge
-from energon_packing.bridge.resumed_state import expected_state
+from energon_packing.bridge.resumed_state import saved_state, step_and_folder
 from energon_packing.config import ParallelConfig
 from energon_packing.config.metrics import MetricsConfig
 from energon_packing.energon.loader_base import LoaderBase
@@ -33,7 +33,7 @@ from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.offline.open_loader import open_together
 from energon_packing.validate.views.container import finalised
 
 
@@ -223,23 +223,28 @@ class PackProvider(DatasetProvider):
         """
         config = self.run_config(self.parallel_config(context.pg_collection))
         train = validation = None
+        replica = Replica.of(context.pg_collection)
         if context.train_samples > 0:
-            replica = Replica.of(context.pg_collection)
-            if has_global_packs(config.data.path):
-                refuse_short_plan(config.data.path, context.train_samples // self.micro_batch_size)
-                provide_states(self, self._run, replica)
-            expected = expected_state(self, replica=replica, accepted=config.data.accept_changed)
-            train = self._iterator(config, context.pg_collection, replica, expected)
+            # The state of a plan is the same on every rank, however many saved it.
+            rank = 0 if has_global_packs(config.data.path) else replica.rank
+            resumed = step_and_folder()
+            packs = context.train_samples // self.micro_batch_size
+            train = self._iterator(config, context.pg_collection, replica, packs=packs)
+            train.restore_together(
+                functools.partial(saved_state, self, resumed, rank=rank, accepted=config.data.accept_changed)
+            )
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
-            groups = self._evaluation_groups or context.pg_collection
+            if (groups := self._evaluation_groups) is not None:
+                replica = Replica.of(groups)
             path = self.validation_path or config.data.path
             split = self.validation_split
             data = replace(config.data, workers=workers, path=path, split=split)
             config = replace(config, data=data, metrics=MetricsConfig())  # metrics are of the training
             config = ledger_apart(config, "validation")
+            groups = groups or context.pg_collection
             evaluation = self._packs_of_evaluation(groups, context.valid_samples)
-            validation = self._iterator(config, groups, Replica.of(groups), split=split, evaluation=evaluation)
+            validation = self._iterator(config, groups, replica, split=split, evaluation=evaluation)
         return train, validation, None
 
     def _packs_of_evaluation(self, groups: Any, samples: int) -> int:
@@ -258,20 +263,19 @@ class PackProvider(DatasetProvider):
         micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
         return int(settings.eval_iters * (batch // (micro * ranks)) * ranks)
 
-    def _iterator(
-        self, config: Any, groups: Any, replica: Replica, expected: str | None = None, **what: Any
-    ) -> BridgePackIterator:
+    def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
         depth = config.data.depth
         source = metrics = None
-        if replica.is_reader or self.readers == "every":
-            config = config if replica.is_reader else without_ledger(config)
-            loader = self.make_loader(
-                config,
-                rank=replica.rank,
-                world_size=replica.world_size,
-                data_parallel_group=getattr(groups, "dp", None),
-                **what,
-            )
+        config = config if replica.is_reader else without_ledger(config)
+        loader = open_together(
+            config,
+            replica,
+            opened=self.make_loader,
+            reads=replica.is_reader or self.readers == "every",
+            data_parallel_group=getattr(groups, "dp", None),
+            **what,
+        )
+        if loader is not None:
             if depth and replica.size > 1 and self.readers == "one":
                 loader.share_unpinned()
             if replica.is_reader:
@@ -282,7 +286,7 @@ class PackProvider(DatasetProvider):
             reader = EveryReader(source, replica, compare_every=self.compare_every, depth=depth, pixels_to_device=True)
         else:
             reader = OneReader(source, replica, depth=depth, pixels_to_device=True)
-        return BridgePackIterator(reader, self.make_form(config), unless_restored=expected, metrics=metrics)
+        return BridgePackIterator(reader, self.make_form(config), metrics=metrics)
 
 
 def _evaluates(container: Any) -> bool:

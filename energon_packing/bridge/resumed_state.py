@@ -1,8 +1,9 @@
-"""Finds out whether Bridge is about to continue a run, and whether it will find the loader's state.
+"""Finds out whether Bridge is about to continue a run, and reads the loader's state for it.
 
-Bridge restores a state after it has built the iterators, and starts the data over with no more than a line in its log
-where it finds none: 0.6.2 where the folder of the states is missing, its main branch also where that of the iteration
-is. A damaged file ends in an error of the unpickler.
+Bridge itself restores a state after it has built the iterators, each rank the file of its number, and starts the data
+over with no more than a line in its log where it finds none: 0.6.2 where the folder of the states is missing, its main
+branch also where that of the iteration is. So the state is read here while the iterators are built, where all ranks can
+refuse together, and where ranks that are new to a plan can take the first rank's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from energon_packing.bridge.elastic_states import FILE
-from energon_packing.energon.replica import Replica
 from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError
 
+FILE = "train_dataloader_dprank{:03d}.pt"
+"""As Bridge's checkpoints name the state of a rank."""
 MISSING_STATE = "missing_state"
 """Of ``data.accept_changed``: a run that continues may begin its data anew."""
 _FRAMES = 60
@@ -45,54 +46,43 @@ def step_and_folder() -> tuple[int, str | None] | None:
     return None if step is None else (step, None)
 
 
-def expected_state(dataset: Any, *, replica: Replica, accepted: tuple[str, ...]) -> str | None:
-    """Checks the state that Bridge will restore in the training iterator that is being built.
+def saved_state(dataset: Any, resumed: tuple[int, str | None] | None, *, rank: int, accepted: tuple[str, ...]) -> Any:
+    """Reads the state of the training loader, of the one iteration that the run continues from.
 
     Args:
         dataset: its ``dataloader_load`` names the folder of the states, if it is set.
-        replica: of this rank; its reader looks at the file.
+        resumed: what `step_and_folder` returned.
+        rank: whose file is read: the data-parallel rank, or the first of a plan.
         accepted: ``data.accept_changed``.
 
     Returns:
-        What to say if Bridge never restores it; None if the run begins, or may begin its data anew.
+        The state; None if the run begins, or may begin its data anew.
 
     Raises:
         ConfigError: the run continues, and there is no state, or it is damaged.
     """
-    found = step_and_folder()
-    if found is None or not found[0]:
+    if resumed is None or not resumed[0]:
         return None
-    step, folder = found
+    step, folder = resumed
     given = getattr(dataset, "dataloader_load", None)
     folder = folder if given is None else given
     anew = (
         f'set dataset.data.accept_changed=["{MISSING_STATE}"] to begin the data anew (and dataset.dataloader_load="" '
         "so that Bridge looks for none)."
     )
-    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(replica.rank)
-    if path is not None and (not replica.is_reader or "://" in str(folder)):
-        return None if MISSING_STATE in accepted else _never_restored(step, str(path), anew)
+    path = None if not folder else Path(folder) / f"iter_{step:07d}" / FILE.format(rank)
+    if path is not None and path.is_file():
+        return read_state(path, missing=anew)
+    if MISSING_STATE in accepted:
+        warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
+        return None
     if path is not None:
-        if path.is_file():
-            read_state(path, missing=anew)
-            return _never_restored(step, str(path), anew)
-        if MISSING_STATE not in accepted:
-            raise ConfigError(
-                f"The run continues at step {step}, but there is no state of the loader at {path}, so the data would "
-                f"start over; continue from a checkpoint that has one, name its folder in dataset.dataloader_load, or "
-                f"{anew}"
-            )
-    elif MISSING_STATE not in accepted:
         raise ConfigError(
-            f"The run continues at step {step}, but neither its checkpoint nor dataset.dataloader_load names a folder "
-            f"of loader states, so the data would start over; name it, or {anew}"
+            f"The run continues at step {step}, but there is no state of the loader at {path}, so the data would "
+            f"start over; continue from a checkpoint that has one, name its folder in dataset.dataloader_load, or "
+            f"{anew}"
         )
-    warnings.warn(f"The run continues at step {step} and begins its data anew (data.accept_changed).", stacklevel=2)
-    return None
-
-
-def _never_restored(step: int, where: str, anew: str) -> str:
-    return (
-        f"The run continues at step {step}, but Bridge did not restore the state of the loader at {where}, so the data "
-        f"would start over; {anew}"
+    raise ConfigError(
+        f"The run continues at step {step}, but neither its checkpoint nor dataset.dataloader_load names a folder "
+        f"of loader states, so the data would start over; name it, or {anew}"
     )

@@ -2,14 +2,21 @@
 
 Each data set of a blend has an entry: the identifier of its index (which `convert` makes from the content of its
 sources, and ``energon prepare`` anew each time), its shards with their samples, its splits, and for each shard on this
-machine its size and first header, which holds the key of its first sample.
+machine its size and first header, which holds the key of its first sample. Every rank of a run reads the first part;
+the shards, of which there may be 100,000, are opened by one rank, which tells the others (`told_identity`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +28,11 @@ from energon_packing.convert.report import counted_pairs
 from energon_packing.plain_yaml import MOST_OF_DATA, load_yaml
 
 HEADER_BYTES = 512
+_OPENERS = 32
+"""Threads that open shards, most of whose time is a wait for the storage."""
+_AT_ONCE = 100
+"""Shards that one of them opens in a row."""
+_TOLD: ContextVar[Mapping[str, str] | None] = ContextVar("told", default=None)
 _FILES = ("index.uuid", INFO_FILE, "split.yaml", "dataset.yaml")
 """Of ``.nv-meta``; a blend may name other files for its splits, which its own text then says."""
 
@@ -38,9 +50,24 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))
     for number, (place, content) in enumerate(_walk(root, split, {str(root)})):
-        text = _prepared(place) if content is None else f"metadataset {_short(content)}"
-        found["data set" if number == 0 else f"data set {number} ({place.name})"] = text
+        name = "data set" if number == 0 else f"data set {number} ({place.name})"
+        told = (_TOLD.get() or {}).get(name)
+        found[name] = _prepared(place, told) if content is None else f"metadataset {_digest(_meaning(content))[:16]}"
     return found
+
+
+@contextlib.contextmanager
+def told_identity(identity: Mapping[str, str]) -> Iterator[None]:
+    """Inside, `data_identity` opens no shard of a data set whose other files are as another rank told.
+
+    Args:
+        identity: what `data_identity` returned on another rank.
+    """
+    token = _TOLD.set(identity)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
 
 
 def known_pairs(path: str, split: str) -> PairCounts:
@@ -79,12 +106,12 @@ def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, 
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All texts in plain YAML values, in order."""
+    """All texts in plain YAML values; those of a mapping by their names, whose order in the file means nothing."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _texts(each)
+        for name in sorted(value, key=str):
+            yield from _texts(value[name])
     elif isinstance(value, list):
         for each in value:
             yield from _texts(each)
@@ -107,37 +134,74 @@ def _child(parent: Any, named: str) -> Any:
         return None
 
 
-def _prepared(place: Any) -> str:
-    """The entry of one prepared data set."""
+def _meaning(content: bytes) -> bytes:
+    """What a YAML file says to Energon, whatever its comments, its spaces and the order of its keys."""
+    from megatron.energon.eyaml import load_yaml  # which knows no anchors, for one
+
+    try:
+        return repr(_ordered(load_yaml(content))).encode()
+    except Exception:  # of a native parser; Energon, which reads it next, says what is wrong
+        return content
+
+
+def _ordered(value: Any, key: Any = None) -> Any:
+    if isinstance(value, list):
+        return [_ordered(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    pairs = [(name, _ordered(each, name)) for name, each in value.items()]
+    return pairs if key == "join" else sorted(pairs, key=repr)  # a join begins with the data set that it names first
+
+
+def _prepared(place: Any, told: str | None) -> str:
+    """The entry of one prepared data set.
+
+    Args:
+        told: of another rank.
+    """
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
     for name in _FILES:
         file = meta / name
-        digest.update(name.encode() + b"\0" + (file.read_bytes() if file.is_file() else b"") + b"\0")
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(name.encode() + b"\0" + (_meaning(content) if name.endswith(".yaml") else content) + b"\0")
     uuid = (meta / "index.uuid").read_text().strip() if (meta / "index.uuid").is_file() else "none"
     try:
         counts = json.loads((meta / INFO_FILE).read_text())["shard_counts"]
     except (ValueError, KeyError, TypeError):  # Energon, which reads it next, says what is wrong
         counts = {}
     counts = counts if isinstance(counts, dict) else {}
-    total = 0
-    for shard in counts if isinstance(place, Path) else ():
-        file = place / shard
-        size, header = _start(file)
-        total += max(size, 0)
-        digest.update(f"{shard}\0{size}\0".encode() + header)
     samples = sum(count for count in counts.values() if isinstance(count, int))
-    return f"index {uuid[:8]}, {len(counts)} shards, {samples} samples, {total} bytes ({digest.hexdigest()[:12]})"
+    entry = f"index {uuid[:8]}, {len(counts)} shards, {samples} samples ({digest.hexdigest()[:12]})"
+    if told is not None:
+        return told if told.startswith(entry) else entry
+    if not isinstance(place, Path):
+        return entry
+    total, shards = 0, hashlib.sha256()
+    with ThreadPoolExecutor(_OPENERS) as pool:
+        for starts in pool.map(functools.partial(_starts, place), itertools.batched(counts, _AT_ONCE)):
+            for shard, size, header in starts:
+                total += max(size, 0)
+                shards.update(f"{shard}\0{size}\0".encode() + header)
+    return f"{entry}, {total} bytes ({shards.hexdigest()[:12]})"
 
 
-def _start(shard: Path) -> tuple[int, bytes]:
+def _starts(place: Path, shards: Sequence[str]) -> list[tuple[str, int, bytes]]:
+    return [(shard, *_start(f"{place}/{shard}")) for shard in shards]
+
+
+def _start(shard: str) -> tuple[int, bytes]:
     """Size and first header of a shard; -1 if it is missing."""
     try:
-        with shard.open("rb") as stream:
-            header = stream.read(HEADER_BYTES)
-            return stream.seek(0, 2), header
+        descriptor = os.open(shard, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return -1, b""
+    try:
+        return os.fstat(descriptor).st_size, os.pread(descriptor, HEADER_BYTES, 0)
+    except OSError:
+        return -1, b""
+    finally:
+        os.close(descriptor)
 
 
 def _place(path: str) -> Any:
@@ -148,5 +212,5 @@ def _place(path: str) -> Any:
     return EPath(path)
 
 
-def _short(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

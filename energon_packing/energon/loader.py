@@ -338,11 +338,22 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
     """
     data = config.data
     settings = {"split": data.split, **settings_of("data", data)}
+    return settings | identity_of(data.path, data.split)
+
+
+def identity_of(path: str, split: str) -> dict[str, str]:
+    """Returns `data_identity`.
+
+    Raises:
+        UserError: there is no data set at the path, or it cannot be read.
+    """
+    if not path:
+        raise ConfigError(NO_PATH)
     try:
-        return settings | data_identity(data.path, data.split)
+        return data_identity(path, split)
     except OSError as error:
         raise UserError(
-            f"The data set {data.path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
+            f"The data set {path} cannot be read: {error.filename} ({error.strerror}). Check data.path."
         ) from error
 
 

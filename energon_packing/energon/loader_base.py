@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import distributed
@@ -45,6 +45,8 @@ class LoaderBase(ABC):
         epoch_report: of the current or last epoch; None before the first.
         tell: receives each sentence about drops; a `UserWarning` by default.
     """
+
+    _fingerprint: Mapping[str, Any]
 
     tell: Callable[[str], None] = staticmethod(functools.partial(warnings.warn, stacklevel=3))
 
@@ -156,6 +158,11 @@ class LoaderBase(ABC):
             return int(store.add(f"energon_packing/{self._number}/{name}", 1)) == 1
         except RuntimeError:  # the rank that holds the store has ended; told twice rather than not at all
             return True
+
+    def alike(self) -> dict[str, Any]:
+        """What the loaders of all ranks must have the same: kind, settings, data, readers; no rank."""
+        own = {name: value for name, value in self._fingerprint.items() if name != "rank"}
+        return {"loader": type(self).__name__, **own}
 
     def statistics(self) -> PackStatistics:
         """Returns fill, padding by cause, delay, samples held and cost spread of all packs yielded so far.

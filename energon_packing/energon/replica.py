@@ -161,7 +161,7 @@ class Replica:
         Raises:
             ConfigError: the groups do not form replicas of equal size.
         """
-        if not (distributed.is_available() and distributed.is_initialized()):
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
             return cls()
         dp, pp, cp, tp = (getattr(groups, name, None) for name in ("dp", "pp", "cp", "tp"))
         size, depth = _size(dp), _size(pp)

@@ -20,7 +20,7 @@ from energon_packing.energon.device_copy import DeviceCopy
 from energon_packing.energon.pack_road import Made, PackSource, Road
 from energon_packing.energon.passed_packs import PassedOn
 from energon_packing.energon.read_ahead import ReadAhead
-from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica import Facts, Replica
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import PackedBatch
 
@@ -109,6 +109,35 @@ class _Numbered:
             self._source.restore_state(state["source"])
         self._last = None
         self.packs = self._road.number = int(state["packs"])
+
+    def restore_together(self, read: Callable[[], Any]) -> Any:
+        """Continues at a saved state on all ranks of the run, or on none; a collective call of all ranks.
+
+        They compare what they restored: packs taken, kind of loader, position in a plan, fingerprint but for the rank.
+
+        Args:
+            read: returns this rank's state, as for `restore_state`; None if it has none.
+
+        Returns:
+            The state that was restored; None if there is none on any rank.
+
+        Raises:
+            ConfigError: a rank differs; the message names it, and both values.
+            UserError: a rank cannot read or restore its state; all raise what it says.
+        """
+
+        def act() -> tuple[Any, Facts]:
+            state = read()
+            if state is None:
+                return None, ({"packs taken before the restart": None}, {})
+            self.restore_state(state)
+            source = state["source"] if isinstance(state["source"], dict) else {}
+            fingerprint = source.get("fingerprint") or {}
+            saved = {f"saved {name}": value for name, value in fingerprint.items() if name != "rank"}
+            own = {name: source.get(name) for name in ("format", "position")}
+            return state, ({"packs taken before the restart": state["packs"], **own, **saved}, {})
+
+        return self._replica.agree(act)
 
 
 def _copied(road: Road, copy: DeviceCopy | None) -> Made:

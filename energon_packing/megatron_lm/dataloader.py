@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_loader, refuse_short_plan
+from energon_packing.offline.open_loader import open_together
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -36,32 +37,26 @@ class PackDataloader:
         replica: of this rank.
         split: part of the data set.
         data_parallel_group: of this rank, for agreement between readers.
-        evaluation: packs of one evaluation, over all ranks, see `open_loader`; None is the training.
+        what: ``packs`` of a training, or ``evaluation``, the packs of one, over all ranks; see `open_together`.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        replica: Replica,
-        *,
-        split: str,
-        data_parallel_group: Any = None,
-        evaluation: int | None = None,
+        self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: int
     ) -> None:
         self._replica = replica
         self._metrics: PackMetrics | None = None
         self._metrics_config = config.metrics
         self._log: MetricsLog | None = None
         source = None
-        if replica.is_reader:
-            loader = open_loader(
-                config,
-                split=split,
-                rank=replica.rank,
-                world_size=replica.world_size,
-                data_parallel_group=data_parallel_group,
-                evaluation=evaluation,
-            )
+        loader = open_together(
+            config,
+            replica,
+            reads=replica.is_reader,
+            split=split,
+            data_parallel_group=data_parallel_group,
+            **what,
+        )
+        if loader is not None:
             if config.data.depth and replica.size > 1:
                 loader.share_unpinned()
             self._metrics = PackMetrics.of(config.metrics, loader, rank=replica.rank, world_size=replica.world_size)
@@ -107,6 +102,10 @@ class PackDataloader:
             ConfigError: the state is not one of this loader.
         """
         self._reader.restore_state(state)
+
+    def restore_together(self, read: Callable[[], Any]) -> None:
+        """Continues at the state that ``read`` returns, if any; see `OneReader.restore_together`."""
+        self._reader.restore_together(read)
 
 
 def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
@@ -188,8 +187,6 @@ def train_valid_test_datasets_provider(
     ranks = data_parallel.size()
     batch = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
     packs = int(args.eval_iters or 0) * (batch // ranks) * ranks  # of one call of Megatron-LM's `evaluate`
-    if train_val_test_num_samples[0] and has_global_packs(config.data.path):
-        refuse_short_plan(config.data.path, train_val_test_num_samples[0])
     made: list[PackDataloader | None] = []
     replica = Replica.of(groups)
     splits = (config.data.split, args.packing_valid_split, args.packing_test_split)
@@ -199,17 +196,13 @@ def train_valid_test_datasets_provider(
             made.append(None)
             continue
         chosen = ledger_apart(replace(config, metrics=MetricsConfig()), name) if made else config
-        evaluation = packs if made else None
-        made.append(
-            PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel, evaluation=evaluation)
-        )
+        what = {"evaluation": packs} if made else {"packs": number}
+        made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel, **what))
     train, valid, test = made
     if train is not None:
         # The state of a plan is the same on every rank, however many saved it.
         rank = 0 if has_global_packs(config.data.path) else parallel_state.get_data_parallel_rank()
-        state = saved_state(args, data_parallel_rank=rank)
-        if state is not None:
-            train.restore_state(state)
+        train.restore_together(functools.partial(saved_state, args, data_parallel_rank=rank))
     return train, valid, test
 
 

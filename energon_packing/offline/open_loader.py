@@ -1,12 +1,20 @@
-"""`open_loader`: the loader of whatever ``data.path`` names, a data set, a plan, or a packed directory."""
+"""`open_loader`: the loader of whatever ``data.path`` names, a data set, a plan, or a packed directory.
+
+`open_together` opens it on all ranks of a run, or on none.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from energon_packing.energon.loader import build_loader
+from energon_packing import __version__
+from energon_packing.energon.data_identity import told_identity
+from energon_packing.energon.loader import build_loader, identity_of
 from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.replica import Facts, Replica
 from energon_packing.errors import UserError
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
 from energon_packing.offline.sample_kind import AnyRun
@@ -52,7 +60,68 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
     return build_loader(config, **arguments)
 
 
-def refuse_short_plan(path: str, packs: int) -> None:
+def open_together(
+    config: AnyRun,
+    replica: Replica,
+    *,
+    opened: Callable[..., LoaderBase] = open_loader,
+    reads: bool,
+    split: str | None = None,
+    packs: int | None = None,
+    **arguments: Any,
+) -> LoaderBase | None:
+    """The loader of this rank, if it reads; a collective call of all ranks, of which all have one or all refuse.
+
+    What all must know of the data set is read once. The ranks compare what their loaders must have the same: settings,
+    data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
+
+    Args:
+        config: of the run.
+        replica: of this rank.
+        opened: opens a loader, as `open_loader`.
+        reads: whether this rank reads.
+        split, arguments: as for `open_loader`.
+        packs: of the whole run, over all ranks, for which a plan must suffice; None of an evaluation.
+
+    Raises:
+        ConfigError: a rank differs; the message names it, and both values.
+        UserError: a rank cannot open its loader; all raise what it says.
+    """
+    path, part = config.data.path, split or config.data.split
+    identity = replica.told(lambda: {} if has_global_packs(path) else identity_of(path, part))
+
+    def act() -> tuple[LoaderBase | None, Facts]:
+        facts = {
+            "data-parallel ranks": replica.world_size,
+            "data.packs_ahead": config.data.depth,
+            "energon-packing": __version__,
+            **{name: _version(name) for name in ("megatron-energon", "transformers")},
+        }
+        if not reads:
+            return None, (facts, {})
+        if packs is not None and has_global_packs(path):
+            _refuse_short_plan(path, packs)
+        with told_identity(identity):
+            loader = opened(
+                config,
+                rank=replica.rank,
+                world_size=replica.world_size,
+                **({} if split is None else {"split": split}),
+                **arguments,
+            )
+        return loader, (facts, loader.alike())
+
+    return replica.agree(act)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a checkout on the path
+        return None
+
+
+def _refuse_short_plan(path: str, packs: int) -> None:
     """Compares a plan, or a packed directory, with what a run will read of it.
 
     Args:

@@ -71,8 +71,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/data_identity.py",
-                'digest.update(f"{shard}\\0{size}\\0".encode() + header)',
-                "digest.update(shard.encode())",
+                'shards.update(f"{shard}\\0{size}\\0".encode() + header)',
+                "shards.update(shard.encode())",
             ),
         ),
     ),

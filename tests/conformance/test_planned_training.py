@@ -109,8 +109,8 @@ def test_the_states_of_all_ranks_are_the_position_of_the_next_pack(folder):
         names[path.parent.name].append(state["source"]["position"])
     positions = {name: set(found) for name, found in names.items()}
     assert positions == {f"iter_{step:07d}": {step * GLOBAL_BATCH} for step in (3, 6, 9)}
-    # Ranks that a leg lacked a state for took the first rank's.
-    assert [len(found) for _, found in sorted(names.items())] == [4, 4, 4]
+    # Ranks that a leg lacked a state for took the first rank's, and wrote nothing into the checkpoint.
+    assert [len(found) for _, found in sorted(names.items())] == [2, 1, 4]
 
 
 @pytest.mark.usefixtures("stand_ins")

@@ -23,6 +23,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.energon.shallow_states import copied, save_shallowly
 from energon_packing.energon.shard_reads import guard_shards
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.worker_errors import answered
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger_place import LedgerLock
@@ -116,6 +117,9 @@ class PackLoader(LoaderBase):
 
         Before the first pack it is the state that was restored, or the beginning of the data. (Energon would wait
         forever for workers that have not started.)
+
+        Raises:
+            UserError: a worker was killed.
         """
         if self._started:
             return self._state_of(self._loader)
@@ -124,7 +128,7 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": None}
 
     def _state_of(self, loader: Any) -> dict[str, Any]:
-        loaded = loader.save_state_rank()
+        loaded = answered(loader.save_state_rank, getattr(loader._iterator, "_workers", ()))
         # Without workers, Energon hands out lists that it goes on using.
         own = copied(loaded) if loader.num_workers == 0 else loaded
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
+import queue
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from typing import NoReturn
 
 from energon_packing.errors import PackingError, UserError
 
@@ -15,6 +20,8 @@ _DIED = re.compile(
 _FILES = re.compile(r"received \d+ items of ancdata|Too many open files")
 _ROOM = re.compile(r"No space left on device|unable to (?:write to|allocate|resize|mmap).*(?:torch_|shared memory)")
 """A full disk of the ledger is a `UserError` already."""
+_LOOK_EVERY = 1.0
+"""Seconds between looks at whether the workers that are asked are alive."""
 
 
 def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
@@ -32,6 +39,44 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
         if (told := _told(error)) is not None:
             raise UserError(told) from error
         raise
+
+
+def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) -> Answer:
+    """Returns what workers answer to a question, which Energon would wait for in vain once one of them is gone.
+
+    Args:
+        ask: asks all of them; runs in a thread of its own.
+        workers: their processes; without any, ``ask`` is just called.
+
+    Raises:
+        UserError: a worker was killed.
+    """
+    if not workers:
+        return ask()
+    answers: queue.SimpleQueue[Callable[[], Answer]] = queue.SimpleQueue()
+    threading.Thread(target=lambda: answers.put(_outcome(ask)), name="state of the workers", daemon=True).start()
+    while True:
+        try:
+            return answers.get(timeout=_LOOK_EVERY)()
+        except queue.Empty:
+            if gone := [str(worker.pid) for worker in workers if not worker.is_alive()]:
+                raise UserError(_killed("", ", ".join(gone))) from None
+        except RuntimeError as error:  # torch raises it in whatever runs when a worker ends
+            if (told := _told(error)) is not None:
+                raise UserError(told) from error
+            raise
+
+
+def _outcome[Answer](ask: Callable[[], Answer]) -> Callable[[], Answer]:
+    try:
+        answer = ask()
+    except Exception as error:
+        return functools.partial(_raise, error)
+    return lambda: answer
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _without_traceback(error: Exception) -> Exception:

@@ -6,6 +6,8 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -34,6 +36,28 @@ def test_a_worker_that_the_kernel_kills_ends_the_run_with_a_sentence(run_config,
     ):
         for _ in packs:
             pass
+    del packs
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("signals", [True, False], ids=["told_by_a_signal", "told_by_nobody"])
+@pytest.mark.parametrize("later", [False, True], ids=["at_once", "later"])
+def test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds(run_config, request, later, signals):
+    if not signals:
+        request.getfixturevalue("no_signal_of_children")
+    loader = build_loader(run_config(data={"workers": 2, "repeat": True}, drop_budget=1.0, seq_length=2048))
+    packs = iter(loader)
+    next(packs)
+    save = loader.state_later() if later else loader.save_state
+    pid = loader._loader._iterator._workers[-1].pid
+    os.kill(pid, signal.SIGSTOP)  # it may not answer before its end
+    began = time.monotonic()
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+    with pytest.raises(UserError, match=rf"worker \(pid {pid}\) was killed.*continue from the last checkpoint"):
+        save()
+    assert time.monotonic() - began < 10
+    with pytest.raises(UserError, match="was killed"):
+        save()
     del packs
 
 

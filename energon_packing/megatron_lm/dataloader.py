@@ -41,7 +41,7 @@ class PackDataloader:
     """
 
     def __init__(
-        self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: int
+        self, config: RunConfig, replica: Replica, *, split: str, data_parallel_group: Any = None, **what: Any
     ) -> None:
         self._replica = replica
         self._metrics: PackMetrics | None = None

@@ -221,7 +221,8 @@ def build_dataset(
         packing_buffer_size: None packs from the sliding window of ``packing.window`` samples; a number packs disjoint
             buffers of that many samples with Energon's own wrapper.
         tells_end: whether each worker yields an `end_of_epoch` after the last pack of an epoch, for a `PackLoader`.
-        sequence: samples that are read in their order before the reader goes on elsewhere; None reads whole shards.
+        sequence: samples that are read in their order before the reader goes on elsewhere; None reads
+            whole shards, or where there are several readers, their chunks (`reader_shares`).
 
     Raises:
         UserError: there is no data set at ``data.path``, or it lacks the split.

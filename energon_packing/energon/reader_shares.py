@@ -82,19 +82,22 @@ class Share:
         return self.first + (self.places[at] + number - self.starts[at]) % self.samples
 
 
-def deal(samples: int, readers: int, sizes: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def deal(
+    samples: int, readers: int, sizes: np.ndarray | None = None, *, longest: int = LONGEST
+) -> tuple[np.ndarray, np.ndarray]:
     """Deals consecutive samples to readers in chunks.
 
     Args:
         samples: how many; positive.
         readers: how many.
         sizes: ``[samples]``, what each counts; None counts them alike.
+        longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
 
     Returns:
         ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
     """
     each = max(samples // readers, 1)
-    rows = min(max(each // min(max(each // CHUNKS, 1), LONGEST), 1), MOST_CHUNKS)
+    rows = min(max(each // min(max(each // CHUNKS, 1), longest), 1), MOST_CHUNKS)
     bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)
     if sizes is None:
         weights = np.diff(bounds).astype(np.float64)
@@ -189,7 +192,8 @@ class _Source:
         if copies > 1:  # a reader that has a sample would repeat it, and the others would have none
             self.finite.repeats, loader.copies = 1, copies
         sizes = None if whole or copies > 1 else _sizes(loader.join_readers, self.first, self.samples)
-        bounds, reader_of = deal(self.samples * copies, 1 if whole else readers, sizes)
+        longest = min(getattr(self.factory, "max_samples_per_sequence", None) or LONGEST, LONGEST)
+        bounds, reader_of = deal(self.samples * copies, 1 if whole else readers, sizes, longest=longest)
         known = "" if sizes is None else f"{zlib.crc32(sizes.tobytes()):08x}"
         workers = max(worker_config.num_workers, 1)
         starts: list[int] = []
@@ -210,7 +214,7 @@ class _Source:
             samples=self.samples,
             starts=starts,
             places=places,
-            identity=f"{self.first} {self.samples} {copies} {readers} {whole} {known}",
+            identity=f"{self.first} {self.samples} {copies} {readers} {whole} {longest} {known}",
             description=f"{self.name}: {_spread(bounds, reader_of, sizes, readers, whole=whole)}",
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)

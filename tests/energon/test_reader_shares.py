@@ -241,6 +241,12 @@ def test_repetitions_in_a_blend_hold_on_any_number_of_readers(few_and_many, tmp_
     assert {epoch[f"b-{n}"] for n in range(samples)} == {1}
 
 
+def test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs(few_and_many, tmp_path):
+    parts = [{"path": path, "repetitions": 1, "subset": {"range": [0, 3]}} for path in few_and_many]
+    given = sum(read(metadataset(tmp_path, {"blend_epochized": parts}), 8, 0, None), Counter())
+    assert given - Counter({None: given[None]}) == Counter([f"{name}-{n}" for name in "ab" for n in range(3)])
+
+
 @pytest.mark.parametrize(("ranks", "workers"), [(2, 1), (4, 2)])
 def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, ranks, workers):
     for own in read(few_and_many[0], ranks, workers, 6):

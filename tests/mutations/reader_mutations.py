@@ -57,15 +57,18 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=88,
-        name="a reader without samples stops the run",
-        test=SHARES + "test_an_epoch_gives_each_sample_once_on_any_number_of_ranks_and_workers[3-7-0]",
-        oracle="the keys of the source",
+        name="a small split is divided among the readers, so that some have nothing to repeat",
+        test=SHARES + "test_a_split_smaller_than_the_readers_is_read_by_all_of_them[2-1]",
+        oracle="the keys of the split",
+        edits=(("energon/reader_shares.py", "epoch < LEAST * readers)", "False)"),),
+    ),
+    Mutation(
+        trap=88,
+        name="a reader that has nothing of a finite blend asks Energon for it",
+        test=SHARES + "test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs",
+        oracle="the keys of the blend",
         edits=(
-            (
-                "energon/reader_shares.py",
-                "bounds = np.arange(rows * readers + 1, dtype=np.int64) * samples // (rows * readers)",
-                "bounds = np.maximum(np.arange(rows * readers + 1), 1) * samples // (rows * readers)",
-            ),
+            ("energon/window_dataset.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
         ),
     ),
     Mutation(

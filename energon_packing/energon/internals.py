@@ -9,11 +9,13 @@ from megatron.energon.errors import FatalSampleError as FatalSampleError
 from megatron.energon.flavors.base_dataset import SavableDataset as SavableDataset
 from megatron.energon.flavors.base_dataset import add_sample_restore_key as add_sample_restore_key
 from megatron.energon.flavors.base_dataset import set_sample_restore_key as set_sample_restore_key
+from megatron.energon.flavors.webdataset.indexing import JoinIndexReader as JoinIndexReader
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader as ITarReader
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader as ShardInfosITarReader
 from megatron.energon.flavors.webdataset.sample_loader import (
     WebdatasetSampleLoaderDataset as WebdatasetSampleLoaderDataset,
 )
+from megatron.energon.flavors.webdataset.sharder import Sharder as Sharder
 from megatron.energon.flavors.webdataset.structs import FilteredSample as FilteredSample
 from megatron.energon.rng import WorkerRng as WorkerRng
 from megatron.energon.savable import Savable as Savable

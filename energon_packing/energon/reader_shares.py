@@ -33,8 +33,10 @@ import numpy as np
 from megatron.energon import WorkerConfig
 
 from energon_packing.energon.internals import (
+    JoinIndexReader,
     RepeatDataset,
     SavableDataset,
+    Sharder,
     ShardInfosITarReader,
     WebdatasetSampleLoaderDataset,
 )
@@ -157,7 +159,7 @@ class _Source:
 
     Attributes:
         loader: reads it.
-        factory: made the loader; None if that cannot be told.
+        factory: of Energon; made the loader.
         endless: the wrapper that repeats it without end, alone or in a blend; None if none does.
         finite: the wrapper that repeats it a number of times, within; None if none does.
         first, samples: its part.
@@ -171,14 +173,18 @@ class _Source:
     samples: int = 0
 
     def __post_init__(self) -> None:
-        total = len(self.loader.join_readers[0])
-        subset = getattr(self.factory, "subset", None)
+        if hasattr(self.factory, "join_index"):
+            with JoinIndexReader(self.factory.join_index) as index:
+                total = len(index)
+        else:
+            total = len(self.factory)
+        subset = self.factory.subset
         self.first, stop = (0, total) if subset is None else subset.compute_subset(total)
         self.samples = stop - self.first
 
     @property
     def name(self) -> str:
-        return ", ".join(str(path) for path in getattr(self.factory, "paths", ())) or str(self.loader)
+        return ", ".join(str(path) for path in self.factory.paths)
 
     @property
     def in_epoch(self) -> float:
@@ -192,7 +198,7 @@ class _Source:
         if copies > 1:  # a reader that has a sample would repeat it, and the others would have none
             self.finite.repeats, loader.copies = 1, copies
         sizes = None if whole or copies > 1 else _sizes(loader.join_readers, self.first, self.samples)
-        longest = min(getattr(self.factory, "max_samples_per_sequence", None) or LONGEST, LONGEST)
+        longest = min(self.factory.max_samples_per_sequence or LONGEST, LONGEST)
         bounds, reader_of = deal(self.samples * copies, 1 if whole else readers, sizes, longest=longest)
         known = "" if sizes is None else f"{zlib.crc32(sizes.tobytes()):08x}"
         workers = max(worker_config.num_workers, 1)
@@ -251,7 +257,7 @@ def _restored_sample(loader: Any, restore_key: tuple[Any, ...]) -> Any:
 
 def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_Source]:
     """The loaders beneath a data set and its wrappers."""
-    if isinstance(node, WebdatasetSampleLoaderDataset):
+    if isinstance(node, WebdatasetSampleLoaderDataset) and isinstance(factory, Sharder):
         yield _Source(loader=node, factory=factory, endless=endless, finite=finite)
         return
     if isinstance(node, RepeatDataset):

@@ -130,8 +130,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             ahead=shuffled_ahead(self.dataset),
         )
         # A reader that has no sample of a small data set has no packs; Energon's wrappers would end the run.
-        stream = self.dataset if self.dataset.worker_has_samples() else ()
-        source = None if self._draining else iter(stream)
+        own_samples = self.dataset if self.dataset.worker_has_samples() else ()
+        source = None if self._draining else iter(own_samples)
         while True:
             if source is not None and not self._fill(source):
                 source, self._draining = None, True

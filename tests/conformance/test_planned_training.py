@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     dataset = {
         "path": str(folder / "plan.parquet"),
         "validation_path": str(folder / "data"),
+        "validation_split": "train",  # for more packs than an evaluation reads
         "num_workers": 1,
     }
     weights = str(folder / "weights")

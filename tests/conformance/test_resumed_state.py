@@ -185,7 +185,7 @@ def test_a_run_of_bridge_that_is_started_again_after_its_end_saves_and_can_go_on
 def test_an_evaluation_has_a_ledger_of_its_own_and_leaves_the_trainings_as_it_is(dataset, tmp_path):
     from megatron.bridge.data.base import DatasetBuildContext
 
-    dataset.packing.ledger = str(tmp_path / "ledger")
+    dataset.packing.ledger, dataset.validation_split = str(tmp_path / "ledger"), "train"  # which has several packs
     context = DatasetBuildContext(train_samples=100, valid_samples=10, test_samples=0, pg_collection=None)
     train, validation, _ = dataset.build_datasets(context)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint
-from energon_packing.offline.plan import Plan
+from energon_packing.offline.plan import ROUNDING, Plan
 from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.sample_kind import AnyRun
@@ -170,11 +171,14 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
-    needed = facts.epochs * (packs or 0)
-    wanted = "more" if packs is None else f"{-(-needed // facts.packs)} or more for the {packs} packs of this run"
+    if packs is None:
+        rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
+        wanted = f"what the run reads; {math.ceil(1 / rarest - ROUNDING)} goes through every data set once"
+    else:
+        wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
-        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}, set "
+        f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
         f"{wanted}."
     )
 

@@ -123,7 +123,9 @@ def test_a_plan_may_come_again_if_it_goes_through_each_data_set_a_whole_number_o
     if unfinished is None:
         refuse_short_plan(str(opened.path), 10 * packs)
         return
-    with pytest.raises(UserError, match=f"ends after {packs} packs, in the middle of .*set {20 * opened.facts.epochs}"):
+    with pytest.raises(
+        UserError, match=f"ends after {packs} packs, in the middle of .*set it to {20 * opened.facts.epochs}"
+    ):
         refuse_short_plan(str(opened.path), 20 * packs)
 
 

@@ -156,6 +156,15 @@ def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_thos
     assert [Passes(replace(facts, decided=other)).number(packs + at) for at in range(packs)] != orders[1]
 
 
+def test_the_rest_of_an_online_run_with_which_a_plan_begins_comes_once(index: Path, tmp_path: Path) -> None:
+    epochs(index, tmp_path, epochs=3)
+    facts = Plan.open(tmp_path / "plan.parquet").facts
+    passes = Passes(replace(facts, decided={"plan": {"epochs": 2, "seed": 0}}))  # as if the first epoch were the rest
+    rest, packs = facts.epoch_ends[0], facts.packs
+    assert sorted(passes.number(at) for at in range(packs, passes.end(packs))) == list(range(rest, packs))
+    assert passes.end(packs) == 2 * packs - rest
+
+
 def test_no_epochs_leave_a_data_set_out(index: Path, tmp_path: Path) -> None:
     (packs,) = epochs(index, tmp_path, datasets={"a": {"epochs": 0}})
     assert not counts(packs, 0)

@@ -1,7 +1,7 @@
 """States of Energon's data sets without deep copies: each worker makes one after every pack.
 
-Energon copies every list of a state deeply, item by item: 45 ms for a shuffle buffer of 10,000 samples. The long lists
-hold restore keys (tuples) and numbers, which nobody changes, so copying the list itself is enough: 0.05 ms.
+Energon copies every list of a state deeply, item by item: 44 ms for a shuffle buffer of 10,000 samples. The long lists
+hold restore keys (tuples) and numbers, which nobody changes, so copying the list itself is enough: 0.03 ms.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from energon_packing.convert.fetched_files import FETCHED
 from energon_packing.convert.remote_out import check_remote_out
 from energon_packing.convert.report import fingerprint_difference, read_report
 from energon_packing.errors import UserError
+from energon_packing.file_lock import lock
 from energon_packing.remote_files import remote_address, shown
 
 _STATE = "in-progress.json"
@@ -98,13 +98,13 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
         if partial.exists() and not (partial / _STATE).is_file() and any(partial.iterdir()):
             raise UserError(f"{partial} is in the way and was not made by convert; move it away")
         partial.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644), "w")
+        held = os.fdopen(os.open(partial / _LOCK, os.O_RDWR | os.O_CREAT, 0o644), "w")
     except OSError as error:
         raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from error
-    with lock:
+    with held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(partial / _LOCK)):
+            lock(held, config.out, wait=False)
+            if not os.path.samestat(os.fstat(held.fileno()), os.stat(partial / _LOCK)):
                 raise OSError("it was made anew")
         except OSError as error:  # also where another one has finished meanwhile, and removed the file
             raise UserError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from energon_packing.convert.report import counted_pairs
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
+from energon_packing.file_lock import lock
 from energon_packing.offline.index import INDEX_FILE, Index, IndexedDataset, IndexedShard
 from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.measuring import ShardMeasurer, cannot_write
@@ -124,6 +124,8 @@ def measure(config: MeasureConfig, run: AnyRun, progress: Progress = lambda *_: 
     kind = kind_of_config(run).name
     measurer = ShardMeasurer(run)
     _index(config.out, measurer)  # refused before anything is measured
+    with _locked(config.out):  # so that a file system without locks is told of before the work
+        pass
     parts = [part for path in config.paths for part in source_parts(path, config.split, kind)]
     names = [_name(part) for part in parts]
     for name, part in zip(names, parts, strict=True):
@@ -251,6 +253,6 @@ def _name(part: SourcePart) -> str:
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Waits until no other command writes ``index.json``."""
-    with (out / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with (out / ".lock").open("w") as file:
+        lock(file, out, wait=True)
         yield

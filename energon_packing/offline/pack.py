@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import filecmp
 import json
 import shutil
@@ -18,6 +17,7 @@ from energon_packing.drop_budget import over_budget
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
+from energon_packing.file_lock import lock
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.packed import (
@@ -351,7 +351,7 @@ def _locked(out: Path, shard: int, *, wait: bool) -> Iterator[bool]:
     """
     with (out / ".lock").open("r+b" if (out / ".lock").exists() else "w+b") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, shard + 1)
+            lock(file, out, wait=wait, byte=shard + 1)
         except (BlockingIOError, PermissionError):
             yield False
             return

@@ -1,4 +1,6 @@
-"""What a start costs: ``start_up.py FOLDER SHARDS`` prints seconds and opened shards, and groups at 4,096 ranks.
+"""What a start costs: ``start_up.py FOLDER SHARDS [MS]`` prints seconds and opened shards, and groups at 4,096 ranks.
+
+Each opening of a shard takes MS milliseconds more, as on network storage.
 
 It runs on older trees too: ``PYTHONPATH=OTHER python -P tests/energon/start_up.py ...`` gives the figures before.
 """
@@ -72,11 +74,14 @@ def run_on(folder: Path) -> RunConfig:
 
 _OPENED: Counter[str] = Counter()
 _WATCHED: list[str] = []
+_LATENCY: list[float] = []
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and _WATCHED and isinstance(arguments[0], str) and arguments[0].startswith(_WATCHED[0]):
         _OPENED[Path(arguments[0]).suffix] += 1
+        if _LATENCY and arguments[0].endswith(".tar"):
+            time.sleep(_LATENCY[0])
 
 
 sys.addaudithook(_audit)
@@ -202,7 +207,8 @@ def replicas_made() -> tuple[dict[int, Any], int, int, int]:
     return made, max(new_groups.values(), default=0), len(own), max(told.values())
 
 
-def main(folder: str, shards: str) -> None:
+def main(folder: str, shards: str, milliseconds: str = "0") -> None:
+    _LATENCY[:] = [float(milliseconds) / 1000] if float(milliseconds) else []
     if not Path(folder).exists():
         many_shards(Path(folder), int(shards))
     config = run_on(Path(folder))

@@ -11,11 +11,17 @@ BRIDGE_TRAPS = {
     78: "a padding mask of `[tokens]` meets a routing map of `[tokens, experts]` in the router's bias",
     79: "an in-place all-reduce makes the balance loss TP x CP times too strong",
     80: "a pack is one sequence to `seq_aux_loss`",
+    97: "ranks go on with different data, settings, plans, states or positions",
+    98: "a state waits for ever for a worker that was killed",
+    99: "a comment in a YAML file makes another data set of it",
+    100: "a command fails for want of file locks when its work is done",
+    101: "every reader opens every shard when it starts, and makes the groups of all replicas",
 }
 
 NATIVE = "tests/validate/test_native_rules.py::"
 LAYOUT = "tests/conformance/test_dataset_config_layout.py::"
 IMAGES = "test_sequence_parallelism_that_loses_gradients_of_images_is_refused_also_where_the_model_turns_it_on"
+TOGETHER = "tests/conformance/test_ranks_together.py::"
 GRADIENTS = "tests/conformance/test_expert_gradients.py::"
 ONE_RANK = "the gradient of Bridge's own step on one rank, without padding"
 PROVIDER = "`Qwen3VLMoEModelProvider.finalize` of the installed Bridge"
@@ -199,5 +205,98 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="`moe_router_load_balancing_type` of Bridge's provider",
         edits=(("validate/rules/experts.py", '"seq_aux_loss", 0.0) <= 0', '"seq_aux_loss", 0.0) <= 1'),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=97,
+        name="ranks that differ go on",
+        test=TOGETHER + "test_ranks_that_would_read_different_things_all_refuse_and_name_the_rank_and_both_values",
+        oracle="two ranks of Bridge's own set-up",
+        edits=(
+            (
+                "energon/replica.py",
+                "if highest != -lowest or of_reading not in (-least_of_reading, nobody):",
+                "if highest != -lowest:",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=97,
+        name="a rank of a plan takes the file of its own number",
+        test=TOGETHER + "test_a_state_of_an_earlier_attempt_is_never_restored_beside_those_of_this_one",
+        oracle="the run that never stopped",
+        edits=(
+            (
+                "bridge/provider.py",
+                "rank = 0 if has_global_packs(config.data.path) else replica.rank",
+                "rank = replica.rank",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=97,
+        name="states of different steps are restored",
+        test=TOGETHER + "test_a_state_of_an_earlier_attempt_is_never_restored_beside_those_of_this_one",
+        oracle="two ranks of Bridge's own set-up",
+        edits=(
+            (
+                "energon/replica_reader.py",
+                'return state, ({"packs taken before the restart": state["packs"], **own, **saved}, {})',
+                "return state, (saved, {})",
+            ),
+        ),
+        needs_bridge=True,
+    ),
+    Mutation(
+        trap=98,
+        name="Energon asks its workers without looking at them",
+        test="tests/energon/test_worker_errors.py::"
+        "test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds",
+        oracle="a worker that the kernel kills",
+        edits=(
+            (
+                "energon/loader.py",
+                'answered(loader.save_state_rank, getattr(loader._iterator, "_workers", ()))',
+                "loader.save_state_rank()",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=99,
+        name="the text of a YAML file counts",
+        test="tests/energon/test_states.py::test_a_state_belongs_to_what_a_yaml_file_says_not_to_how_it_is_written",
+        oracle="Energon's own reader of YAML",
+        edits=(("energon/data_identity.py", "return repr(_ordered(load_yaml(content))).encode()", "return content"),),
+    ),
+    Mutation(
+        trap=100,
+        name="a lock that the file system refuses ends the command",
+        test="tests/offline/test_without_locks.py::"
+        "test_convert_measure_plan_and_pack_go_on_without_locks_and_say_so_before_they_work",
+        oracle="what `flock` and `lockf` return on such file systems",
+        edits=(("file_lock.py", "if error.errno not in _NO_LOCKS:", "if error.errno:"),),
+    ),
+    Mutation(
+        trap=101,
+        name="what another rank told of the shards is not used",
+        test="tests/energon/test_start_up.py::test_one_rank_opens_the_shards_and_tells_the_others_what_they_are",
+        oracle="Python's audit of opened files",
+        edits=(("energon/data_identity.py", "    if told is not None:\n", "    if told is not None and not place:\n"),),
+    ),
+    Mutation(
+        trap=101,
+        name="every rank makes the groups of all replicas",
+        test="tests/energon/test_start_up.py::"
+        "test_a_replica_of_4096_ranks_makes_one_group_by_its_leaders_alone_and_hears_of_its_own_ranks_only",
+        oracle="the definition",
+        edits=(
+            (
+                "energon/replica.py",
+                "                leader_group = OwnGroup(leaders, here, name, PATIENCE)\n",
+                "                leader_group = OwnGroup(leaders, here, name, PATIENCE)\n"
+                "            distributed.new_group(leaders)\n",
+            ),
+        ),
     ),
 )

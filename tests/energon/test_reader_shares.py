@@ -307,6 +307,24 @@ def test_a_state_is_refused_where_other_samples_are_a_readers(made, tmp_path):
         other.restore_state(state)
 
 
+def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):
+    from megatron.energon.epathlib import EPath
+    from megatron.energon.flavors.jsonl.jsonl_prepare import JsonlPreparator
+
+    lines = tmp_path / "chats.jsonl"
+    lines.write_text("".join(json.dumps({"said": "word " * (1 + n % 30)}) + "\n" for n in range(90)))
+    JsonlPreparator.prepare_dataset(EPath(lines))
+    path = metadataset(tmp_path, {"path": str(lines), "subflavors": {}})
+    run = run_of(path, repeat=False)
+    encoder = PackingTaskEncoder(run.encoder, run.packing, cookers=[Cooker(cook_foreign)])
+    for ranks in (1, 3):
+        given = Counter()
+        for rank in range(ranks):
+            for pack in build_loader(run, task_encoder=encoder, rank=rank, world_size=ranks):
+                given.update(pack.keys)
+        assert given == Counter(str(n) for n in range(90))
+
+
 def print_table(root: Path, names: list[str], samples: int = 1000) -> None:
     print("source    ranks workers  times seen (short, long)   differ  packs per rank, finite epoch")
     for name, ranks, workers in itertools.product(names, RANKS, WORKERS):

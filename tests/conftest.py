@@ -53,6 +53,7 @@ LONGEST_FIRST = (
     "offline/test_kills.py",
     "energon/test_drop_budget_in_the_loader.py",
     "wan/test_text_to_video_loader.py",
+    "wan/test_global_generators.py",
     "media/test_decoding_process.py",
     "manual/test_manual_blocks.py",
     "conformance/test_megatron_lm.py",

@@ -1,10 +1,15 @@
-"""A worker makes a state after every pack: it is the one that Energon makes, and takes half a millisecond at most."""
+"""A worker makes a state after every pack: it is the one that Energon makes, in as many steps at any size.
+
+The tests print milliseconds, and count calls, which a busy machine cannot change.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
+from collections import Counter
 
 import pytest
 from megatron.energon.rng import SystemRng
@@ -12,7 +17,8 @@ from megatron.energon.rng import SystemRng
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 
-MOST_MS = 0.5
+MOST_CALLS = 1500
+"""Of Python and C, for one state. Copying a buffer of 100 samples item by item takes 4,000, of 10,000 370,000."""
 ENDLESS = {"repeat": True, "workers": 0}
 
 
@@ -82,17 +88,22 @@ def texts(tmp_path_factory):
     ],
     ids=["buffer of 10,000", "buffer of 1,000", "buffer of 100", "window of 16,384", "21,000 slices", "all of it"],
 )
-def test_a_state_costs_half_a_millisecond_at_most_at_any_size(run_config, texts, data, arguments, window):
+def test_a_state_takes_as_few_steps_at_any_size(run_config, texts, data, arguments, window):
     config = run_config(data=ENDLESS | data | {"path": texts}, family="text", seq_length=256, window=window)
     _, saved = loader_of(config, **arguments)
 
-    def cost():
-        """What Energon's worker does after a pack, in milliseconds of its own time."""
+    def seconds():
+        """What Energon's worker does after a pack takes of its own time."""
         began = time.thread_time()
         SystemRng.save_state()
         saved.save_state()
-        return 1000 * (time.thread_time() - began)
+        return time.thread_time() - began
 
-    found = min(cost() for _ in range(20))
-    print(f"{data} {arguments} window {window}: {found:.2f} ms per pack")
-    assert found <= MOST_MS
+    milliseconds = 1000 * min(seconds() for _ in range(20))
+    calls = Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    saved.save_state()
+    sys.setprofile(None)
+    steps = calls["call"] + calls["c_call"]
+    print(f"{data} {arguments} window {window}: {milliseconds:.2f} ms and {steps} calls per pack")
+    assert steps <= MOST_CALLS

@@ -230,8 +230,8 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=96,
         name="Energon copies what it saves item by item",
-        test=COST + "test_a_state_costs_half_a_millisecond_at_most_at_any_size[buffer of 10,000]",
-        oracle="a clock",
+        test=COST + "test_a_state_takes_as_few_steps_at_any_size[buffer of 10,000]",
+        oracle="the definition",
         edits=(("energon/loader.py", "    save_shallowly(dataset)\n", ""),),
     ),
     Mutation(

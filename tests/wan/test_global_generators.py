@@ -16,6 +16,8 @@ pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
+pytestmark = pytest.mark.slow
+
 SEQ_LENGTH = 2048
 RANKS = ("tensor 0, context 0", "tensor 1, context 0", "tensor 0, context 1", "tensor 1, context 1")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import pickle
 import shutil
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import require_bridge
 from forking_python import quick_python
 from ranks_environment import ranks_environment
 from ranks_together import Job, state_file
@@ -21,7 +21,9 @@ from energon_packing.config import ParallelConfig, PlanConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 
-require_bridge()
+pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
+if importlib.util.find_spec("megatron.bridge") is None:
+    pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 KINDS = ("online", "planned", "packed", "clips")
 PLANS = ("planned", "packed")
@@ -142,6 +144,7 @@ def said(made, tmp_path_factory):
 def refused(ranks, *told):
     """Whether both ranks refused, and each told of it."""
     for rank in ranks:
+        assert "error" in rank, rank
         kind, sentence = rank["error"]
         assert kind in ("ConfigError", "UserError"), sentence
         assert all(part in sentence for part in told), sentence

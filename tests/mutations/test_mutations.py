@@ -19,6 +19,7 @@ from mutation_run import ALL_MUTATIONS as ALL
 from mutation_run import ROOT, edited
 from mutation_table import TRAPS, Mutation
 from offline_mutations import OFFLINE_TRAPS
+from reader_mutations import READER_TRAPS
 from see_mutations import SEE_TRAPS
 from state_mutations import STATE_TRAPS
 from target_mutations import TARGET_TRAPS
@@ -39,6 +40,7 @@ TABLES = (
     SEE_TRAPS,
     TARGET_TRAPS,
     MEGATRON_LM_TRAPS,
+    READER_TRAPS,
 )
 ALL_TRAPS = {number: trap for table in TABLES for number, trap in table.items()}
 TABLE = ROOT / "docs" / "correctness.md"
@@ -51,7 +53,7 @@ def table_row(mutation: Mutation) -> str:
 
 
 def test_every_trap_has_a_mutation_and_every_mutation_a_name_of_its_own():
-    numbers = {*range(1, 29), 31, 37, 38, *range(40, 86)}
+    numbers = {*range(1, 29), 31, 37, 38, *range(40, 102)}
     assert all(ALL_TRAPS[number] == trap for table in TABLES for number, trap in table.items()), "two traps, one number"
     assert {mutation.trap for mutation in ALL} == set(ALL_TRAPS) == numbers
     assert len({mutation.name for mutation in ALL}) == len(ALL)

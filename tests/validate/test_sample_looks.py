@@ -38,14 +38,14 @@ def blend(folder, entries):
     return file
 
 
-def samples(path, **packing):
+def samples(path, *, ranks=1, **packing):
     """The looks at samples of a run on the data set."""
     config = RunConfig(
         data=DataConfig(path=str(path)),
         encoder=EncoderConfig(processor=str(processor_path("text")), limits=LimitsConfig(min_active_ratio=0.0)),
         packing=PackingConfig(**({"seq_length": 4096} | packing)),
     )
-    return [look for look in look_at_run(RunReads(config=config)) if look.id == "samples"]
+    return [look for look in look_at_run(RunReads(config=config), data_parallel=ranks) if look.id == "samples"]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,13 @@ def test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn(pie
     assert (second.outcome, second.samples, len(second.refused)) == ("error", 3, 3)
     assert {sample.reason for sample in second.refused} == {"oversize"}
     assert str(small / "text") in second.at
+
+
+def test_what_each_reader_gets_of_each_data_set_is_said(pieces, tmp_path):
+    entries = [{"path": str(path / "dataset.yaml"), "weight": 1.0} for path in pieces]
+    why = samples(blend(tmp_path, entries), ranks=3)[0].why  # of two workers each, as by default
+    assert "large/text: 10 to 10 of 60 samples for each of 6 readers, whose bytes differ by 0.0%" in why
+    assert "small/text: all 3 samples for each of 6 readers" in why
 
 
 def test_limits_of_one_data_set_of_a_blend_hold_for_its_samples(pieces, tmp_path):

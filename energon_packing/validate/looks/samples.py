@@ -188,13 +188,15 @@ def _error(at: str, why: str, fix: str, samples: int, refused: list[RefusedSampl
 
 def _measuring(config: RunConfig, processor: Any) -> Any:
     """The run's task encoder, changed to yield measured samples instead of packing them."""
+    from energon_packing.energon.reader_shares import deal_samples
     from energon_packing.energon.task_encoder import PackingTaskEncoder
 
     class Measuring(PackingTaskEncoder):
         """Ends where packing begins."""
 
-        def build_batch(self, dataset: Any, **_unused: Any) -> Any:
+        def build_batch(self, dataset: Any, *, worker_config: Any, **_unused: Any) -> Any:
             """Returns the data set of samples itself; Energon calls it in place of batching."""
+            deal_samples(dataset, worker_config)
             return dataset
 
     # Samples that are too long are dropped as in the run; the rules judge how rows are aligned.

@@ -58,7 +58,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=88,
         name="a small split is divided among the readers, so that some have nothing to repeat",
-        test=SHARES + "test_a_split_smaller_than_the_readers_is_read_by_all_of_them[2-1]",
+        test=SHARES + "test_a_split_smaller_than_the_readers_is_read_by_all_of_them[4-2]",
         oracle="the keys of the split",
         edits=(("energon/reader_shares.py", "epoch < LEAST * readers)", "False)"),),
     ),

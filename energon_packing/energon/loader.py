@@ -169,7 +169,10 @@ class PackLoader(LoaderBase):
                 "this run, or start the data over."
             )
         differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
+        if self._restored is not None:
+            raise PackingError("the loader has been restored already; build another one for another state")
         if state["loader"] is None:  # saved before the first pack
+            tell_of_accepted(differs)
             return
         loaded = copied(state["loader"])  # Energon keeps parts of it and changes them
         parts = getattr(loaded, "worker_states", None)

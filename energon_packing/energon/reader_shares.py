@@ -85,7 +85,13 @@ class Share:
 
 
 def deal(
-    samples: int, readers: int, sizes: np.ndarray | None = None, *, longest: int = LONGEST
+    samples: int,
+    readers: int,
+    sizes: np.ndarray | None = None,
+    *,
+    longest: int = LONGEST,
+    held: np.ndarray | None = None,
+    number: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Deals consecutive samples to readers in chunks.
 
@@ -94,6 +100,9 @@ def deal(
         readers: how many.
         sizes: ``[samples]``, what each counts; None counts them alike.
         longest: samples of a chunk at most, unless there were more than `MOST_CHUNKS` per reader then.
+        held: ``[readers]`` float64, what each reader has of other data sets, in samples of mean size; what it gets here
+            is added. Else many small data sets would all give their last samples to the same readers.
+        number: of the data set, for its chances.
 
     Returns:
         ``[M + 1]`` int64, where each chunk begins, and ``[M]`` int64, its reader. A chunk may be empty.
@@ -106,8 +115,9 @@ def deal(
     else:
         weights = np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds])
     blocks = rows if sizes is None else -(-rows // ROWS)
-    reader_of, held = np.empty(rows * readers, dtype=np.int64), np.zeros(readers)
-    chance = np.random.default_rng([samples, readers])
+    weights *= samples / max(weights.sum(), 1.0)
+    reader_of, held = np.empty(rows * readers, dtype=np.int64), np.zeros(readers) if held is None else held
+    chance = np.random.default_rng([samples, readers, number])
     for block in range(blocks):
         chunks = np.arange(block * rows // blocks * readers, (block + 1) * rows // blocks * readers)
         chunks = chunks[np.lexsort((chance.random(len(chunks)), -weights[chunks]))]
@@ -128,17 +138,22 @@ def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> N
         worker_config: says which readers there are.
 
     Raises:
-        UserError: a data set that repeats without end has no samples.
+        UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated cannot be
+            had by so many readers.
     """
     sources = list(_sources(dataset, None, None, None))
     readers = max(worker_config.num_workers, 1) * worker_config.world_size
     for each in sources:
-        if each.endless is not None and not each.samples:
+        if each.endless is not None and not (each.samples if each.factory.subset else each.usable):
             raise UserError(f"The data set {each.name} has no samples in this split; leave it out, or choose another.")
     epochs = [sum(other.in_epoch for other in sources if other.endless is each.endless) for each in sources]
-    for each, epoch in zip(sources, epochs, strict=True):
+    held = np.zeros(readers)
+    for number, (each, epoch) in enumerate(zip(sources, epochs, strict=True)):
         if readers > 1 and each.samples:
-            each.deal(readers, worker_config, whole=each.endless is not None and epoch < LEAST * readers)
+            whole = each.endless is not None and epoch < LEAST * readers
+            each.deal(readers, worker_config, whole=whole, held=held, number=number)
+        elif each.samples:
+            each.check_fraction(np.array([each.samples]))
 
 
 def described_shares(dataset: SavableDataset[Any]) -> list[str]:
@@ -187,11 +202,38 @@ class _Source:
         return ", ".join(str(path) for path in self.factory.paths)
 
     @property
+    def usable(self) -> int:
+        """Samples that ``exclude`` of the split leaves, at least: of a ``subset``, it may name others."""
+        excluded = getattr(self.factory, "sample_excludes", ())  # joined data and JSON Lines have none
+        names = {f"{shard.name}/" for shard in self.factory.shards} if excluded else set()
+        return max(self.samples - sum(name[: name.find(".tar/") + 5] in names for name in excluded), 0)
+
+    @property
     def in_epoch(self) -> float:
         """Samples that all readers together read in an epoch."""
-        return self.samples * (1 if self.finite is None else self.finite.repeats)
+        return self.usable * (1 if self.finite is None else self.finite.repeats)
 
-    def deal(self, readers: int, worker_config: WorkerConfig, *, whole: bool) -> None:
+    def check_fraction(self, held: np.ndarray) -> None:
+        """Compares what Energon reads of a data set that is repeated ``n.f`` times with what was asked.
+
+        Args:
+            held: samples that each reader has of it; of its fraction, each reads whole samples only.
+
+        Raises:
+            UserError: that is more than a hundredth and a sample less, or nothing.
+        """
+        if self.finite is None or self.finite.repeats == int(self.finite.repeats):
+            return
+        asked = float(held.sum() * self.finite.repeats)
+        given = int(np.sum(np.floor(held * (self.finite.repeats % 1)) + held * int(self.finite.repeats)))
+        if not given or asked - given >= max(1.0, 0.01 * asked):
+            raise UserError(
+                f"{len(held)} readers (ranks x workers) would read {given} samples of {self.name} in an epoch, which "
+                f"has {int(held.sum())} and is to be repeated {self.finite.repeats:g} times. Use fewer readers or a "
+                "whole number of repetitions, or give it a weight in a blend."
+            )
+
+    def deal(self, readers: int, worker_config: WorkerConfig, *, whole: bool, held: np.ndarray, number: int) -> None:
         loader, copies = self.loader, 1
         if not whole and self.finite is not None and self.samples < LEAST * readers:
             copies = int(self.finite.repeats) if self.finite.repeats == int(self.finite.repeats) else 1
@@ -199,7 +241,10 @@ class _Source:
             self.finite.repeats, loader.copies = 1, copies
         sizes = None if whole or copies > 1 else _sizes(loader.join_readers, self.first, self.samples)
         longest = min(self.factory.max_samples_per_sequence or LONGEST, LONGEST)
-        bounds, reader_of = deal(self.samples * copies, 1 if whole else readers, sizes, longest=longest)
+        samples, dealt = self.samples * copies, None if whole else held
+        bounds, reader_of = deal(samples, 1 if whole else readers, sizes, longest=longest, held=dealt, number=number)
+        counts = np.bincount(reader_of, np.diff(bounds), 1 if whole else readers)
+        self.check_fraction(np.repeat(counts, readers) if whole else counts)
         known = "" if sizes is None else f"{zlib.crc32(sizes.tobytes()):08x}"
         workers = max(worker_config.num_workers, 1)
         starts: list[int] = []
@@ -207,8 +252,11 @@ class _Source:
         offsets: list[tuple[int, ...]] = []
         end = 0
         for worker in range(workers):
-            own = np.flatnonzero(reader_of == (0 if whole else worker_config.rank * workers + worker))
+            reader = worker_config.rank * workers + worker
+            own = np.flatnonzero(reader_of == (0 if whole else reader))
             own = own[bounds[own + 1] > bounds[own]]
+            if whole:  # where nothing is shuffled, readers begin at different places
+                own = np.roll(own, -(reader * len(own) // readers))
             ends = end + np.cumsum(bounds[own + 1] - bounds[own])
             offsets.append((end, *ends.tolist()))
             starts += offsets[-1][:-1]
@@ -252,6 +300,12 @@ def _dealt_sample(loader: Any, number: int) -> Any:
 
 
 def _restored_sample(loader: Any, restore_key: tuple[Any, ...]) -> Any:
+    share = loader.share
+    if restore_key[-1] >= share.first + share.samples:
+        raise UserError(
+            f"The loader state holds sample {restore_key[-1]} of a data set that has {share.samples} now; it was made "
+            "smaller. Start the data over."
+        )
     return WebdatasetSampleLoaderDataset._get_sample(loader, restore_key[-1])
 
 
@@ -284,7 +338,7 @@ def _sizes(readers: Sequence[Any], first: int, samples: int) -> np.ndarray | Non
         file = shard.path.with_suffix(".tar.idx").local_path()
         offsets = read_again(str(file), functools.partial(np.fromfile, file, dtype=np.uint64), lambda: None)
         if len(offsets) <= shard.count:
-            return None
+            raise UserError(f"{file} has {len(offsets) - 1} of {shard.count} samples; run `energon prepare` again.")
         found.append(np.diff(offsets[: shard.count + 1].astype(np.int64)))
     start = first - bounds[shards[0]]
     return np.concatenate(found)[start : start + samples]

@@ -26,7 +26,14 @@ import pytest
 import torch.utils.data._utils
 from hypothesis import given as for_all
 from hypothesis import strategies as st
-from megatron.energon import Cooker, basic_sample_keys, stateless
+from megatron.energon import (
+    Cooker,
+    WorkerConfig,
+    basic_sample_keys,
+    get_savable_loader,
+    get_train_dataset,
+    stateless,
+)
 from PIL import Image
 
 from energon_packing import PackingTaskEncoder
@@ -258,6 +265,59 @@ def test_a_split_smaller_than_the_readers_is_read_by_all_of_them(few_and_many, r
     for own in read(few_and_many[0], ranks, workers, 6):
         assert {key[0] for key in own if key} == {"a"}
         assert own[None] == 6
+
+
+def test_many_small_data_sets_leave_no_reader_with_less_than_another(few_and_many, tmp_path):
+    parts = [{"path": few_and_many[1], "repetitions": 1, "subset": {"range": [12 * n, 12 * n + 12]}} for n in range(12)]
+    path = metadataset(tmp_path, {"blend_epochized": parts})
+    own = [sum(count for key, count in each.items() if key) for each in read(path, 16, 0, None)]
+    assert own == [9] * 16
+    assert all(each.total() > each[None] for each in read(path, 16, 0, 2))  # without end, where 9 are enough
+
+
+@pytest.mark.parametrize(("repetitions", "ranks", "good"), [(0.1, 16, False), (0.5, 2, True), (2.5, 16, False)])
+def test_a_fraction_of_a_data_set_is_read_or_refused_with_the_number(few_and_many, tmp_path, repetitions, ranks, good):
+    parts = [
+        {"path": few_and_many[1], "repetitions": repetitions, "subset": {"range": [0, 60]}},
+        {"path": few_and_many[1], "repetitions": 1, "subset": {"range": [60, 300]}},
+    ]
+    path = metadataset(tmp_path, {"blend_epochized": parts})
+    if good:
+        given = sum(read(path, ranks, 0, None), Counter())
+        assert sum(given[f"b-{n}"] for n in range(60)) == 60 * repetitions
+    else:
+        with pytest.raises(UserError, match=f"readers .* samples of .* is to be repeated {repetitions} times"):
+            read(path, ranks, 0, None)
+
+
+def test_excluded_samples_count_for_nobodys_share(few_and_many, tmp_path):
+    path = tmp_path / "excluding"
+    shutil.copytree(few_and_many[1], path)
+    split = path / ".nv-meta" / "split.yaml"
+    keys = [f"train-{n // 250:06d}.tar/b-{n}" for n in range(300) if n not in (7, 200)]
+    split.write_text(split.read_text().replace("exclude: []", f"exclude: {json.dumps(keys)}"))
+    for own in read(str(path), 3, 0, 4):
+        assert {key for key in own if key} == {"b-7", "b-200"}
+
+
+def test_readers_of_the_whole_begin_at_different_places_where_nothing_is_shuffled(few_and_many):
+    run = run_of(few_and_many[1])
+    encoder = encoder_of(few_and_many[1])
+    first = set()
+    for rank in range(2):
+        dataset = get_train_dataset(
+            few_and_many[0],
+            worker_config=WorkerConfig(rank=rank, world_size=2, num_workers=0),
+            batch_size=None,
+            shuffle_buffer_size=None,
+            max_samples_per_sequence=None,
+            shuffle_over_epochs_multiplier=None,
+            parallel_shard_iters=1,
+            task_encoder=encoder,
+        )
+        first.add(next(iter(get_savable_loader(dataset))).keys[0])
+    assert run.data.repeat
+    assert len(first) == 2
 
 
 def test_a_split_without_samples_is_refused_when_the_loader_is_built(few_and_many, tmp_path):

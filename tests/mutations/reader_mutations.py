@@ -42,6 +42,13 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        trap=86,
+        name="every data set gives its last samples to the same readers",
+        test=SHARES + "test_many_small_data_sets_leave_no_reader_with_less_than_another",
+        oracle="the samples of each rank, counted",
+        edits=(("energon/reader_shares.py", "longest=longest, held=dealt, number=number)", "longest=longest)"),),
+    ),
+    Mutation(
         trap=87,
         name="small data sets are divided among the readers too",
         test=SHARES + "test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers[8-0]",

@@ -53,7 +53,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="small data sets are divided among the readers too",
         test=SHARES + "test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers[8-0]",
         oracle="the weights of the blend",
-        edits=(("energon/reader_shares.py", "epoch < LEAST * readers)", "False)"),),
+        edits=(("energon/reader_shares.py", "epoch < LEAST * readers\n", "False\n"),),
     ),
     Mutation(
         trap=87,
@@ -67,7 +67,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a small split is divided among the readers, so that some have nothing to repeat",
         test=SHARES + "test_a_split_smaller_than_the_readers_is_read_by_all_of_them[4-2]",
         oracle="the keys of the split",
-        edits=(("energon/reader_shares.py", "epoch < LEAST * readers)", "False)"),),
+        edits=(("energon/reader_shares.py", "epoch < LEAST * readers\n", "False\n"),),
     ),
     Mutation(
         trap=88,
@@ -83,7 +83,13 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a split without samples ends in a worker",
         test=SHARES + "test_a_split_without_samples_is_refused_when_the_loader_is_built",
         oracle="the definition",
-        edits=(("energon/reader_shares.py", "if each.endless is not None and not each.samples:", "if False:"),),
+        edits=(
+            (
+                "energon/reader_shares.py",
+                "if each.endless is not None and not (each.samples if each.factory.subset else each.usable):",
+                "if False:",
+            ),
+        ),
     ),
     Mutation(
         trap=89,

@@ -54,7 +54,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="rank 0's state restores on rank 1",
         test=STATES + "test_a_state_of_another_reader_is_refused_in_one_sentence",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", '{"rank": worker_config.rank, "ranks"', '{"ranks"'),),
+        edits=(("energon/window_task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
     ),
     Mutation(
         trap=52,
@@ -103,7 +103,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a run of Bridge that continues without a state begins its data anew",
         test=RESUMED + "test_a_run_that_continues_is_refused_where_no_state_would_be_restored",
         oracle="the definition",
-        edits=(("bridge/resumed_state.py", "if found is None or not found[0]:", "if True:"),),
+        edits=(("bridge/resumed_state.py", "if resumed is None or not resumed[0]:", "if True:"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -203,7 +203,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a restored loader saves the beginning until its first pack",
         test="tests/energon/test_loader.py::" + EARLY + "[0]",
         oracle="the run that was not interrupted",
-        edits=(("energon/loader.py", "if self._restored is not None:", "if False:"),),
+        edits=(("energon/loader.py", "return copied(self._restored)", "pass"),),
     ),
     Mutation(
         trap=94,

@@ -107,6 +107,7 @@ class Ledger:
         self.reasons: Counter[str] = Counter()
         self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
+        self._last: DroppedSample | None = None
         self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
         self._frequent = FrequentDrops()
         self._run = run
@@ -181,20 +182,13 @@ class Ledger:
         detail = detail if len(detail) <= LONGEST_DETAIL else f"{detail[: LONGEST_DETAIL - 3]}..."
         entry = DroppedSample(key=key, reason=reason, detail=detail, data=data, modality=modality)
         self._pending.append(entry)
+        self._last = entry
         self.reasons[reason] += 1
         more = ({"data": data} if data else {}) | ({"read": self.read} if self._marked else {})
         self._write({"dropped": key, "reason": reason, "detail": detail, **more})
         if reason in (TIMEOUT, CRASH):
             self._guarded(lambda: self._quarantine.add(data, key, reason, detail))
-        counted, samples = unwished(self.reasons, self.read)
-        dropped = counted.total()
-        if over_budget(dropped, samples, self.budget):
-            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
-            raise DropBudgetExceeded(
-                f"{dropped} of the {max(samples, dropped)} samples read were dropped ({common}), more than "
-                f"drop_budget={self.budget} allows; the last one is {key}: {detail}. "
-                "Fix the data, or raise the budget."
-            )
+        self.check_budget()
         if len(self._pending) >= self.most_pending:
             waiting = Counter(entry.reason for entry in self._pending)
             (common, count) = waiting.most_common(1)[0]
@@ -203,6 +197,22 @@ class Ledger:
                 f"{len(self._pending)} samples were dropped without a single pack between them, {count} of them as "
                 f"{common} (the last one is {last.key}: {last.detail}). Fix the data or the limits, or raise "
                 f"max_drops_without_pack={self.most_pending}."
+            )
+
+    def check_budget(self) -> None:
+        """Refuses what was dropped so far, which `drop` asks each time; whoever knows that the data end asks again.
+
+        Raises:
+            DropBudgetExceeded: more than ``budget`` of the data is dropped beyond doubt, see `over_budget`.
+        """
+        counted, samples = unwished(self.reasons, self.read)
+        dropped = counted.total()
+        if over_budget(dropped, samples, self.budget):
+            common = ", ".join(f"{count} {name}" for name, count in counted.most_common(3))
+            last = "" if self._last is None else f"; the last one is {self._last.key}: {self._last.detail}"
+            raise DropBudgetExceeded(
+                f"{dropped} of the {max(samples, dropped)} samples read were dropped ({common}), more than "
+                f"drop_budget={self.budget} allows{last}. Fix the data, or raise the budget."
             )
 
     def emit(self, pack: int, keys: Sequence[str], *, changed: Sequence[ChangedSample] = ()) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,16 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import _get_default_store
 
 from energon_packing.energon.own_group import OwnGroup, new_name
 from energon_packing.energon.shared_block import host_identity
 from energon_packing.errors import ConfigError, PackingError, UserError
 
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for a pack: before the first one, a whole window of samples is measured."""
+"""How long a rank waits for a pack, before the first of which a whole window of samples is measured, and for what the
+first rank finds out of the data."""
+_POLL_SECONDS = 1.0
 
 
 Facts = tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -98,12 +102,18 @@ class Replica:
     def told(self, find_out: Callable[[], Any]) -> Any:
         """What the run's first rank finds out, on all ranks; a collective call of all ranks.
 
+        The others wait for it as long as `PATIENCE`, whatever the timeout of the run's collectives.
+
         Raises:
             UserError: the first rank raised it.
-            PackingError: it raised something else.
+            PackingError: it raised something else, or took longer.
         """
+        several, name = self.world_size * self.size > 1, [new_name()]
+        if several:
+            distributed.broadcast_object_list(name, 0)
         error, value = _tried(find_out) if self.global_rank == 0 else (None, None)
-        if self.world_size * self.size > 1:
+        if several:
+            _wait_for_first(f"energon-packing/{name[0]}", here=self.global_rank)
             told = [(_words(error), value)]
             distributed.broadcast_object_list(told, 0)
             words, value = told[0]
@@ -210,6 +220,27 @@ def _gathered(value: Any, groups: Iterable[Any]) -> list[Any]:
             distributed.all_gather_object(parts, values, group=group)
             values = [each for part in parts for each in part]
     return values
+
+
+def _wait_for_first(name: str, *, here: int) -> None:
+    """Returns once rank 0 has called it too.
+
+    Raises:
+        PackingError: that takes too long.
+    """
+    store, began, pause = _get_default_store(), time.monotonic(), 0.01
+    if here == 0:
+        store.set(name, "done")
+        return
+    # `store.wait` would keep the store from the backend's own threads.
+    while not store.check([name]):
+        if time.monotonic() - began > PATIENCE.total_seconds():
+            raise PackingError(
+                f"Rank 0 has read the data for {PATIENCE}, and the other ranks wait no longer; look at its storage, or "
+                "evaluate on a plan (energon-packing plan), which is measured before the run."
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
 
 
 def _tried[T](act: Callable[[], T]) -> tuple[Exception | None, T | None]:

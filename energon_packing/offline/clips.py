@@ -57,9 +57,11 @@ class Clips(SampleKind):
         )
         return self.encoder_class(own)
 
-    def task_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
+    def task_encoder(self, run: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
         """See `SampleKind.task_encoder`."""
-        return self.encoder_class(run)
+        from energon_packing.wan.loader import build_text_to_video_task_encoder
+
+        return build_text_to_video_task_encoder(run, **models)
 
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.packing_encoder`."""

@@ -62,11 +62,11 @@ class Conversations(SampleKind):
         """See `SampleKind.measuring_encoder`."""
         return self.encoder_class(run.encoder, PackingConfig(seq_length=NO_ROW, pairs=run.packing.pairs))
 
-    def task_encoder(self, run: RunConfig) -> PackingTaskEncoder:
-        """See `SampleKind.task_encoder`."""
+    def task_encoder(self, run: RunConfig, **models: Any) -> PackingTaskEncoder:
+        """See `SampleKind.task_encoder`; it has no models, and refuses any."""
         from energon_packing.energon.loader import build_task_encoder
 
-        return build_task_encoder(run)
+        return build_task_encoder(run, **models)
 
     def packing_encoder(self, run: RunConfig) -> PackingTaskEncoder:
         """See `SampleKind.packing_encoder`; pixels are bytes wherever that is exact, whatever the run makes of them."""

@@ -1,8 +1,9 @@
 """The packs of an evaluation on a data set: the same ones at each evaluation, after each restart, on any ranks.
 
-Every reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for
-each pack where its samples are. Measuring decodes nothing. From then on an evaluation is read like a plan: rank r
-renders the packs r, r + D, r + 2 D and so on, and the next evaluation begins at the first pack again.
+One reader measures the split as if it were the only one, up to the packs that one evaluation reads, and keeps for each
+pack where its samples are; a run's first rank tells the others (`shared_places`). Measuring decodes nothing. From then
+on an evaluation is read like a plan: rank r renders the packs r, r + D, r + 2 D and so on, and the next evaluation
+begins at the first pack again.
 
 Energon's stream divides a split among its readers and goes on where the last evaluation ended, so what it evaluates
 differs with ranks, workers and restarts.
@@ -11,13 +12,16 @@ differs with ranks, workers and restarts.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from megatron.energon import WorkerConfig
 
 from energon_packing.config import PackingConfig, RunConfig
+from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
@@ -29,6 +33,22 @@ from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.sample_kind import AnyRun
 
+_SHARED: ContextVar[list[list[Any]] | None] = ContextVar("shared", default=None)
+
+
+@contextmanager
+def shared_places(places: list[list[Any]]) -> Iterator[None]:
+    """Inside, `EvaluationPacks` takes these places and measures nothing; if there are none, it adds what it measures.
+
+    Args:
+        places: of the packs of an evaluation; plain values, so that one rank can tell the others.
+    """
+    token = _SHARED.set(places)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
 
 class EvaluationPacks(PositionedPacks):
     """The packs of an evaluation.
@@ -39,8 +59,12 @@ class EvaluationPacks(PositionedPacks):
         most: packs of an evaluation; fewer are made where the data end before.
         rank: names the ledger's files.
 
+    Attributes:
+        identity: the same if the packs are of the same places.
+
     Raises:
         UserError: no sample of the split can be packed.
+        DropBudgetExceeded: more of them are dropped than ``packing`` allows, as in training.
     """
 
     def __init__(self, build: Callable[[bool], Any], encoder: Any, *, most: int, rank: int = 0) -> None:
@@ -53,13 +77,18 @@ class EvaluationPacks(PositionedPacks):
                 raise
             repeat = True
             dataset = build(repeat)
-        with _active(dataset.worker_config):
-            self._places = list(_places_of_packs(dataset, encoder, most))
+        self._places = shared if (shared := _SHARED.get()) is not None else []
         if not self._places:
-            raise UserError(
-                "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another split."
-            )
-        self._dataset = build(repeat)  # workers are forks, and must not share the tars that were just read
+            with _active(dataset.worker_config):
+                self._places += _places_of_packs(dataset, encoder, most)
+            if not self._places:
+                raise UserError(
+                    "No sample of the evaluation's split can be packed. Fix the data or the limits, or name another "
+                    "split."
+                )
+            dataset = build(repeat)  # workers are forks, and must not share the tars that were just read
+        self._dataset = dataset
+        self.identity = f"{most} ({hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]})"
 
     def __len__(self) -> int:
         return len(self._places)
@@ -83,20 +112,28 @@ class EvaluationPacks(PositionedPacks):
 
 
 def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any]]:
-    """For each pack, the restore keys of its samples, and of those before them that no pack has."""
+    """For each pack, the restore keys of its samples, and of those before them that no pack has; what is dropped after
+    the last pack makes one without samples.
+
+    Raises:
+        DropBudgetExceeded: as in training; a blend that comes again has no other end if nothing of it can be packed.
+    """
+    packing = encoder.packing
+    ledger = Ledger(None, budget=packing.drop_budget, name="", most_pending=packing.max_drops_without_pack)
+    ledger.tells = False  # an evaluation does
     source = iter(dataset.dataset)
     held: list[tuple[MeasuredSample, Any]] = []
     dropped: list[Any] = []
-    ended = False
-    for _ in range(most):
+    made, ended = 0, False
+    while made < most:
         while not ended and len(held) < dataset.window:
             sample = next(source, None)
             ended = sample is None
             if sample is None:
                 continue
-            if sample.problem is not None and sample.problem.fatal is not None:
-                raise sample.problem.fatal
+            ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
+                account_for(sample, ledger)
                 dropped.append(sample.__restore_key__)
             else:
                 held.append((sample, sample.__restore_key__))
@@ -104,8 +141,13 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
             break
         chosen = set(encoder.select_pack([sample for sample, _ in held], ended))
         yield [*dropped, *(held[at][1] for at in sorted(chosen))]
-        dropped = []
+        ledger.take_dropped()
+        made, dropped = made + 1, []
         held = [each for at, each in enumerate(held) if at not in chosen]
+    if ended:
+        ledger.check_budget()
+    if made and dropped:
+        yield dropped
 
 
 @contextmanager
@@ -129,6 +171,8 @@ def evaluation_loader(
     prefetch: int = 2,
     task_encoder: Any = None,
     data_parallel_group: Any = None,
+    agree: Agree | None = None,
+    **models: Any,
 ) -> PlannedLoader:
     """The loader of an evaluation on the data set at ``data.path``.
 
@@ -137,32 +181,37 @@ def evaluation_loader(
     Args:
         config: of the run.
         packs: of one evaluation, over all ranks.
-        rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group: as for
+        rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
+        models: ``latent_encoder`` and ``caption_encoder`` of `energon_packing.wan.loader.build_text_to_video_loader`.
 
     Raises:
         UserError: there is no data set at ``data.path``, it lacks the split, or no sample of it can be packed.
+        DropBudgetExceeded: as `EvaluationPacks`.
         ConfigError: the processor or a size cannot be used.
     """
     data = dataclasses.replace(config.data, split=split or config.data.split, workers=0)
     config = dataclasses.replace(config, data=data)
-    encoder = kind_of_config(config).task_encoder(config) if task_encoder is None else task_encoder
+    encoder = kind_of_config(config).task_encoder(config, **models) if task_encoder is None else task_encoder
 
     def build(repeat: bool) -> Any:
-        own = dataclasses.replace(data, repeat=repeat, epoch_end="uneven")
+        own = dataclasses.replace(data, repeat=repeat, epoch_end="uneven", shuffle_over_epochs=1)
         # Of clips, too, the data set reads only `data`.
         run = config if isinstance(config, RunConfig) else RunConfig(packing=PackingConfig())
         return build_dataset(dataclasses.replace(run, data=own), task_encoder=encoder)
 
+    made = EvaluationPacks(build, encoder, most=packs, rank=rank)
     return PlannedLoader(
-        EvaluationPacks(build, encoder, most=packs, rank=rank),
+        made,
         rank=rank,
         world_size=world_size,
         workers=config.data.workers if workers is None else workers,
         prefetch=prefetch,
         evaluation=packs,
         keep_memory=data.keep_memory,
+        fingerprint={**encoder.fingerprint(), "packs of the evaluation": made.identity},
         capacity=encoder.capacity,
         lock=LedgerLock(config.packing.ledger, rank),
+        agree=agree,
         group=data_parallel_group,
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +33,8 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
             `energon_packing.offline.planned_loader.PlannedLoader`. None is a training's.
         arguments: of `energon_packing.energon.loader.build_loader`, or of
             `energon_packing.wan.loader.build_text_to_video_loader`; of a plan, those of
-            `energon_packing.offline.planned_loader.loader_of`.
+            `energon_packing.offline.planned_loader.loader_of`; of an evaluation on a data set, those of
+            `energon_packing.offline.evaluation.evaluation_loader`.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -72,7 +74,8 @@ def open_together(
 ) -> LoaderBase | None:
     """The loader of this rank, if it reads; a collective call of all ranks, of which all have one or all refuse.
 
-    What all must know of the data set is read once. The ranks compare what their loaders must have the same: settings,
+    What all must know of the data set is read once, and so are the packs of an evaluation: rank 0 opens its loader
+    first, and no reader measures the split again. The ranks compare what their loaders must have the same: settings,
     data, plan, tokenizer, ranks and workers, and on all ranks the versions of the software.
 
     Args:
@@ -88,7 +91,24 @@ def open_together(
         UserError: a rank cannot open its loader; all raise what it says.
     """
     path, part = config.data.path, split or config.data.split
+    if split is not None:
+        arguments["split"] = split
     identity = replica.told(lambda: {} if has_global_packs(path) else identity_of(path, part))
+
+    places: list[list[Any]] = []
+
+    @functools.cache
+    def own_loader() -> LoaderBase:
+        with told_identity(identity):
+            if not evaluates:
+                return opened(config, rank=replica.rank, world_size=replica.world_size, **arguments)
+            from energon_packing.offline.evaluation import shared_places
+
+            with shared_places(places):
+                return opened(config, rank=replica.rank, world_size=replica.world_size, **arguments)
+
+    if evaluates := arguments.get("evaluation") is not None and not has_global_packs(path):
+        places = replica.told(lambda: (own_loader(), places)[1])
 
     def act() -> tuple[LoaderBase | None, Facts]:
         facts = {
@@ -101,14 +121,7 @@ def open_together(
             return None, (facts, {})
         if packs is not None and has_global_packs(path):
             _refuse_short_plan(path, packs)
-        with told_identity(identity):
-            loader = opened(
-                config,
-                rank=replica.rank,
-                world_size=replica.world_size,
-                **({} if split is None else {"split": split}),
-                **arguments,
-            )
+        loader = own_loader()
         return loader, (facts, loader.alike())
 
     return replica.agree(act)

@@ -74,8 +74,12 @@ class SampleKind(ABC):
         """
 
     @abstractmethod
-    def task_encoder(self, run: Any) -> Any:
+    def task_encoder(self, run: Any, **models: Any) -> Any:
         """The task encoder of a run.
+
+        Args:
+            run: its configuration.
+            models: of one's own, where the kind has any.
 
         Raises:
             ConfigError: a processor or model cannot be used.

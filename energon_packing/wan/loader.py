@@ -39,17 +39,12 @@ def build_text_to_video_loader(
         UserError: there is no data set at ``data.path``, or it lacks the split.
         ConfigError: a model or a size cannot be used.
     """
-    # Of the other sections of a run's configuration, the data set reads only `data`.
-    run = RunConfig(data=config.data, packing=PackingConfig(seq_length=config.packing.seq_length))
     if task_encoder is None:
-        task_encoder = TextToVideoTaskEncoder(
-            config,
-            latent_encoder=latent_encoder,
-            caption_encoder=caption_encoder,
-            fingerprint=functools.partial(data_fingerprint, run),
+        task_encoder = build_text_to_video_task_encoder(
+            config, latent_encoder=latent_encoder, caption_encoder=caption_encoder
         )
     dataset = build_dataset(
-        run,
+        _data_of(config),
         task_encoder=cast("Any", task_encoder),
         data_parallel_group=data_parallel_group,
         tells_end=True,
@@ -70,3 +65,21 @@ def build_text_to_video_loader(
         fingerprint=task_encoder.loader_fingerprint(dataset),
         accept_changed=config.data.accept_changed,
     )
+
+
+def build_text_to_video_task_encoder(config: TextToVideoRunConfig, **models: Any) -> TextToVideoTaskEncoder:
+    """The task encoder of a configuration.
+
+    Args:
+        config: of the run.
+        models: ``latent_encoder`` and ``caption_encoder``, as for `build_text_to_video_loader`.
+
+    Raises:
+        ConfigError: a model cannot be used.
+    """
+    return TextToVideoTaskEncoder(config, fingerprint=functools.partial(data_fingerprint, _data_of(config)), **models)
+
+
+def _data_of(config: TextToVideoRunConfig) -> RunConfig:
+    """What a data set reads of the configuration: of the sections, only ``data``."""
+    return RunConfig(data=config.data, packing=PackingConfig(seq_length=config.packing.seq_length))

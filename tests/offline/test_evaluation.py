@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import tarfile
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 import torch.utils.data._utils
 import yaml
+from forking_python import quick_python
+from ranks_environment import ranks_environment
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert
@@ -20,6 +23,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.errors import UserError
+from energon_packing.ledger import DropBudgetExceeded
 from energon_packing.ledger_report import merged
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
@@ -31,27 +35,28 @@ torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # closing a worker takes
 
 SAMPLES, LONG = {"a": 60, "b": 24}, 3
 """Records of each data set; of them, those that fit no pack."""
+BAD = 12
+"""Records of each of two data sets of which none fits."""
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two data sets of texts with all samples in the split ``val``, a plan and a packed directory of the first, and
-    blends of both."""
+    """Data sets of texts with all samples in the split ``val``, a plan and a packed directory of the first, and blends
+    of two."""
     root = tmp_path_factory.mktemp("evaluated")
     for name, count in SAMPLES.items():
-        lines = []
-        for at in range(count):
-            answer = "word " * (2000 if at < LONG else 5 + at * 7 % 90)
-            messages = [{"role": "user", "content": f"{at}?"}, {"role": "assistant", "content": answer}]
-            lines.append(json.dumps({"id": f"{name}{at}", "messages": messages}))
-        (root / f"{name}.jsonl").write_text("\n".join(lines))
-        given: dict[str, Any] = {"split": {"val": 1.0}, "samples_per_shard": 8, "workers": 0}
-        convert(ConvertConfig(sources=(root / f"{name}.jsonl",), out=root / name, **given))
-    entries = [{"path": str(dataset_entry(str(root / name)))} for name in SAMPLES]
-    for name, split in (
-        ("both", {"blend_epochized": entries}),
-        ("mix", {"blend": [{**entry, "weight": weight} for entry, weight in zip(entries, (3, 1), strict=True)]}),
+        converted(root, name, [at < LONG for at in range(count)])
+    for name in ("c", "d"):
+        converted(root, name, [True] * BAD)
+    for name, kind, members in (
+        ("both", "blend_epochized", SAMPLES),
+        ("mix", "blend", SAMPLES),
+        ("mixed_bad", "blend", ("c", "d")),
     ):
+        entries: list[dict[str, Any]] = [{"path": str(dataset_entry(str(root / each)))} for each in members]
+        if kind == "blend":
+            entries = [{**entry, "weight": weight} for entry, weight in zip(entries, (3, 1), strict=True)]
+        split = {kind: entries}
         values = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"val": split}}
         (root / f"{name}.yaml").write_text(yaml.safe_dump(values))
     run = replace(run_on(root / "a"), plan=PlanConfig(max_data_parallel=4))
@@ -59,6 +64,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_plan([root / "index"], run, root / "plan.parquet")
     pack(PackConfig(plan=root / "plan.parquet", out=root / "packed", workers=0))
     return root
+
+
+def converted(root: Path, name: str, long: list[bool]) -> Path:
+    """A data set of texts, of which the long ones fit no pack."""
+    lines = []
+    for at, too_long in enumerate(long):
+        answer = "word " * (2000 if too_long else 5 + at * 7 % 90)
+        messages = [{"role": "user", "content": f"{at}?"}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"id": f"{name}{at}", "messages": messages}))
+    (root / f"{name}.jsonl").write_text("\n".join(lines))
+    given: dict[str, Any] = {"split": {"val": 1.0}, "samples_per_shard": 8, "workers": 0}
+    convert(ConvertConfig(sources=(root / f"{name}.jsonl",), out=root / name, **given))
+    return root / name
 
 
 def run_on(path: Path, *, ledger: Path | None = None, **data: Any) -> RunConfig:
@@ -109,6 +127,11 @@ def test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a
     assert evaluations(run_on(root / way, repeat=False, epoch_end="pad"), 8, ranks=2) == [first]
 
 
+def test_an_evaluation_goes_through_the_split_once_however_many_epochs_are_shuffled_together(root: Path) -> None:
+    (packs,) = evaluations(run_on(root / "a", shuffle_over_epochs=3), 64)
+    assert Counter(key for keys, _ in packs for key in keys) == dict.fromkeys(packable("a"), 1)
+
+
 @pytest.mark.parametrize("way", ["a", "plan.parquet", "packed", "both.yaml"])
 def test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding(
     root: Path, way: str
@@ -141,6 +164,67 @@ def test_the_ledger_of_an_evaluation_names_each_dropped_sample_once_over_all_ran
     assert report.dropped == {"oversize": LONG}
     assert report.emitted == SAMPLES["a"] - LONG
     assert report.duplicates == []
+
+
+def test_what_is_dropped_after_the_last_pack_of_an_evaluation_is_in_its_ledger_too(tmp_path: Path) -> None:
+    run = run_on(converted(tmp_path, "e", [at >= 20 for at in range(23)]), ledger=tmp_path / "ledger", shuffle_buffer=1)
+    run = replace(run, packing=replace(run.packing, window=1))
+    evaluations(run, 32, ranks=2, times=2)
+    report = merged(tmp_path / "ledger")
+    assert (report.emitted, report.dropped, report.duplicates) == (20, {"oversize": 3}, [])
+
+
+@pytest.mark.parametrize("way", ["c", "mixed_bad.yaml"])
+@pytest.mark.parametrize(("budget", "told"), [(0.0, "drop_budget=0.0 allows"), (1.0, "")])
+def test_an_evaluation_of_bad_data_is_refused_when_the_loader_is_built_and_never_searched_for_ever(
+    root: Path, way: str, budget: float, told: str
+) -> None:
+    run = run_on(root / way)
+    run = replace(run, packing=replace(run.packing, drop_budget=budget, max_drops_without_pack=100))
+    with pytest.raises(UserError, match=told or "No sample of the eval|100 samples were dropped without a single pack"):
+        open_loader(run, evaluation=8)
+
+
+def test_a_split_that_ends_over_its_budget_is_refused_when_the_loader_is_built(tmp_path: Path) -> None:
+    run = run_on(converted(tmp_path, "f", [at % 8 != 7 for at in range(200)]), shuffle_buffer=1)
+    with pytest.raises(DropBudgetExceeded, match="175 of the 200 samples read were dropped"):
+        open_loader(replace(run, packing=replace(run.packing, drop_budget=0.3)), evaluation=64)
+
+
+def seen_by_ranks(folder: Path, packs: int, slow: float, patience: float, *paths: Path) -> list[dict[str, Any]]:
+    """What each of two readers saw, see `evaluation_ranks`."""
+    program = [quick_python(), "-W", "ignore", str(Path(__file__).with_name("evaluation_ranks.py"))]
+    command = [*program, *map(str, (folder, packs, slow, patience, *paths))]
+    ended = subprocess.run(command, env=ranks_environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_one_rank_measures_a_split_and_tells_the_others_who_wait_longer_than_a_collective_of_the_run(
+    root: Path, tmp_path: Path
+) -> None:
+    found = seen_by_ranks(tmp_path, 8, 11.0, 8.0, root / "a", root / "a")
+    assert [(each["error"], each["measured"]) for each in found] == [(None, 1), (None, 0)]
+    (alone,) = evaluations(run_on(root / "a"), 8)
+    assert [keys for pair in zip(*(each["keys"] for each in found), strict=True) for keys in pair] == [
+        list(keys) for keys, _ in alone
+    ]
+
+
+def test_readers_with_different_copies_of_a_split_are_refused_together(root: Path, tmp_path: Path) -> None:
+    other = converted(tmp_path, "a", [at < LONG for at in range(SAMPLES["a"] - 3)])
+    for each in seen_by_ranks(tmp_path, 8, 0.0, 60.0, root / "a", other):
+        assert "rank 1 has data set" in each["error"], each
+
+
+def test_loaders_of_the_same_evaluation_are_alike_and_others_are_not(root: Path) -> None:
+    first, again, longer = (open_loader(run_on(root / "a"), evaluation=packs).alike() for packs in (8, 8, 16))
+    assert first == again
+    assert {name for name in first if first[name] != longer[name]} == {"packs of the evaluation"}
+
+
+def test_a_loop_of_ones_own_may_pass_what_a_training_takes_to_an_evaluation(root: Path) -> None:
+    assert open_loader(run_on(root / "a"), evaluation=8, agree=lambda _: [True])
 
 
 def test_a_split_of_which_nothing_can_be_packed_is_refused_when_the_loader_is_built(root: Path) -> None:

@@ -6,7 +6,6 @@ Each field here and in the two classes states what Bridge reads by name from a d
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError
 from energon_packing.ledger_place import ledger_apart, without_ledger
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_together
+from energon_packing.offline.open_loader import open_together, refuse_short_plan
 from energon_packing.validate.views.container import finalised
 
 
@@ -228,11 +227,17 @@ class PackProvider(DatasetProvider):
             # The state of a plan is the same on every rank, however many saved it.
             rank = 0 if has_global_packs(config.data.path) else replica.rank
             resumed = step_and_folder()
-            packs = context.train_samples // self.micro_batch_size
-            train = self._iterator(config, context.pg_collection, replica, packs=packs)
-            train.restore_together(
-                functools.partial(saved_state, self, resumed, rank=rank, accepted=config.data.accept_changed)
-            )
+            left = self._packs_left(resumed, replica.world_size)
+            train = self._iterator(config, context.pg_collection, replica)
+
+            def read() -> Any:
+                state = saved_state(self, resumed, rank=rank, accepted=config.data.accept_changed)
+                if left is not None and replica.is_reader and has_global_packs(path):
+                    refuse_short_plan(path, state, left)
+                return state
+
+            path = config.data.path
+            train.restore_together(read)
         if self.do_validation and context.valid_samples > 0:
             workers = self.num_workers if self.num_val_workers is None else self.num_val_workers
             if (groups := self._evaluation_groups) is not None:
@@ -262,6 +267,23 @@ class PackProvider(DatasetProvider):
         batch = getattr(settings, "eval_global_batch_size", None) or train.global_batch_size
         micro = getattr(settings, "eval_micro_batch_size", None) or train.micro_batch_size
         return int(settings.eval_iters * (batch // (micro * ranks)) * ranks)
+
+    def _packs_left(self, resumed: tuple[int, str | None] | None, ranks: int) -> int | None:
+        """Packs that the run has still to read, over all ranks.
+
+        Args:
+            resumed: what `step_and_folder` returned.
+
+        Returns:
+            None if that is not known: no ``setup`` is calling, the data set was not told about its run, or its batch
+            grows.
+        """
+        train = getattr(self._run, "train", None)
+        if resumed is None or train is None or train.train_iters is None or train.rampup_batch_size:
+            return None
+        # The batch is rounded down with ``decrease_batch_size_if_needed``, and divides without a rest otherwise.
+        batch = train.global_batch_size // (train.micro_batch_size * ranks) * ranks
+        return int(max(train.train_iters - resumed[0], 0) * batch)
 
     def _iterator(self, config: Any, groups: Any, replica: Replica, **what: Any) -> BridgePackIterator:
         depth = config.data.depth

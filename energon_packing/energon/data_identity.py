@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -33,8 +33,9 @@ _OPENERS = 32
 _AT_ONCE = 100
 """Shards that one of them opens in a row."""
 _TOLD: ContextVar[Mapping[str, str] | None] = ContextVar("told", default=None)
+_CONFIGS = (".yaml", ".yml", ".json")
 _FILES = ("index.uuid", INFO_FILE, "split.yaml", "dataset.yaml")
-"""Of ``.nv-meta``; a blend may name other files for its splits, which its own text then says."""
+"""Of ``.nv-meta``; a metadataset may name others, as ``split_config`` and ``dataset_config``."""
 
 
 def data_identity(path: str, split: str) -> dict[str, str]:
@@ -49,10 +50,13 @@ def data_identity(path: str, split: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     root = _place(dataset_entry(path))
-    for number, (place, content) in enumerate(_walk(root, split, {str(root)})):
+    named: set[str] = set()
+    for number, (place, content) in enumerate([*_walk(root, split, {str(root)}, named)]):
         name = "data set" if number == 0 else f"data set {number} ({place.name})"
         told = (_TOLD.get() or {}).get(name)
-        found[name] = _prepared(place, told) if content is None else f"metadataset {_digest(_meaning(content))[:16]}"
+        found[name] = (
+            _prepared(place, named, told) if content is None else f"metadataset {_digest(_meaning(content))[:16]}"
+        )
     return found
 
 
@@ -80,8 +84,17 @@ def known_pairs(path: str, split: str) -> PairCounts:
     return counted_pairs(place for place, _ in _walk(root, split, {str(root)}))
 
 
-def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, bytes | None]]:
-    """Yields each data set from `place` on once, a metadataset with its content."""
+def _walk(
+    place: Any, split: str | None, seen: set[str], named: set[str] | None = None
+) -> Iterator[tuple[Any, bytes | None]]:
+    """Yields each data set from `place` on once, a metadataset with its content.
+
+    Args:
+        place: of a data set or metadataset.
+        split: of a metadataset; None takes all.
+        seen: is told of each place.
+        named: is told of each text of a metadataset that may be the name of a file of ``.nv-meta``.
+    """
     if not place.is_file():
         yield place, None
         return
@@ -98,11 +111,13 @@ def _walk(place: Any, split: str | None, seen: set[str]) -> Iterator[tuple[Any, 
     splits = content.get("splits") if isinstance(content, dict) else None
     # An inner metadataset may be asked for another split, so all of its splits count.
     chosen = splits.get(split) if isinstance(splits, dict) and split is not None else content
-    for named in _texts(chosen):
-        child = _child(place, named)
+    for text in _texts(chosen):
+        if named is not None and len(text) < 256 and text.endswith(_CONFIGS) and "://" not in text and text[0] != "/":
+            named.add(text)
+        child = _child(place, text)
         if child is not None and str(child) not in seen:
             seen.add(str(child))
-            yield from _walk(child, None, seen)
+            yield from _walk(child, None, seen, named)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -153,18 +168,20 @@ def _ordered(value: Any, key: Any = None) -> Any:
     return pairs if key == "join" else sorted(pairs, key=repr)  # a join begins with the data set that it names first
 
 
-def _prepared(place: Any, told: str | None) -> str:
+def _prepared(place: Any, named: Collection[str], told: str | None) -> str:
     """The entry of one prepared data set.
 
     Args:
+        named: further files of ``.nv-meta``, for those data sets that have them.
         told: of another rank.
     """
     meta = place / META_DIRECTORY
     digest = hashlib.sha256()
-    for name in _FILES:
+    for name in (*_FILES, *sorted(name for name in {*named}.difference(_FILES) if (meta / name).is_file())):
         file = meta / name
         content = file.read_bytes() if file.is_file() else b""
-        digest.update(name.encode() + b"\0" + (_meaning(content) if name.endswith(".yaml") else content) + b"\0")
+        content = content if name in _FILES[:2] else _meaning(content)
+        digest.update(name.encode() + b"\0" + content + b"\0")
     uuid = (meta / "index.uuid").read_text().strip() if (meta / "index.uuid").is_file() else "none"
     try:
         counts = json.loads((meta / INFO_FILE).read_text())["shard_counts"]

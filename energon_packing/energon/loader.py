@@ -33,6 +33,7 @@ FIRST_PACK_SECONDS = 900
 sample."""
 NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
+OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
@@ -164,9 +165,15 @@ class PackLoader(LoaderBase):
             UserWarning: it differs in what ``data.accept_changed`` names.
         """
         if not (isinstance(state, Mapping) and state.get("format") == STATE_FORMAT and "loader" in state):
+            way_out = "give the state of this run, or start the data over"
+            if isinstance(state, Mapping) and state.get("format") in OLDER_FORMATS:
+                way_out = (
+                    "an older version saved it, whose readers read the samples in another order. Begin the data anew: "
+                    'in Bridge with dataset.data.accept_changed=["missing_state"] and dataset.dataloader_load="", in '
+                    "Megatron-LM with --packing-restart-data"
+                )
             raise ConfigError(
-                f"The loader state is {_kind_of(state)}, not what a loader of this version saved; give the state of "
-                "this run, or start the data over."
+                f"The loader state is {_kind_of(state)}, not what a loader of this version saved; {way_out}."
             )
         differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
         if self._restored is not None:

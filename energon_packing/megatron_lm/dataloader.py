@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.loader_state import saved_state
 from energon_packing.offline.data_paths import has_global_packs
-from energon_packing.offline.open_loader import open_together
+from energon_packing.offline.open_loader import open_together, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch
 
 
@@ -37,7 +36,7 @@ class PackDataloader:
         replica: of this rank.
         split: part of the data set.
         data_parallel_group: of this rank, for agreement between readers.
-        what: ``packs`` of a training, or ``evaluation``, the packs of one, over all ranks; see `open_together`.
+        what: ``evaluation``, the packs of one, over all ranks; see `open_together`. None of a training.
     """
 
     def __init__(
@@ -196,13 +195,22 @@ def train_valid_test_datasets_provider(
             made.append(None)
             continue
         chosen = ledger_apart(replace(config, metrics=MetricsConfig()), name) if made else config
-        what = {"evaluation": packs} if made else {"packs": number}
+        what = {"evaluation": packs} if made else {}
         made.append(PackDataloader(chosen, replica, split=split, data_parallel_group=data_parallel, **what))
     train, valid, test = made
     if train is not None:
-        # The state of a plan is the same on every rank, however many saved it.
-        rank = 0 if has_global_packs(config.data.path) else parallel_state.get_data_parallel_rank()
-        train.restore_together(functools.partial(saved_state, args, data_parallel_rank=rank))
+        path = config.data.path
+        planned = has_global_packs(path)
+
+        def read() -> Any:
+            # The state of a plan is the same on every rank, however many saved it.
+            state = saved_state(args, data_parallel_rank=None if planned else parallel_state.get_data_parallel_rank())
+            if planned and replica.is_reader and args.train_iters and not args.rampup_batch_size:
+                left = max(args.train_iters - args.iteration, 0) * (args.global_batch_size // ranks) * ranks
+                refuse_short_plan(path, state, left)
+            return state
+
+        train.restore_together(read)
     return train, valid, test
 
 

@@ -14,11 +14,16 @@ MISSING = (
 )
 
 
-def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
+def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:
     """Returns the loader's state for the checkpoint that this run continues from; None for a new run.
 
     Every rank of a replica reads the file of its data-parallel rank, which ``maybe_save_dataloader_state`` of
     ``megatron.training.checkpointing`` wrote under ``--dataloader-save``.
+
+    Args:
+        args: of Megatron-LM.
+        data_parallel_rank: whose file is read. None takes the first rank's, which of a plan is that of all ranks, and
+            the one that a run with or without pipeline stages saved if there is none with this run's name.
 
     Raises:
         ConfigError: the run continues and there is no state, unless ``--packing-restart-data`` allows this; or the file
@@ -33,13 +38,20 @@ def saved_state(args: Any, *, data_parallel_rank: int) -> Any:
         )
     from megatron.training.checkpointing import get_checkpoint_name
 
-    path = get_checkpoint_name(
-        args.dataloader_save,
-        args.iteration,
-        tensor_rank=0,
-        pipeline_rank=0,
-        expert_parallel=False,
-        expert_rank=0,
-        basename=f"train_dataloader_dprank{data_parallel_rank:03d}.pt",
+    own, *others = (
+        Path(
+            get_checkpoint_name(
+                args.dataloader_save,
+                args.iteration,
+                pipeline_parallel=pipeline_parallel,
+                tensor_rank=0,
+                pipeline_rank=0,
+                expert_parallel=False,
+                expert_rank=0,
+                basename=f"train_dataloader_dprank{data_parallel_rank or 0:03d}.pt",
+            )
+        )
+        for pipeline_parallel in ((None, False, True) if data_parallel_rank is None else (None,))
     )
-    return read_state(Path(path), missing=MISSING)
+    path = next((path for path in (own, *others) if path.is_file()), own)
+    return read_state(path, missing=MISSING)

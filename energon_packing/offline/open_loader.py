@@ -69,7 +69,6 @@ def open_together(
     opened: Callable[..., LoaderBase] = open_loader,
     reads: bool,
     split: str | None = None,
-    packs: int | None = None,
     **arguments: Any,
 ) -> LoaderBase | None:
     """The loader of this rank, if it reads; a collective call of all ranks, of which all have one or all refuse.
@@ -84,7 +83,6 @@ def open_together(
         opened: opens a loader, as `open_loader`.
         reads: whether this rank reads.
         split, arguments: as for `open_loader`.
-        packs: of the whole run, over all ranks, for which a plan must suffice; None of an evaluation.
 
     Raises:
         ConfigError: a rank differs; the message names it, and both values.
@@ -119,8 +117,6 @@ def open_together(
         }
         if not reads:
             return None, (facts, {})
-        if packs is not None and has_global_packs(path):
-            _refuse_short_plan(path, packs)
         loader = own_loader()
         return loader, (facts, loader.alike())
 
@@ -134,20 +130,26 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _refuse_short_plan(path: str, packs: int) -> None:
-    """Compares a plan, or a packed directory, with what a run will read of it.
+def refuse_short_plan(path: str, state: Any, packs: int) -> None:
+    """Compares a plan, or a packed directory, with what a run has still to read of it.
 
     Args:
         path: ``data.path``.
-        packs: of the whole run, over all ranks.
+        state: of the reader, at which the run continues (`OneReader.save_state`); None begins the plan. Where it has no
+            position, its restoring says what is wrong with it.
+        packs: that the run has still to read, over all ranks.
 
     Raises:
         UserError: the plan ends before, in the middle of a data set.
     """
+    source = {"position": 0} if state is None else state.get("source") if isinstance(state, dict) else None
+    position = source.get("position") if isinstance(source, dict) else None
+    if not isinstance(position, int):
+        return
     from energon_packing.offline.packed import Packed
     from energon_packing.offline.plan import Plan
     from energon_packing.offline.planned_loader import too_short
 
     plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
-    if (why := too_short(plan, packs)) is not None:
+    if (why := too_short(plan, position + packs)) is not None:
         raise UserError(why)

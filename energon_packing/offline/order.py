@@ -75,11 +75,12 @@ def incomplete_group(costs: np.ndarray, start: int, group: int) -> float | None:
     return float(costs[-min(left, costs.size) :].mean()) if left and costs.size else None
 
 
-def order_again(start: int, stop: int, *, group: int, seed: list[int]) -> np.ndarray:
+def order_again(start: int, stop: int, *, position: int, group: int, seed: list[int]) -> np.ndarray:
     """Another order of the packs ``[start, stop)`` of an epoch: its whole groups change places, and so do the packs
-    inside each, so that steps are as even as they were.
+    inside each. A step is as even as it was, but for those that hold the first or the last packs of an epoch.
 
     Args:
+        position: of the first of them. Where steps would straddle two groups, a part of a group comes first.
         group: as for `balanced_order`.
         seed: of all random choices.
 
@@ -89,11 +90,14 @@ def order_again(start: int, stop: int, *, group: int, seed: list[int]) -> np.nda
     random = np.random.default_rng(seed)
     first = min(-(-start // group) * group, stop)
     last = max(stop // group * group, first)
-    parts = [random.permutation(np.arange(start, first))]
-    if last > first:
-        groups = random.permutation(np.arange(first, last).reshape(-1, group))
-        parts.append(_shuffled_inside(groups, random).ravel())
-    return np.concatenate([*parts, random.permutation(np.arange(last, stop))])
+    head, tail = (random.permutation(np.arange(*ends)) for ends in ((start, first), (last, stop)))
+    groups = random.permutation(np.arange(first, last).reshape(-1, group))
+    groups = _shuffled_inside(groups, random) if len(groups) else groups
+    ahead = -position % group
+    if ahead != head.size and len(groups):
+        head, tail = groups[0, :ahead], np.concatenate([groups[0, ahead:], tail, head])
+        groups = groups[1:]
+    return np.concatenate([head, groups.ravel(), tail])
 
 
 def _taken(

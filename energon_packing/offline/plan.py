@@ -30,8 +30,8 @@ from energon_packing.remote_files import check_local
 FORMAT = 1
 ROW_GROUP = 1 << 16
 """Rows of a row group, up to the end of the pack that crosses this number."""
-ROUNDING = 1e-6
-"""Of ``per_epoch`` in the summary."""
+ROUNDING = 1e-9
+"""Of ``per_epoch`` in the summary, which has 12 digits, and of what is planned, see `energon_packing.offline.blend`."""
 CACHED = 2
 """Row groups that an open plan keeps: a range of packs seldom touches more."""
 SCHEMA = pa.schema(
@@ -155,9 +155,13 @@ class PlanFacts:
     def unfinished(self) -> str | None:
         """The first data set that the plan ends in the middle of, with how often its samples occur; None if each is
         gone through a whole number of times, so that the plan may begin again."""
-        for each in self.summary.get("datasets", ()):
+        datasets = self.summary.get("datasets", ())
+        rounding = ROUNDING * self.epochs
+        if all(each["per_epoch"] == round(each["per_epoch"], 6) for each in datasets):  # plans of before had 6 digits
+            rounding = min(1e-6 * self.epochs, 1e-3)
+        for each in datasets:
             turns = each["per_epoch"] * self.epochs
-            if turns and (not round(turns) or abs(turns - round(turns)) > ROUNDING * self.epochs):
+            if turns and (not round(turns) or abs(turns - round(turns)) > rounding):
                 return f"{each['name']} ({turns:.4g} times)"
         return None
 

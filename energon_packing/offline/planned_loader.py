@@ -20,7 +20,7 @@ from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint
-from energon_packing.offline.plan import ROUNDING, Plan
+from energon_packing.offline.plan import Plan
 from energon_packing.offline.planned_packs import PlannedPacks
 from energon_packing.offline.positioned_packs import PositionedPacks
 from energon_packing.offline.sample_kind import AnyRun
@@ -140,10 +140,16 @@ class PlannedLoader(LoaderBase):
         if not isinstance(position, int) or isinstance(position, bool) or position < 0:
             raise ConfigError("The saved loader state of the plan is damaged: it has no position; start the data over.")
         if position > len(self._packs) and state.get("order") != ORDER:
-            raise ConfigError(
-                f"The saved loader state is at position {position}, after the last of {len(self._packs)} packs, where "
-                "the version that saved it had another order; restore an earlier state, or start the data over."
+            older = (
+                f"at position {position}, after the last of {len(self._packs)} packs, where the version that saved it "
+                "had another order"
             )
+            if "order" not in self._accept_changed:
+                raise ConfigError(
+                    f"The saved loader state was {older}; restore an earlier state, go on in the new order with "
+                    'data.accept_changed=["order"], or start the data over.'
+                )
+            differs.append(older)
         self._position, self._resumed = position, position > 0
         tell_of_accepted(differs)
 
@@ -166,20 +172,21 @@ def too_short(plan: Plan, packs: int | None = None) -> str | None:
 
     Args:
         plan: opened.
-        packs: of the whole run, over all ranks; None is more than the plan has.
+        packs: of the run from its beginning, over all ranks; None is more than the plan has.
     """
     facts = plan.facts
     if facts.unfinished is None or (packs is not None and packs <= facts.packs):
         return None
     if packs is None:
         rarest = min(each["per_epoch"] for each in facts.summary["datasets"] if each["per_epoch"])
-        wanted = f"what the run reads; {math.ceil(1 / rarest - ROUNDING)} goes through every data set once"
+        wanted = f"what the run reads; {math.ceil(1 / (rarest + 1e-12))} goes through every data set once"
     else:
         wanted = f"{-(-facts.epochs * packs // facts.packs)} or more for the {packs} packs of this run"
     return (
         f"{plan.path} ends after {facts.packs} packs, in the middle of {facts.unfinished}; begun again, it would give "
         f"the same samples once more, and never the others. Plan more epochs: plan.epochs is {facts.epochs}; set it to "
-        f"{wanted}."
+        f"{wanted}. The longer plan begins with the packs of this one, so a run that has saved a state goes on from it "
+        'with data.accept_changed=["plan"].'
     )
 
 

@@ -51,7 +51,8 @@ class Passes:
     def _order(self, later: int, epoch: int) -> np.ndarray:
         start, stop = (0, *self._facts.epoch_ends)[epoch : epoch + 2]
         seed = [int(self._facts.decided["plan"]["seed"]), later, epoch, 5]
-        return order_again(start, stop, group=self._facts.max_data_parallel, seed=seed)
+        position = self._packs + (later - 1) * (self._packs - self._first) + start - self._first
+        return order_again(start, stop, position=position, group=self._facts.max_data_parallel, seed=seed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, (self._facts,)

@@ -61,7 +61,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="only the metadataset counts, not the data sets in it",
         test=STATES + "test_changed_data_beneath_equal_shard_counts_are_refused_by_name",
         oracle="the definition",
-        edits=(("energon/data_identity.py", "yield from _walk(child, None, seen)", "yield from ()"),),
+        edits=(("energon/data_identity.py", "yield from _walk(child, None, seen, named)", "yield from ()"),),
     ),
     Mutation(
         trap=52,

@@ -14,6 +14,7 @@ from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import refuse_short_plan
 from energon_packing.offline.plan import Plan, PlannedPack
+from energon_packing.offline.planned_loader import planned_state
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.positioned_packs import Passes
 
@@ -24,10 +25,14 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_index(tmp_path_factory.mktemp("made") / "index", {"a": [drawn_rows(300)], "b": [short]})
 
 
-def epochs(index: Path, tmp_path: Path, **plan: Any) -> list[list[PlannedPack]]:
+def plan_file(index: Path, tmp_path: Path, **plan: Any) -> str:
     values = {"packing": {"seq_length": 1024}, "plan": {"max_data_parallel": 4, **plan}}
     make_plan([index], from_mapping(RunConfig, values, where="the test"), tmp_path / "plan.parquet", force=True)
-    opened = Plan.open(tmp_path / "plan.parquet")
+    return str(tmp_path / "plan.parquet")
+
+
+def epochs(index: Path, tmp_path: Path, **plan: Any) -> list[list[PlannedPack]]:
+    opened = Plan.open(plan_file(index, tmp_path, **plan))
     ends = opened.facts.epoch_ends
     return [opened.packs(start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True)]
 
@@ -119,14 +124,45 @@ def test_a_plan_may_come_again_if_it_goes_through_each_data_set_a_whole_number_o
     opened = Plan.open(tmp_path / "plan.parquet")
     assert opened.facts.unfinished == unfinished
     packs = len(opened)
-    refuse_short_plan(str(opened.path), packs)
+    refuse_short_plan(str(opened.path), None, packs)
     if unfinished is None:
-        refuse_short_plan(str(opened.path), 10 * packs)
+        refuse_short_plan(str(opened.path), None, 10 * packs)
         return
     with pytest.raises(
         UserError, match=f"ends after {packs} packs, in the middle of .*set it to {20 * opened.facts.epochs}"
     ):
-        refuse_short_plan(str(opened.path), 20 * packs)
+        refuse_short_plan(str(opened.path), None, 20 * packs)
+
+
+@pytest.mark.parametrize(
+    ("per_epoch", "epochs", "complete"),
+    [(1e-5, 95_000, False), (1e-5, 100_000, True), (3e-4, 3200, False), (1 / 30_000, 29_000, False)]
+    + [(1 / 30_000, 30_000, True), (1 / 3, 99_999, True), (round(1 / 3, 6), 3, True), (round(1 / 3, 6), 2, False)],
+)
+def test_a_plan_of_many_epochs_is_complete_only_if_each_data_set_was_gone_through_whole(
+    index: Path, tmp_path: Path, per_epoch: float, epochs: int, complete: bool
+) -> None:
+    facts = Plan.open(plan_file(index, tmp_path)).facts
+    summary = {"datasets": [{"name": "small", "per_epoch": 1.0}, {"name": "large", "per_epoch": round(per_epoch, 12)}]}
+    facts = replace(facts, summary=summary, decided=dict(facts.decided) | {"plan": {"epochs": epochs}})
+    assert (facts.unfinished is None) == complete
+
+
+def test_a_plan_has_to_suffice_from_where_the_run_continues(index: Path, tmp_path: Path) -> None:
+    """Only what the loader will read counts: not what was read, nor the steps of a run that begins its data later."""
+    weights = {"a": {"weight": 3}, "b": {"weight": 1}}
+    path = plan_file(index, tmp_path, epochs=2, datasets=weights)
+    short = Plan.open(path)
+    packs = len(short)
+    at = {"packs": 3, "source": planned_state(packs - 2, {})}
+    refuse_short_plan(path, at, 2)
+    with pytest.raises(UserError, match=r'go[a-z]* on from it with data.accept_changed=\["plan"\]'):
+        refuse_short_plan(path, at, 3)  # of the few steps that are left
+    refuse_short_plan(path, None, packs)
+    refuse_short_plan(path, {"packs": 3, "source": {"format": "of an online run"}}, 2 * packs)  # refused as such
+    (tmp_path / "longer").mkdir()
+    longer = Plan.open(plan_file(index, tmp_path / "longer", epochs=4, datasets=weights))
+    assert longer.packs(0, packs) == short.packs(0, packs)  # so that the sentence is true
 
 
 def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_those_of_a_step_together(
@@ -143,8 +179,12 @@ def test_later_passes_have_the_packs_of_each_epoch_in_other_orders_and_keep_thos
     for order in orders:
         for start, end in zip((0, *facts.epoch_ends), facts.epoch_ends, strict=False):
             assert sorted(order[start:end]) == list(range(start, end))
-            for first in range(-(-start // group) * group, end // group * group, group):
-                assert len({pack // group for pack in order[first : first + group]}) == 1
+    steps = [sum(orders, [])[first : first + group] for first in range(0, 4 * packs, group)]
+    apart = [number for number, step in enumerate(steps) if len({pack // group for pack in step}) > 1]
+    assert packs % group, "so that later passes begin within a step"
+    assert not any(number < packs // group for number in apart)
+    assert len(apart) <= 3 * 3 * len(facts.epoch_ends), "three steps of each later epoch hold what is left of groups"
+    assert len(apart) < len(steps) / 4, (len(apart), len(steps), facts.epoch_ends)
     assert [Passes(facts).number(position) for position in (packs + 7, 3 * packs - 1)] == [orders[1][7], orders[2][-1]]
     assert [passes.end(position) for position in (0, packs - 1, packs, 2 * packs)] == [
         packs,

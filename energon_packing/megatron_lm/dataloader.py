@@ -19,7 +19,7 @@ from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_place import ledger_apart
 from energon_packing.megatron_lm.arguments import run_config_of
-from energon_packing.megatron_lm.loader_state import saved_state
+from energon_packing.megatron_lm.loader_state import packs_left, saved_state
 from energon_packing.offline.data_paths import has_global_packs
 from energon_packing.offline.open_loader import open_together, refuse_short_plan
 from energon_packing.thd.batch import PackedBatch
@@ -205,8 +205,7 @@ def train_valid_test_datasets_provider(
         def read() -> Any:
             # The state of a plan is the same on every rank, however many saved it.
             state = saved_state(args, data_parallel_rank=None if planned else parallel_state.get_data_parallel_rank())
-            if planned and replica.is_reader and args.train_iters and not args.rampup_batch_size:
-                left = max(args.train_iters - args.iteration, 0) * (args.global_batch_size // ranks) * ranks
+            if planned and replica.is_reader and (left := packs_left(args, ranks)) is not None:
                 refuse_short_plan(path, state, left)
             return state
 

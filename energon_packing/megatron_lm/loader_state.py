@@ -1,4 +1,4 @@
-"""The loader's state in Megatron-LM's checkpoints: where it is stored."""
+"""The loader's state in Megatron-LM's checkpoints: where it is stored, and what the run reads from there on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,19 @@ MISSING = (
     "the world size or --dataloader-save differs from the run that saved it. Give --packing-restart-data to start the "
     "data over."
 )
+
+
+def packs_left(args: Any, ranks: int) -> int | None:
+    """Packs that the run has still to read, over all ranks; None if its batch grows.
+
+    Args:
+        args: of Megatron-LM, which has read its checkpoint and set ``train_iters``.
+        ranks: data-parallel.
+    """
+    if not args.train_iters or args.rampup_batch_size:
+        return None
+    # The batch is rounded down with ``--decrease-batch-size-if-needed``, and divides without a rest otherwise.
+    return int(max(args.train_iters - args.iteration, 0) * (args.global_batch_size // ranks) * ranks)
 
 
 def saved_state(args: Any, *, data_parallel_rank: int | None) -> Any:

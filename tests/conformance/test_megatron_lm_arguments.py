@@ -23,7 +23,7 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.state_file import read_state as state_in_file
 from energon_packing.errors import ConfigError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
-from energon_packing.megatron_lm.loader_state import MISSING, saved_state
+from energon_packing.megatron_lm.loader_state import MISSING, packs_left, saved_state
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "megatron_lm.md"
 # What Megatron-LM's own parser makes of a plain command line, as far as we read it.
@@ -242,3 +242,32 @@ def test_data_never_begin_anew_in_silence(tmp_path):
     args.packing_restart_data = True
     assert saved_state(args, data_parallel_rank=0) is None
     assert saved_state(SimpleNamespace(iteration=0, packing_restart_data=False), data_parallel_rank=0) is None
+
+
+@pytest.mark.parametrize(("saving", "reading"), [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_a_run_on_a_plan_goes_on_with_another_number_of_pipeline_stages(tmp_path, monkeypatch, saving, reading):
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    args = SimpleNamespace(iteration=4, packing_restart_data=False, dataloader_save=str(tmp_path))
+
+    def stages(number):
+        monkeypatch.setattr(checkpointing.mpu, "get_pipeline_model_parallel_world_size", lambda: number)
+
+    stages(saving)
+    none = {"tensor_rank": 0, "pipeline_rank": 0, "expert_parallel": False, "expert_rank": 0}
+    name = checkpointing.get_checkpoint_name(str(tmp_path), 4, **none, basename="train_dataloader_dprank000.pt")
+    Path(name).parent.mkdir(parents=True)
+    state = {"packs": 3, "source": {"position": 6}}
+    state_of(Path(name), {"dataloader_state_dict": state})
+    stages(reading)
+    assert saved_state(args, data_parallel_rank=None) == state
+    if saving != reading:
+        with pytest.raises(ConfigError, match="no state of the loader"):
+            saved_state(args, data_parallel_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "batch", "growing", "left"), [(0, 8, None, 80), (7, 8, None, 24), (7, 9, None, 24), (0, 8, [4], None)]
+)
+def test_what_a_run_has_still_to_read_is_its_steps_times_its_batch(iteration, batch, growing, left):
+    args = SimpleNamespace(train_iters=10, iteration=iteration, global_batch_size=batch, rampup_batch_size=growing)
+    assert packs_left(args, 4) == left

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import bridge_ranks
 import pytest
 from bridge_sources import BridgeSource, sources
 
+from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, PlanConfig, RunConfig
+from energon_packing.config.plan import PlannedDatasetConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 
@@ -20,8 +24,11 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 from energon_packing.bridge_cpu import stand_ins
 from energon_packing.energon.state_file import read_state
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged
+from energon_packing.offline.measure import MeasureConfig, measure
+from energon_packing.offline.open_loader import open_loader
+from energon_packing.offline.planner import make_plan
 
 STEPS = 4
 TEXT = {"family": "text", "steps": STEPS}
@@ -111,6 +118,60 @@ def test_a_run_that_continues_is_refused_where_no_state_would_be_restored(datase
     assert not hasattr(iterator, "restore_state")  # Bridge then reads no file
     assert next(iterator)["tokens"].shape[-1] > 1
     assert iterator.save_state()["packs"] == 2
+
+
+@pytest.fixture(scope="module")
+def short_plan(data):
+    """Half of each data set."""
+    run = RunConfig(
+        data=DataConfig(path=str(data / "data")),
+        encoder=EncoderConfig(processor=str(processor_path("text")), modality="text"),
+        packing=PackingConfig(seq_length=256, drop_budget=1.0, window=8),
+        plan=PlanConfig(max_data_parallel=2, datasets={"text": PlannedDatasetConfig(epochs=0.5)}),
+    )
+    measure(MeasureConfig(paths=(data / "data",), out=data / "index", workers=0), run)
+    return make_plan([data / "index"], run, data / "plan.parquet")
+
+
+@pytest.mark.parametrize(
+    ("step", "position", "left", "refused"),
+    [
+        (0, None, 0, False),
+        (0, None, 1, True),
+        (2, -2, 0, False),
+        (2, -2, 1, True),  # with fewer packs per step than before, so that all steps together would fit
+        (1000, None, 0, False),  # begun anew, after a thousand steps of something else
+        (1000, None, 1, True),
+    ],
+)
+def test_a_plan_has_to_suffice_for_the_steps_that_are_left_from_where_the_run_continues(
+    dataset, data, short_plan, tmp_path, monkeypatch, step, position, left, refused
+):
+    """`left`: packs that the run would read beyond the plan."""
+    import torch
+
+    dataset.path, dataset.do_validation = str(data / "plan.parquet"), False
+    at = 0 if position is None else short_plan.packs + position
+    train = SimpleNamespace(
+        train_iters=step + short_plan.packs - at + left, global_batch_size=1, micro_batch_size=1, rampup_batch_size=None
+    )
+    if position is None:
+        dataset.data.accept_changed = ["missing_state"]
+    config = dataset.run_config(ParallelConfig())
+    monkeypatch.setattr(dataset, "run_config", lambda parallel: config)  # which would look at the model
+    dataset.follow(SimpleNamespace(train=train, dist=SimpleNamespace(eval_context_parallel_size=None)))
+    if position is not None:
+        file = tmp_path / f"iter_{step:07d}" / "train_dataloader_dprank000.pt"
+        file.parent.mkdir()
+        source = open_loader(config).save_state() | {"position": at}
+        torch.save({"dataloader_state_dict": {"packs": at, "source": source}}, file)
+    warned = pytest.warns(UserWarning, match="anew") if step == 1000 else contextlib.nullcontext()
+    with warned, pytest.raises(UserError, match="Plan more epochs") if refused else contextlib.nullcontext():
+        assert next(setup(dataset, step, tmp_path))["tokens"].shape[-1] > 1
+    train.rampup_batch_size = [1, 1, 1]  # nobody knows how many packs are left: the loader ends where the plan does
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert next(setup(dataset, step, tmp_path))["tokens"].shape[-1] > 1
 
 
 @pytest.mark.full

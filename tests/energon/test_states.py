@@ -81,6 +81,13 @@ def test_what_is_no_state_is_refused_in_one_sentence(run_config, state):
         build_loader(config_of(run_config)).restore_state(state)
 
 
+@pytest.mark.parametrize("made", [1, 2])
+def test_a_state_of_an_older_version_is_refused_with_the_way_on(run_config, made):
+    state = {"format": f"energon_packing loader {made}", "fingerprint": {}, "loader": None}
+    with pytest.raises(ConfigError, match=r"older version saved it.*missing_state.*--packing-restart-data"):
+        build_loader(config_of(run_config)).restore_state(state)
+
+
 def test_a_state_with_a_part_replaced_is_refused_or_restored_but_never_another_error(damage_target):
     config, state, rest = damage_target
 
@@ -293,6 +300,24 @@ def test_a_state_belongs_to_what_a_yaml_file_says_not_to_how_it_is_written(
     assert (load_yaml(file.read_bytes()) == load_yaml(before.encode())) == same
     with contextlib.nullcontext() if same else pytest.raises(ConfigError, match="data set"):
         build_loader(config).restore_state(state)
+
+
+@pytest.mark.parametrize(("named", "file"), [("split_config", "other.yaml"), ("dataset_config", "its.json")])
+def test_files_that_a_metadataset_names_belong_to_the_data(dataset, tmp_path, named, file):
+    shutil.copytree(dataset, tmp_path / "data")
+    place = tmp_path / "data" / "text"
+    head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    text = yaml.safe_dump(head | {"splits": {"train": {"path": str(place), named: file}}})
+    (tmp_path / "blend.yaml").write_text(text)
+    config = place / ".nv-meta" / file
+    identities = []
+    for content in ("{exclude: []}", "# by hand\n{exclude:  []}\n", "{exclude: [demo-00001]}"):
+        config.write_text(content)
+        identities.append(data_identity(str(tmp_path / "blend.yaml"), "train"))
+    before, commented, changed = identities
+    assert before == commented
+    assert [name for name in before if before[name] != changed[name]] == ["data set 1 (text)"]
+    assert data_identity(str(place), "train") == {"data set": data_identity(str(dataset / "text"), "train")["data set"]}
 
 
 def test_the_identity_of_data_reads_one_header_of_a_shard(dataset, monkeypatch):

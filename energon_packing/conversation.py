@@ -372,7 +372,7 @@ class Conversation:
         chosen, rejected = (
             _read_turns(record, name, f"{name} ") if name in record else () for name in ("chosen", "rejected")
         )
-        media = tuple(_read_media(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True))
+        media = tuple(media_of(entry) for entry in _RECORD.read_list(record, "media", "the record", optional=True))
         tools = None
         if record.get("tools") is not None:
             tools = _mappings(record, "tools", "the record")
@@ -465,7 +465,12 @@ def _read_turn(turn: Any, number: int, which: str = "") -> Turn:
     )
 
 
-def _read_media(entry: Any) -> Media:
+def media_of(entry: Any) -> Media:
+    """Reads what `Media.to_record` wrote.
+
+    Raises:
+        SampleRejected: as `Conversation.from_record`.
+    """
     _RECORD.check_keys(entry, set(MEDIA_FIELDS), "a media entry")
     kind, name = entry.get("kind"), entry.get("name")
     if kind not in ("image", "video"):

@@ -11,7 +11,8 @@ source::
     reader 1    ss    ss ss       ll ll    ll
 
 Of each block of neighbouring chunks, the longest go to the readers that have least so far, then the next longest, and
-so on. Without known sizes, each reader gets one of each row of neighbours by chance. What is dealt follows from the
+so on. Lengths are the bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small
+shards are read, and what records say of images and videos counts in tokens. Without known sizes, each reader gets one of each row of neighbours by chance. What is dealt follows from the
 data, ranks and workers alone. A reader's chunks are one range for Energon, `Share`; restore keys name the samples
 themselves.
 
@@ -23,15 +24,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import re
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from megatron.energon import WorkerConfig
 
+from energon_packing.conversation import Media, media_of
 from energon_packing.energon.internals import (
     JoinIndexReader,
     RepeatDataset,
@@ -57,6 +62,14 @@ MOST_SIZED = 1 << 23
 """Samples whose sizes are read at most; the mean of so many needs no help."""
 MOST_OPENED = 2048
 """Shards whose index is opened for the sizes at most; on each reader this takes 20 microseconds for a local one."""
+
+MOST_READ = 1 << 28
+"""Bytes of shards that are read for the sizes at most, which takes each reader a second or two."""
+TOKEN_BYTES = 4
+"""Text of a record for one token, about."""
+MediaTokens = Callable[[Sequence[Media]], int]
+_MEDIUM_STARTS = b'{"kind": "'
+_MEDIUM = re.compile(rb'(\{"kind": "(?:image|video)", )"name": "(?:[^"\\]|\\.)*", ([^{}]*\})')
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +141,9 @@ def deal(
     return bounds, reader_of
 
 
-def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> None:
+def deal_samples(
+    dataset: SavableDataset[Any], worker_config: WorkerConfig, media_tokens: MediaTokens | None = None
+) -> None:
     """Gives the readers of this rank their shares of all data sets beneath the wrappers of Energon.
 
     With one reader in all, Energon's own slices stay.
@@ -136,6 +151,7 @@ def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> N
     Args:
         dataset: of Energon, before it is read.
         worker_config: says which readers there are.
+        media_tokens: tokens of the media of one sample; None counts them as nothing.
 
     Raises:
         UserError: a data set that repeats without end has no samples; or a fraction of one that is repeated cannot be
@@ -151,7 +167,7 @@ def deal_samples(dataset: SavableDataset[Any], worker_config: WorkerConfig) -> N
     for number, (each, epoch) in enumerate(zip(sources, epochs, strict=True)):
         if readers > 1 and each.samples:
             whole = each.endless is not None and epoch < LEAST * readers
-            each.deal(readers, worker_config, whole=whole, held=held, number=number)
+            each.deal(readers, worker_config, media_tokens, whole=whole, held=held, number=number)
         elif each.samples:
             each.check_fraction(np.array([each.samples]))
 
@@ -233,13 +249,25 @@ class _Source:
                 "whole number of repetitions, or give it a weight in a blend."
             )
 
-    def deal(self, readers: int, worker_config: WorkerConfig, *, whole: bool, held: np.ndarray, number: int) -> None:
+    def deal(
+        self,
+        readers: int,
+        worker_config: WorkerConfig,
+        media_tokens: MediaTokens | None,
+        *,
+        whole: bool,
+        held: np.ndarray,
+        number: int,
+    ) -> None:
         loader, copies = self.loader, 1
         if not whole and self.finite is not None and self.samples < LEAST * readers:
             copies = int(self.finite.repeats) if self.finite.repeats == int(self.finite.repeats) else 1
         if copies > 1:  # a reader that has a sample would repeat it, and the others would have none
             self.finite.repeats, loader.copies = 1, copies
-        sizes = None if whole or copies > 1 else _sizes(loader.join_readers, self.first, self.samples)
+        sizes = None
+        if not whole and copies == 1:
+            read = media_tokens if self.endless is None else None
+            sizes = _sizes(loader.join_readers, self.first, self.samples, read)
         longest = min(self.factory.max_samples_per_sequence or LONGEST, LONGEST)
         samples, dealt = self.samples * copies, None if whole else held
         bounds, reader_of = deal(samples, 1 if whole else readers, sizes, longest=longest, held=dealt, number=number)
@@ -292,7 +320,7 @@ def _spread(bounds: np.ndarray, reader_of: np.ndarray, sizes: np.ndarray | None,
     known = np.bincount(
         reader_of, np.diff(np.concatenate(([0.0], np.cumsum(sizes, dtype=np.float64)))[bounds]), readers
     )
-    return f"{of}, whose bytes differ by {known.max() / known.min() - 1:.1%}"
+    return f"{of}, whose sizes differ by {known.max() / known.min() - 1:.1%}"
 
 
 def _dealt_sample(loader: Any, number: int) -> Any:
@@ -321,9 +349,12 @@ def _sources(node: Any, factory: Any, endless: Any, finite: Any) -> Iterator[_So
         yield from _sources(each, factory, endless, finite)
 
 
-def _sizes(readers: Sequence[Any], first: int, samples: int) -> np.ndarray | None:
-    """Bytes of each sample in its tar, ``[samples]`` int64, as the index of each shard has them; None if they are not
-    read: there are too many, or they are elsewhere.
+def _sizes(readers: Sequence[Any], first: int, samples: int, media_tokens: MediaTokens | None) -> np.ndarray | None:
+    """Size of each sample, ``[samples]`` int64; None if there are too many, or they are elsewhere.
+
+    Args:
+        media_tokens: where shards are small, sizes are `_read_sizes`; None leaves them at the bytes in the tars, as the
+            index of each shard has them.
     """
     reader = readers[0]
     if samples > MOST_SIZED or not isinstance(reader, ShardInfosITarReader):
@@ -332,13 +363,54 @@ def _sizes(readers: Sequence[Any], first: int, samples: int) -> np.ndarray | Non
     shards = range(bisect_right(bounds, first) - 1, bisect_right(bounds, first + samples - 1))
     if len(shards) > MOST_OPENED or not all(reader.shard_infos[at].path.is_local() for at in shards):
         return None
-    found = []
+    found, files = [], []
     for at in shards:
         shard = reader.shard_infos[at]
         file = shard.path.with_suffix(".tar.idx").local_path()
         offsets = read_again(str(file), functools.partial(np.fromfile, file, dtype=np.uint64), lambda: None)
         if len(offsets) <= shard.count:
             raise UserError(f"{file} has {len(offsets) - 1} of {shard.count} samples; run `energon prepare` again.")
-        found.append(np.diff(offsets[: shard.count + 1].astype(np.int64)))
+        found.append(offsets[: shard.count + 1].astype(np.int64))
+        files.append(shard.path.local_path())
+    if media_tokens is None or sum(int(offsets[-1]) for offsets in found) > MOST_READ:
+        sizes = [np.diff(offsets) for offsets in found]
+    else:
+        tokens_of = functools.cache(functools.partial(_media_tokens, media_tokens))
+        sizes = [_read_sizes(file, offsets, tokens_of) for file, offsets in zip(files, found, strict=True)]
     start = first - bounds[shards[0]]
-    return np.concatenate(found)[start : start + samples]
+    return np.concatenate(sizes)[start : start + samples]
+
+
+def _read_sizes(file: Any, offsets: np.ndarray, tokens_of: Callable[[tuple[bytes, ...]], int]) -> np.ndarray:
+    """Bytes of text of each sample of a shard, and of as much text as its media are in tokens; ``[samples]`` int64.
+
+    Args:
+        offsets: ``[samples + 1]`` int64, where each begins.
+        tokens_of: of what records say of the media of one sample, less their names.
+    """
+    try:
+        data = read_again(str(file), file.read_bytes)
+    except OSError:  # whoever reads its samples says what is wrong
+        return np.diff(offsets)
+    sizes = np.empty(len(offsets) - 1, dtype=np.int64)
+    for sample, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        sizes[sample] = stop - start - data.count(0, start, stop)  # tars are padded with zeros
+        at, media = data.find(_MEDIUM_STARTS, start, stop), []
+        while at >= 0 and (medium := _MEDIUM.match(data, at, stop)):
+            media.append(medium[1] + medium[2])
+            sizes[sample] -= len(medium[0])
+            at = data.find(_MEDIUM_STARTS, medium.end(), stop)
+        if media:
+            sizes[sample] += TOKEN_BYTES * tokens_of(tuple(media))
+    return sizes
+
+
+def _media_tokens(media_tokens: MediaTokens, media: tuple[bytes, ...]) -> int:
+    try:
+        return media_tokens([media_of(_named(json.loads(each))) for each in media])
+    except Exception:  # of whatever looks like a record; whoever reads the sample says what is wrong
+        return 0
+
+
+def _named(medium: dict[str, Any]) -> dict[str, Any]:
+    return {**medium, "name": next(iter(medium.get("frame_names", ())), "any")}

@@ -20,7 +20,7 @@ from megatron.energon import Cooker, WorkerConfig, stateless
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, PackingConfig, ParallelConfig
-from energon_packing.conversation import Conversation
+from energon_packing.conversation import Conversation, Media
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured
@@ -134,6 +134,20 @@ class PackingTaskEncoder(WindowTaskEncoder):
             **({"padding": "visible before the last segment"} if self.aligns_rows and self.multiple > 1 else {}),
             **self.extra_fingerprint(),
         }
+
+    def media_tokens(self, media: Sequence[Media]) -> int:
+        """Tokens of the images and videos of one sample by the first encoder that takes them, and a pack's at most.
+
+        Nothing of your own encoders.
+
+        Raises:
+            SampleRejected: as `VisionFamily.plan`.
+        """
+        needed = {each.kind for each in media}
+        for encoder in self.encoders:
+            if isinstance(encoder, ConversationEncoder) and needed <= encoder.kinds:
+                return min(sum(plan.tokens for plan in encoder.family.plans(media)), self.limits.tokens)
+        return 0
 
     def aligned(self, measured: AnyMeasured) -> int:
         """Tokens that a sample occupies in a row."""

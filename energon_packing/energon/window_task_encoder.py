@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from megatron.energon import TaskEncoder, WorkerConfig, stateless
 
 from energon_packing.config import PackingConfig
+from energon_packing.conversation import Media
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
     BatchDataset,
@@ -67,6 +68,10 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     def prepare(self, samples: Sequence[Any]) -> None:
         """Does what is quicker for several cooked samples together, before `preencode_sample` of each; here nothing."""
 
+    def media_tokens(self, media: Sequence[Media]) -> int:
+        """About how many tokens the images and videos of one sample are, by which samples are dealt to readers."""
+        return 0
+
     def plan_cost(self, plan: Sequence[Any]) -> float:
         """Cost of the measured samples of one pack."""
         raise NotImplementedError
@@ -120,7 +125,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         refuse_unlimited_failures(self)
         if batch_size not in (None, 1):
             raise ConfigError(f"The micro-batch size of packed data is 1, not {batch_size}; raise seq_length instead.")
-        deal_samples(dataset, worker_config)
+        deal_samples(dataset, worker_config, self.media_tokens)
         packed = self.packed(dataset, packing_buffer_size, worker_config)
         if batch_size is None:
             return packed

@@ -42,7 +42,7 @@ from energon_packing.conversation import Conversation, Turn
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.reader_shares import deal
+from energon_packing.energon.reader_shares import _media_tokens, _read_sizes, deal
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.errors import ConfigError, UserError
 
@@ -50,6 +50,18 @@ SOURCES = ("length", "modality", "shuffled", "foreign")
 RANKS = (1, 2, 8)
 collect = gc.collect
 WORKERS = (0, 1, 4)
+IMAGE = b'{"kind": "image", "name": "a.jpg", '
+LOOKS_LIKE_MEDIA = (
+    b"\xff\xd8\x00\x00" * 9,
+    IMAGE,
+    IMAGE + b'"width": 56, "height": 56}',
+    IMAGE + b'"width": "56", "height": [-1]}',
+    IMAGE + b'"width": 1e999, "height": true}',
+    IMAGE + b'"width": 2147483647, "height": 2147483647}',
+    IMAGE + b'"frame_names": 3}',
+    IMAGE + b'"x": ' + b"[" * 9999 + b"]" * 9999 + b"}",
+    b'{"kind": "video", "name": "' + b"\\" * 99 + b'", "frames": 0}',
+)
 
 
 def record(key: str, words: int, image: bool = False) -> dict:
@@ -200,6 +212,31 @@ def test_every_sample_is_dealt_to_one_reader_and_without_sizes_all_have_as_many(
     again = deal(samples, readers, known)
     assert (again[0] == bounds).all()
     assert (again[1] == reader_of).all()
+
+
+def test_ranks_of_a_finite_epoch_have_as_many_tokens_where_images_are_stored_apart(tmp_path):
+    """All records have about as many bytes, and their images 1 to 80 tokens."""
+    draw = random.Random(3)
+    widths = [min(int(draw.lognormvariate(2.5, 1)) + 1, 80) for _ in range(400)]
+    records = [record(f"{n}", 3, image=True) | {"images": [f"{width}.png"]} for n, width in enumerate(widths)]
+    path = converted(tmp_path / "made", records)
+    tokens = [
+        sum(pack.occupied for pack in build_loader(run, task_encoder=encoder_of(path), rank=rank, world_size=4))
+        for run in [run_of(path, repeat=False)]
+        for rank in range(4)
+    ]
+    assert max(tokens) <= 1.02 * min(tokens), tokens
+
+
+@for_all(parts=st.lists(st.sampled_from(LOOKS_LIKE_MEDIA), min_size=1, max_size=9))
+def test_what_looks_like_an_image_in_a_foreign_shard_does_no_harm(tmp_path_factory, parts):
+    file = tmp_path_factory.mktemp("shard") / "s.tar"
+    file.write_bytes(b"".join(parts))
+    offsets = np.cumsum([0, *map(len, parts)])
+    encoder = encoder_of("")
+    sizes = _read_sizes(file, offsets, functools.partial(_media_tokens, encoder.media_tokens))
+    assert (sizes >= 0).all()
+    assert (sizes <= np.diff(offsets) + 4 * encoder.limits.tokens).all()
 
 
 def keys_of(name: str, samples: int) -> Counter:

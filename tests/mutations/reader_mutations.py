@@ -49,6 +49,13 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("energon/reader_shares.py", "longest=longest, held=dealt, number=number)", "longest=longest)"),),
     ),
     Mutation(
+        trap=86,
+        name="images that are stored apart count as nothing",
+        test=SHARES + "test_ranks_of_a_finite_epoch_have_as_many_tokens_where_images_are_stored_apart",
+        oracle="tokens of the packs of each rank",
+        edits=(("energon/reader_shares.py", "        if media:\n", "        if False:\n"),),
+    ),
+    Mutation(
         trap=87,
         name="small data sets are divided among the readers too",
         test=SHARES + "test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers[8-0]",

@@ -66,6 +66,7 @@ FOLLOWS: dict[str, tuple[str, ...]] = {
     "padding": ("multiple",),
     # Limits of a sample are lowered to those of a pack.
     "encoder.limits": ("packing.seq_length", "packing.max_images_per_pack"),
+    "data set shares": ("ranks", "workers"),
 }
 """Entries that differ because another one does; who accepts that one accepts these."""
 

@@ -256,4 +256,33 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the samples that are too long",
         edits=(("offline/evaluation.py", "        yield [*dropped, *(", "        yield [*("),),
     ),
+    Mutation(
+        trap=92,
+        name="an evaluation of a blend of bad data is searched for ever",
+        test=EVALUATIONS
+        + "test_an_evaluation_of_bad_data_is_refused_when_the_loader_is_built_and_never_searched_for_ever"
+        "[0.0-drop_budget=0.0 allows-c]",
+        oracle="the samples that are too long",
+        edits=(
+            (
+                "offline/evaluation.py",
+                "                account_for(sample, ledger)\n                dropped",
+                "                dropped",
+            ),
+        ),
+    ),
+    Mutation(
+        trap=92,
+        name="each reader measures the split of an evaluation by itself",
+        test=EVALUATIONS
+        + "test_one_rank_measures_a_split_and_tells_the_others_who_wait_longer_than_a_collective_of_the_run",
+        oracle="a clock, and the packs of one reader",
+        edits=(
+            (
+                "offline/open_loader.py",
+                "        places = replica.told(lambda: (own_loader(), places)[1])\n",
+                "        pass\n",
+            ),
+        ),
+    ),
 )

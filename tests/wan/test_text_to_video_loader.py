@@ -17,6 +17,7 @@ from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_dataset
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger import NothingToPack
+from energon_packing.offline.open_loader import open_loader
 from energon_packing.wan.caption_encoder import T5CaptionEncoder
 from energon_packing.wan.config import (
     TextToVideoConfig,
@@ -339,6 +340,15 @@ def test_batches_of_one_pack_hold_what_packs_hold_and_pass_through_encode_batch(
     )
     assert [pack.keys for pack in packs] == [pack.keys for pack, _ in batches]
     assert {word for _, word in batches} == {"encoded"}
+
+
+def test_an_evaluation_of_clips_takes_models_of_ones_own_and_compares_the_data(run, models):
+    config = run(encoder={"vae": "", "text_encoder": ""}, drop_budget=1.0)
+    loader = open_loader(config, evaluation=4, split="train", **models)
+    first, second = ([next(packs).keys for _ in range(4)] for packs in [iter(loader)] * 2)
+    assert first[0]
+    assert first == second
+    assert any(name.startswith("data set") for name in loader.alike())
 
 
 def test_a_function_that_may_fail_without_limit_is_refused(run, models):

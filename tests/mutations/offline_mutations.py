@@ -205,6 +205,13 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=91,
+        name="a plan has to suffice for the steps that are left, wherever they begin in it",
+        test=SHARES + "test_a_plan_has_to_suffice_from_where_the_run_continues",
+        oracle="the definition: its position and what is left",
+        edits=(("offline/open_loader.py", "too_short(plan, position + packs)", "too_short(plan, packs)"),),
+    ),
+    Mutation(
+        trap=91,
         name="an evaluation begins where the last one ended",
         test=EVALUATIONS
         + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[plan.parquet]",

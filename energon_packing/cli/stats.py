@@ -26,6 +26,7 @@ Examples:
   energon-packing stats index --html stats.html --seq-length 8192 --seq-length 16384 --multiple 8
   energon-packing stats plan.parquet --json
   energon-packing stats data/chats --set encoder.processor=path/or/name
+  energon-packing stats data/chats --config run.yaml --data-parallel 8
   energon-packing stats data/chats --config run.yaml --full --workers 8 --png stats.png
 """
 _AT_LEAST_ONE = click.IntRange(min=1)
@@ -48,6 +49,7 @@ _AT_LEAST_ONE = click.IntRange(min=1)
 @click.option("--workers", type=click.IntRange(min=0), help="Processes for --full. Default: one per CPU, up to 8.")
 @click.option("--seq-length", "seq_lengths", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
 @click.option("--multiple", "multiples", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
+@click.option("--data-parallel", type=_AT_LEAST_ONE, help="Ranks of a run: show what their readers get of a data set.")
 @click.option("--window", "windows", multiple=True, type=_AT_LEAST_ONE, help="To compare; may be repeated.")
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Seed of everything drawn at random."
@@ -68,6 +70,7 @@ def stats(
     seq_lengths: tuple[int, ...],
     multiples: tuple[int, ...],
     windows: tuple[int, ...],
+    data_parallel: int | None,
     seed: int,
     html: Path | None,
     png: Path | None,
@@ -98,6 +101,10 @@ def stats(
     ) as shown:
         samples = _samples(path, split, run, most, full, workers, seed, shown, given)
     report = stats_report(samples, run, seq_lengths=seq_lengths, multiples=multiples, windows=windows, seed=seed)
+    if data_parallel is not None:
+        from energon_packing.report.stats_readers import reader_figures
+
+        report["readers"] = reader_figures(str(path), split, run, samples, data_parallel)
     if html is not None:
         from energon_packing.report.page import write_page
         from energon_packing.report.stats_page import stats_page
@@ -137,8 +144,10 @@ def _samples(
     if is_packed(path):
         raise UserError(f"{path} holds packs; give the plan that it was packed from, or its data set.")
     known = is_plan(path) or (path / INDEX_FILE).is_file()
-    if known and given & {"full", "workers", "split", "most"}:
-        raise UserError(f"--full, --workers, --split and --samples are for data sets; {path} is measured already.")
+    if known and given & {"full", "workers", "split", "most", "data_parallel"}:
+        raise UserError(
+            f"--full, --workers, --split, --samples and --data-parallel are for data sets; {path} is measured already."
+        )
     if full and "most" in given:
         raise UserError("--full measures all samples; leave out --samples, or --full.")
     if workers is not None and not full:

@@ -37,6 +37,8 @@ def print_stats(console: Console, report: Mapping[str, Any]) -> None:
             _histogram(console, name, report["quantities"][name]["histogram"])
     _groups(console, "by modality", report["modalities"])
     _groups(console, "by data set", report["datasets"])
+    if readers := report.get("readers"):
+        _readers(console, readers)
     if report["drops"]:
         table = _table("dropped", "samples", "share")
         for each in report["drops"]:
@@ -98,6 +100,23 @@ def _groups(console: Console, title: str, groups: Sequence[Mapping[str, Any]]) -
             share(each["token_share"]),
             share(each["trained_share"]) if "trained_share" in each else "",
             number(each.get("dropped", 0)),
+        )
+    console.print(table)
+
+
+def _readers(console: Console, found: Mapping[str, Any]) -> None:
+    """What each reader has of each data set in an epoch."""
+    count = found["data_parallel"] * max(found["workers"], 1)
+    table = _table(f"for each of {count:,} readers", "share", "of tokens", "mean", "least", "most")
+    for each in [*found["datasets"], *([found["all"]] if len(found["datasets"]) > 1 else [])]:
+        ends = (each["least_tokens"], each["most_tokens"])
+        spread = ["--full" if end is None else f"{end / max(each['mean_tokens'], 1) - 1:+.1%}" for end in ends]
+        table.add_row(
+            Text(visible(each["name"])),
+            share(each["share"]),
+            share(each["token_share"]),
+            number(each["mean_tokens"]),
+            *spread,
         )
     console.print(table)
 

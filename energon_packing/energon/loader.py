@@ -6,6 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +37,29 @@ NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
 OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
+
+
+_READS = threading.Lock()
+
+
+@contextlib.contextmanager
+def reads_here() -> Iterator[None]:
+    """Reading with Energon in this process, by one thread at a time: Energon keeps in a variable of the class which
+    reader is active. Training and evaluation without workers make their packs ahead in two threads.
+    """
+    with _READS:
+        yield
+
+
+def _after_fork() -> None:
+    # Another thread of the parent may have been reading, which the child does not have.
+    global _READS
+    _READS = threading.Lock()
+    WorkerConfig.active_worker_config = WorkerConfig._sample_index_stack = None
+    WorkerConfig._worker_override_global_rank = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class PackLoader(LoaderBase):
@@ -103,7 +128,8 @@ class PackLoader(LoaderBase):
         iterator = iter(self._loader)
         while True:
             try:
-                with _no_pin_memory_warning() if not self._started else contextlib.nullcontext():
+                quiet = contextlib.nullcontext() if self._started else _no_pin_memory_warning()
+                with quiet, contextlib.nullcontext() if self._loader.num_workers else reads_here():
                     pack = next(iterator)
             except StopIteration:
                 return

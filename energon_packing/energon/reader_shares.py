@@ -13,8 +13,8 @@ source::
 Of each block of neighbouring chunks, the longest go to the readers that have least so far, then the next longest, and
 so on. Lengths are the bytes of samples in their tars. In a finite epoch, at whose end ranks wait for each other, small
 shards are read, and what records say of images and videos counts in tokens. Without known sizes, each reader gets one
-of each row of neighbours by chance. What is dealt follows from the data, ranks and workers alone. A reader's chunks are
-one range for Energon, `Share`; restore keys name the samples themselves.
+of each row of neighbours by chance. What is dealt follows from the data, the sizes of its media in the run, ranks and
+workers. A reader's chunks are one range for Energon, `Share`; restore keys name the samples themselves.
 
 A data set that repeats without end and has fewer than `LEAST` samples per reader is given to every reader as a whole,
 so it keeps its share of a blend; each reader shuffles it in another way.
@@ -81,6 +81,8 @@ class Share:
         starts: ``[S]``, increasing; Energon's number of the first sample of each slice.
         places: ``[S]``; what that sample is, counted from ``first``. Above ``samples`` it is one of a further copy.
         identity: which samples are whose, the same on all ranks.
+        bounds: ``[M + 1]``, where each chunk of all ranks begins, and
+        reader_of: ``[M]``, its reader; None where every reader reads the whole.
         description: for people, in one clause.
     """
 
@@ -89,12 +91,29 @@ class Share:
     starts: Sequence[int]
     places: Sequence[int]
     identity: str
+    bounds: np.ndarray
+    reader_of: np.ndarray | None
     description: str
 
     def sample(self, number: int) -> int:
         """The sample that Energon's number stands for."""
         at = bisect_right(self.starts, number) - 1
         return self.first + (self.places[at] + number - self.starts[at]) % self.samples
+
+    def amounts(self, places: np.ndarray, each: np.ndarray, readers: int) -> np.ndarray:
+        """What the samples of each reader are together, ``[readers]`` float64.
+
+        Args:
+            places: ``[N]`` int64; of samples, counted from ``first``.
+            each: ``[N]``; what each of them is.
+        """
+        if self.reader_of is None:
+            return np.full(readers, float(each.sum()))
+        found = np.zeros(readers)
+        for copy in range(0, int(self.bounds[-1]), self.samples):
+            chunks = np.searchsorted(self.bounds, places + copy, side="right") - 1
+            found += np.bincount(self.reader_of[chunks], each, readers)
+        return found
 
 
 def deal(
@@ -175,6 +194,11 @@ def deal_samples(
 def described_shares(dataset: SavableDataset[Any]) -> list[str]:
     """What each reader reads of each data set, in one clause each; none where there is one reader."""
     return [each.loader.share.description for each in _sources(dataset, None, None, None) if _dealt(each)]
+
+
+def dealt_shares(dataset: SavableDataset[Any]) -> list[tuple[str, Share]]:
+    """Directory and share of each data set; none where there is one reader."""
+    return [(each.name, each.loader.share) for each in _sources(dataset, None, None, None) if _dealt(each)]
 
 
 def dealt_identity(dataset: SavableDataset[Any]) -> dict[str, str]:
@@ -297,6 +321,8 @@ class _Source:
             starts=starts,
             places=places,
             identity=f"{self.first} {self.samples} {copies} {readers} {whole} {longest} {known}",
+            bounds=bounds,
+            reader_of=None if whole else reader_of.astype(np.min_scalar_type(readers)),
             description=f"{self.name}: {_spread(bounds, reader_of, sizes, readers, whole=whole)}",
         )
         loader._get_sample = functools.partial(_dealt_sample, loader)

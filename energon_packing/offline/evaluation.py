@@ -22,7 +22,7 @@ from megatron.energon import WorkerConfig
 
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.epoch_end import Agree
-from energon_packing.energon.loader import build_dataset
+from energon_packing.energon.loader import build_dataset, reads_here
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
 from energon_packing.errors import UserError
@@ -153,11 +153,12 @@ def _places_of_packs(dataset: Any, encoder: Any, most: int) -> Iterator[list[Any
 @contextmanager
 def _active(worker: WorkerConfig) -> Iterator[None]:
     """What Energon's loaders do around each sample that they read."""
-    worker.worker_activate(0)
-    try:
-        yield
-    finally:
-        worker.worker_deactivate()
+    with reads_here():
+        worker.worker_activate(0)
+        try:
+            yield
+        finally:
+            worker.worker_deactivate()
 
 
 def evaluation_loader(

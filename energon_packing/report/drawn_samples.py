@@ -50,20 +50,21 @@ def samples_of_dataset(
     done = 0
     for place, (number, shard) in enumerate(shards):
         low, high = np.searchsorted(drawn, starts[place : place + 2])
-        wanted = set((drawn[low:high] - starts[place]).tolist())
+        wanted = (drawn[low:high] - starts[place]).tolist()
+        first = starts[next(at for at, (owner, _) in enumerate(shards) if owner == number)]
         if not wanted:
             continue
-        for row in measurer.rows(parts[number], shard, wanted):
+        for at, row in zip(wanted, measurer.rows(parts[number], shard, set(wanted)), strict=True):
             done += 1
             progress("sample", done, drawn.size)
             path_of = parts[number].path
             dropped = [] if row["reason"] is None else [dropped_row(row, path_of)]
             frequent.add({(path_of, modality_of(row)): 1}, dropped)
             if not dropped:
-                rows.append((number, *(row[name] for name in COLUMNS)))
+                rows.append((number, starts[place] + at - first, *(row[name] for name in COLUMNS)))
             else:
                 drops[number][row["reason"]] += 1
-    table = np.array(rows, dtype=np.int64).reshape(-1, 1 + len(COLUMNS))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 2 + len(COLUMNS))
     return StatsSamples(
         path=path,
         kind="data set",
@@ -71,7 +72,8 @@ def samples_of_dataset(
         measured=int(drawn.size),
         datasets=dataset_names(parts),
         dataset=table[:, 0],
-        columns={name: table[:, 1 + at] for at, name in enumerate(COLUMNS)},
+        place=table[:, 1],
+        columns={name: table[:, 2 + at] for at, name in enumerate(COLUMNS)},
         drops=tuple(dict(each) for each in drops),
         frequent=frequent,
         pair_counts=measurer.pair_counts,

@@ -34,6 +34,7 @@ class StatsSamples:
         measured: how many of them were looked at; less than ``total`` if they were drawn at random.
         datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
+        place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
         columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index of clips also
             ``text_tokens``.
         drops: for each data set, the dropped samples by reason.
@@ -51,6 +52,7 @@ class StatsSamples:
     dataset: np.ndarray
     columns: Mapping[str, np.ndarray]
     drops: tuple[Mapping[str, int], ...] = ()
+    place: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     pack: np.ndarray | None = None
     pair_counts: PairCounts = field(default_factory=PairCounts)
     planned: Mapping[str, int] | None = field(default=None)
@@ -84,13 +86,14 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
     columns = (*COLUMNS, "text_tokens") if kind_of(index.datasets) == "clips" else COLUMNS
     parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     owners: list[np.ndarray] = []
+    places: list[np.ndarray] = []
     drops = []
     total = 0
     for number, dataset in enumerate(index.datasets):
         reasons: Counter[str] = Counter()
+        before = total
         for shard in dataset.shards:
             table = index.rows(dataset, shard, [*columns, "reason"])
-            total += table.num_rows
             reason = table.column("reason")
             kept = ~reason.is_valid().to_numpy()
             if not kept.all():
@@ -98,6 +101,8 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
             for name in columns:
                 parts[name].append(table.column(name).to_numpy()[kept].astype(np.int64))
             owners.append(np.full(int(kept.sum()), number, dtype=np.int64))
+            places.append(np.flatnonzero(kept) + total - before)
+            total += table.num_rows
         drops.append(dict(reasons))
     if total == 0:
         raise UserError(f"{path} holds no samples; measure a data set that has some")
@@ -108,6 +113,7 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
         measured=total,
         datasets=dataset_names(index.datasets),
         dataset=np.concatenate(owners),
+        place=np.concatenate(places),
         columns={name: np.concatenate(arrays) for name, arrays in parts.items()},
         drops=tuple(drops),
         frequent=frequent_drops(index),

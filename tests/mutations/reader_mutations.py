@@ -56,6 +56,13 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         edits=(("energon/reader_shares.py", "        if media:\n", "        if False:\n"),),
     ),
     Mutation(
+        trap=86,
+        name="stats counts a repeated data set once in what readers have",
+        test="tests/report/test_stats.py::test_readers_have_the_tokens_that_loaders_of_their_ranks_give[None]",
+        oracle="tokens of the packs of each rank",
+        edits=(("report/stats_readers.py", "readers) * repetitions / copies", "readers)"),),
+    ),
+    Mutation(
         trap=87,
         name="small data sets are divided among the readers too",
         test=SHARES + "test_each_data_set_of_a_blend_has_its_share_on_any_number_of_readers[8-0]",

@@ -18,6 +18,7 @@ from energon_packing.cli.main import cli
 from energon_packing.config import RunConfig, TrainingConfig, load_config
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
+from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import Index
 from energon_packing.offline.plan import Plan
@@ -246,12 +247,46 @@ def test_a_data_set_is_drawn_from_or_measured_whole(dataset, tmp_path):
     assert run.encoder.processor
 
 
+@pytest.mark.parametrize("weights", [(3, 1), None])
+def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_path, weights):
+    """Three ranks of one worker each, of a blend by weights or by repetitions; the packs tell their tokens."""
+    small = tmp_path / "small"
+    source = make_data(tmp_path / "demo", conversations=30, seed=6, defects=False)
+    convert(ConvertConfig(sources=(source,), out=small, split={"train": 1.0}, samples_per_shard=15, workers=0))
+    parts = [{"path": str(path / "text")} for path in (dataset, small)]
+    for part, weight, repetitions in zip(parts, weights or (0, 0), (1, 2), strict=True):
+        part |= {"weight": weight} if weights else {"repetitions": repetitions}
+    content = {"blend" if weights else "blend_epochized": parts}
+    path = tmp_path / "blend.yaml"
+    words = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": content}}
+    path.write_text(json.dumps(words))
+    sets = [f"encoder.processor={processor_path('qwen2_5_vl')}", "data.workers=1", "data.repeat=false"]
+    sets += ["packing.seq_length=8192", "data.repeat=true"] if weights else ["packing.seq_length=8192"]
+    options = [word for each in sets for word in ("--set", each)]
+    found = result(path, *options, "--data-parallel", 3, "--full", "--workers", 0)
+    readers = found["readers"]
+    means = [each["mean_tokens"] for each in found["datasets"]]
+    ratio = (3, 1) if weights else (40, 60)
+    drawn = [mean * samples for mean, samples in zip(means, ratio, strict=True)]
+    for each, samples, tokens in zip(readers["datasets"], ratio, drawn, strict=True):
+        assert each["share"] == pytest.approx(samples / sum(ratio))
+        assert each["token_share"] == pytest.approx(tokens / sum(drawn))
+    assert result(path, *options, "--data-parallel", 3, "--samples", 20)["readers"]["all"]["least_tokens"] is None
+    if weights:
+        return
+    run = load_config(None, [*sets, f"data.path={path}"])
+    given = [sum(sum(pack.batch.sample_lengths) for pack in build_loader(run, rank=n, world_size=3)) for n in range(3)]
+    own = readers["all"]
+    assert [own["least_tokens"], own["most_tokens"]] == [min(given), max(given)]
+    assert own["mean_tokens"] == pytest.approx(sum(given) / 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (("nothing",), "There is no nothing"),
-        (("INDEX", "--full"), "--full, --workers, --split and --samples are for data sets"),
-        (("INDEX", "--split", "val"), "--full, --workers, --split and --samples are for data sets"),
+        (("INDEX", "--full"), "--full, --workers, --split, --samples and --data-parallel are for data sets"),
+        (("INDEX", "--data-parallel", "2"), "--data-parallel are for data sets"),
         (("DATASET", "--set", "encoder.processor=p", "--full", "--samples", "5"), "--full measures all samples"),
         (("DATASET", "--set", "encoder.processor=p", "--workers", "2"), "--workers is for --full"),
         (("INDEX", "--seq-length", "1000", "--multiple", "16"), "use 992 or 1008"),

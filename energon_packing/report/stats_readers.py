@@ -37,7 +37,8 @@ def reader_figures(path: str, split: str, run: RunConfig, samples: StatsSamples,
     readers = data_parallel * max(run.data.workers, 1)
     parts = source_parts(path, split)
     scale = samples.total / samples.measured
-    counts = np.bincount(samples.dataset, minlength=len(parts)) * scale
+    dropped = [sum(each.values()) for each in samples.drops]
+    counts = (np.bincount(samples.dataset, minlength=len(parts)) + dropped) * scale
     tokens = np.bincount(samples.dataset, samples.tokens, len(parts)) * scale
     given = np.zeros((len(parts), readers))
     mix = np.zeros(len(parts))

@@ -253,7 +253,7 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_p
     small = tmp_path / "small"
     source = make_data(tmp_path / "demo", conversations=30, seed=6, defects=False)
     convert(ConvertConfig(sources=(source,), out=small, split={"train": 1.0}, samples_per_shard=15, workers=0))
-    parts = [{"path": str(path / "text")} for path in (dataset, small)]
+    parts = [{"path": str(path / "dataset.yaml")} for path in (dataset, small)]
     for part, weight, repetitions in zip(parts, weights or (0, 0), (1, 2), strict=True):
         part |= {"weight": weight} if weights else {"repetitions": repetitions}
     content = {"blend" if weights else "blend_epochized": parts}
@@ -265,7 +265,7 @@ def test_readers_have_the_tokens_that_loaders_of_their_ranks_give(dataset, tmp_p
     options = [word for each in sets for word in ("--set", each)]
     found = result(path, *options, "--data-parallel", 3, "--full", "--workers", 0)
     readers = found["readers"]
-    means = [each["mean_tokens"] for each in found["datasets"]]
+    means = [each["tokens"] / samples for each, samples in zip(found["datasets"], (40, 30), strict=True)]
     ratio = (3, 1) if weights else (40, 60)
     drawn = [mean * samples for mean, samples in zip(means, ratio, strict=True)]
     for each, samples, tokens in zip(readers["datasets"], ratio, drawn, strict=True):

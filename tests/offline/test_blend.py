@@ -115,7 +115,7 @@ def test_a_weighted_plan_goes_through_a_data_set_before_a_sample_of_it_comes_aga
         ({"datasets": {"a": {"weight": 3}, "b": {"weight": 4}}}, None),
         ({"datasets": {"a": {"weight": 3}, "b": {"weight": 1}}}, "b (0.25 times)"),
         ({"epochs": 4, "datasets": {"a": {"weight": 3}, "b": {"weight": 1}}}, None),
-        ({"datasets": {"a": {"weight": 1e7}, "b": {"weight": 1}}}, "b (7.5e-08 times)"),
+        ({"datasets": {"a": {"weight": 1e10}, "b": {"weight": 1}}}, "b (7.5e-11 times)"),
     ],
 )
 def test_a_plan_may_come_again_if_it_goes_through_each_data_set_a_whole_number_of_times(

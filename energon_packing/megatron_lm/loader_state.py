@@ -23,7 +23,7 @@ def packs_left(args: Any, ranks: int) -> int | None:
     """
     if not args.train_iters or args.rampup_batch_size:
         return None
-    # The batch is rounded down with ``--decrease-batch-size-if-needed``, and divides without a rest otherwise.
+    # Megatron-LM may round the batch down to what the ranks divide (``decrease_batch_size_if_needed``).
     return int(max(args.train_iters - args.iteration, 0) * (args.global_batch_size // ranks) * ranks)
 
 

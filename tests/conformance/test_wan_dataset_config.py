@@ -142,7 +142,8 @@ def test_batches_of_bridges_own_iterators_equal_those_of_its_wan_data_path_field
         for _ in range(count):
             batch = next(iterator)
             keys = keys_of(batch, clips)
-            equal(batch, bridge_batch(wan, [clips[0][key] for key in keys], cp_size))
+            if keys:  # an evaluation ends with packs of padding
+                equal(batch, bridge_batch(wan, [clips[0][key] for key in keys], cp_size))
             assert len(batch["video_latents"]) <= SEQ_LENGTH
             seen.update(keys)
     assert len(seen) > 40

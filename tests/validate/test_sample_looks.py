@@ -72,7 +72,7 @@ def test_a_small_data_set_of_a_blend_is_looked_at_however_rarely_it_is_drawn(pie
 def test_what_each_reader_gets_of_each_data_set_is_said(pieces, tmp_path):
     entries = [{"path": str(path / "dataset.yaml"), "weight": 1.0} for path in pieces]
     why = samples(blend(tmp_path, entries), ranks=3)[0].why  # of two workers each, as by default
-    assert "large/text: 10 to 10 of 60 samples for each of 6 readers, whose bytes differ by 0.0%" in why
+    assert "large/text: 10 to 10 of 60 samples for each of 6 readers, whose sizes differ by 0.0%" in why
     assert "small/text: all 3 samples for each of 6 readers" in why
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,8 @@ sample."""
 NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
 OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
+_BEGINNING_SECONDS = 0.05
+"""Between two questions to workers that have not begun."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
@@ -155,7 +158,7 @@ class PackLoader(LoaderBase):
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": None}
 
     def _state_of(self, loader: Any) -> dict[str, Any]:
-        loaded = answered(loader.save_state_rank, getattr(loader._iterator, "_workers", ()))
+        loaded = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
         # Without workers, Energon hands out lists that it goes on using.
         own = copied(loaded) if loader.num_workers == 0 else loaded
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
@@ -222,6 +225,19 @@ class PackLoader(LoaderBase):
                 "by another version of Energon; start the data over."
             ) from error
         tell_of_accepted(differs)
+
+
+def _state_of_rank(loader: Any) -> Any:
+    """What Energon's ``save_state_rank`` returns once all workers have begun.
+
+    A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
+    thread that answers before it stores the worker's first state.
+    """
+    while True:
+        state = loader.save_state_rank()
+        if not loader.num_workers or all(each.state is not None for each in state.worker_states):
+            return state
+        time.sleep(_BEGINNING_SECONDS)
 
 
 def _kind_of(state: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import threading
+import time
 from collections import Counter
 
 import pytest
@@ -121,6 +123,36 @@ def test_a_state_saved_after_any_step_continues_bit_identically(run_config, work
             twice = build_loader(config)
             twice.restore_state(again)
             same(next(iter(twice)), reference[done + 1])
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(run_config, monkeypatch, done):
+    """Energon's worker starts the thread that answers before it stores its first state, or restores one."""
+    config = run_config(data={"workers": 2, "repeat": True}, window=16, seq_length=2048, drop_budget=1.0)
+    reference = list(itertools.islice(loader := build_loader(config), 8))
+    begin = None
+    if done:
+        loader = build_loader(config)
+        next(iter(loader))
+        begin = loader.save_state()
+    start = threading.Thread.start
+
+    def start_and_wait(thread):
+        start(thread)
+        if thread.name == "command_thread" and torch.utils.data.get_worker_info().id == 1:
+            time.sleep(2)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
+    slow = build_loader(config)
+    if begin is not None:
+        slow.restore_state(begin)
+    same(next(iter(slow)), reference[done])
+    state = slow.save_state()
+    monkeypatch.undo()
+    restored = build_loader(config)
+    restored.restore_state(state)
+    for number, pack in enumerate(itertools.islice(restored, 4), start=done + 1):
+        same(pack, reference[number])
 
 
 def test_a_state_made_under_another_window_or_processor_is_refused_by_name(run_config):

@@ -200,6 +200,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         trap=94,
+        name="a worker that has not begun is believed to have a pack to skip",
+        test="tests/energon/test_loader.py::test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly",
+        oracle="the run that was not interrupted",
+        edits=(("energon/loader.py", "functools.partial(_state_of_rank, loader)", "loader.save_state_rank"),),
+    ),
+    Mutation(
+        trap=94,
         name="a restored loader saves the beginning until its first pack",
         test="tests/energon/test_loader.py::" + EARLY + "[0]",
         oracle="the run that was not interrupted",

@@ -122,12 +122,13 @@ class PackLoader(LoaderBase):
         # torch would draw a seed for the workers from the global generator of this rank, which its tensor- and
         # context-parallel peers have in the same state, and go on with; Energon seeds its workers itself.
         self._loader.generator = torch.Generator()
-        in_workers(self._loader, keep_memory=keep_memory)
-        self._started = False
+        self._started, self._keep_memory = False, keep_memory
         self._restored: Mapping[str, Any] | None = None  # what the first pack continues
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 
     def _own_packs(self, report: EpochReport) -> Iterator[Pack]:
+        if not self._started:
+            in_workers(self._loader, keep_memory=self._keep_memory)
         iterator = iter(self._loader)
         while True:
             try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -45,9 +46,14 @@ def keep_freed_memory() -> bool:
 def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
     """Makes every worker that a ``torch.utils.data.DataLoader`` starts from now on tokenize without threads.
 
+    Call it just before they start: what only a cycle holds ends here. A worker is a fork, whose first garbage
+    collection would end a model's tensors or an open decoder without the threads they belong to, and crash.
+
     Args:
         keep_memory: whether it keeps its freed memory, too.
     """
+    if loader.num_workers:
+        gc.collect()
     loader.worker_init_fn = functools.partial(_start, loader.worker_init_fn, keep_memory)
 
 

@@ -191,6 +191,7 @@ def evaluation_loader(
         DropBudgetExceeded: as `EvaluationPacks`.
         ConfigError: the processor or a size cannot be used.
     """
+    workers = config.data.workers if workers is None else workers
     data = dataclasses.replace(config.data, split=split or config.data.split, workers=0)
     config = dataclasses.replace(config, data=data)
     encoder = kind_of_config(config).task_encoder(config, **models) if task_encoder is None else task_encoder
@@ -206,7 +207,7 @@ def evaluation_loader(
         made,
         rank=rank,
         world_size=world_size,
-        workers=config.data.workers if workers is None else workers,
+        workers=workers,
         prefetch=prefetch,
         evaluation=packs,
         keep_memory=data.keep_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -15,12 +16,14 @@ import pytest
 
 from energon_packing.energon import worker_memory
 from energon_packing.energon.loader import build_loader
+from energon_packing.offline.evaluation import evaluation_loader
 
 FAULTS = """
 import json, resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from energon_packing.energon.worker_memory import keep_freed_memory
+from energon_packing.offline.evaluation import evaluation_loader
 import numpy
 if sys.argv[2] == "keep":
     assert keep_freed_memory()
@@ -46,6 +49,10 @@ def faults(how: str) -> list[int]:
     return list(json.loads(done.stdout))
 
 
+def loader_of(kind, config):
+    return build_loader(config) if kind == "online" else evaluation_loader(config, 2)
+
+
 @needs_glibc
 def test_images_after_the_first_ones_take_no_new_memory():
     """Three images of 12 MiB are 9,216 pages of 4 KiB; larger pages would be fewer faults, with and without."""
@@ -55,20 +62,21 @@ def test_images_after_the_first_ones_take_no_new_memory():
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["online", "evaluation"])
 def test_loader_processes_keep_memory_where_so_configured_and_the_training_process_never_does(
-    run_config, monkeypatch, tmp_path, workers, keep
+    run_config, monkeypatch, tmp_path, kind, workers, keep
 ):
     called = tmp_path / "called"
     monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: called.open("a").write("once\n"))
     config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
-    assert list(build_loader(config))
+    assert next(iter(loader_of(kind, config)))
     assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch, keep):
     monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: None)
-    loader = SimpleNamespace(worker_init_fn=None)
+    loader = SimpleNamespace(worker_init_fn=None, num_workers=1)
     worker_memory.in_workers(loader, keep_memory=keep)
     for before, after in ((None, "false"), ("true", "true")):
         monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
@@ -78,9 +86,34 @@ def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monke
         assert os.environ["TOKENIZERS_PARALLELISM"] == after
 
 
+class Ended:
+    """Part of a cycle, as a model is with its hooks; tells which process collects it."""
+
+    def __init__(self, told):
+        self.self, self.told = self, told
+
+    def __del__(self):
+        with self.told.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+@pytest.mark.parametrize("kind", ["online", "evaluation"])
+def test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them(run_config, tmp_path, kind):
+    told = tmp_path / "told"
+    config = run_config(data={"workers": 1}, seq_length=1024, drop_budget=1.0)
+    loader = loader_of(kind, config)
+    gc.disable()
+    try:
+        Ended(told)
+        next(iter(loader))
+        assert told.read_text().split() == [str(os.getpid())]
+    finally:
+        gc.enable()
+
+
 def test_a_workers_own_start_is_kept():
     started = []
-    loader = SimpleNamespace(worker_init_fn=functools.partial(started.append))
+    loader = SimpleNamespace(worker_init_fn=functools.partial(started.append), num_workers=1)
     worker_memory.in_workers(loader)
     loader.worker_init_fn(3)
     assert started == [3]

@@ -29,6 +29,7 @@ STATE_TRAPS = {
     93: "the reading rank draws from a global random generator, which its tensor- and context-parallel peers share",
     94: "a run that is started again after its last step cannot save its state",
     95: "an epoch that one rank without a pack ends for all trains nothing and says nothing",
+    102: "a worker collects garbage of the process that it was forked from, and crashes",
     96: "a state after every pack costs more than the pack, because long lists are copied item by item",
 }
 
@@ -219,6 +220,14 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Bridge's run that was not interrupted",
         edits=(("energon/loader.py", "return copied(self._restored)", 'raise PackingError("read a pack first")'),),
         needs_bridge=True,
+    ),
+    Mutation(
+        trap=102,
+        name="what only a cycle of the training process holds is left for the workers to collect",
+        test="tests/energon/test_worker_memory.py::"
+        "test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them[online]",
+        oracle="Python's garbage collector",
+        edits=(("energon/worker_memory.py", "        gc.collect()\n", "        pass\n"),),
     ),
     Mutation(
         trap=95,

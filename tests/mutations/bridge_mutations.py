@@ -257,7 +257,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "energon/loader.py",
-                'answered(loader.save_state_rank, getattr(loader._iterator, "_workers", ()))',
+                'answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))',
                 "loader.save_state_rank()",
             ),
         ),

@@ -52,6 +52,8 @@ ALL_MUTATIONS = (
 PYTEST = ("-ppytest_timeout", "--timeout=0", "--tb=native")
 LIMIT_S = 300
 """A test that has not ended by then is stopped; a mutation that makes code hang counts as not noticed."""
+UNCHANGED_LIMIT_S = 1500
+"""The same for the run of one test of every file on the package as it is, some 90 tests in one process."""
 
 
 class Recorder:
@@ -221,6 +223,7 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
         if m not in usable
     ]
     running: dict[int, tuple[Mutation | None, Path, float]] = {}
+    most: dict[bool, int] = {True: UNCHANGED_LIMIT_S, False: LIMIT_S}
     number = 0
     # The forks write no bytecode; compiled once, not in every one of them.
     compiled = keep / "compiled"
@@ -235,7 +238,7 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
             running[start(folder, tests, one_case=mutation is None)] = (mutation, folder, time.monotonic())
         for child, (mutation, folder, since) in list(running.items()):
             ended, _ = os.waitpid(child, os.WNOHANG)
-            late = time.monotonic() - since > LIMIT_S
+            late = time.monotonic() - since > most[mutation is None]
             if not ended and late:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child, signal.SIGKILL)
@@ -243,7 +246,9 @@ def run_all(mutations: Sequence[Mutation], *, jobs: int, has_bridge: bool, keep:
             if not ended and not late:
                 continue
             del running[child]
-            verdict, detail = ("survived", f"not ended after {LIMIT_S} s") if not ended else outcome(folder, mutation)
+            verdict, detail = (
+                ("survived", f"not ended after {most[mutation is None]} s") if not ended else outcome(folder, mutation)
+            )
             rows.append(
                 {
                     "trap": mutation.trap if mutation else 0,

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
+from megatron.energon.savable_loader import SavableDatasetWrapper
 
 from energon_packing.config import EpochEnd, RunConfig
 from energon_packing.convert.layout import dataset_entry
@@ -37,8 +39,8 @@ sample."""
 NEXT_PACK_SECONDS = 300
 STATE_FORMAT = "energon_packing loader 3"
 OLDER_FORMATS = ("energon_packing loader 1", "energon_packing loader 2")
-_BEGINNING_SECONDS = 0.05
-"""Between two questions to workers that have not begun."""
+_BEGINNING_SECONDS, _BEGUN_SECONDS = 0.05, 60.0
+"""Between two questions to workers that have not begun, and until they must have."""
 NO_PATH = "data.path is empty; name the data set that `energon-packing convert` wrote."
 
 
@@ -119,10 +121,13 @@ class PackLoader(LoaderBase):
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
             )
+        if isinstance(self._loader.dataset, SavableDatasetWrapper):
+            self._loader.dataset.__class__ = _WholePacks
         # torch would draw a seed for the workers from the global generator of this rank, which its tensor- and
         # context-parallel peers have in the same state, and go on with; Energon seeds its workers itself.
         self._loader.generator = torch.Generator()
         self._started, self._keep_memory = False, keep_memory
+        self._failed = False  # in this process, within a pack
         self._restored: Mapping[str, Any] | None = None  # what the first pack continues
         self._fingerprint, self._accept_changed = dict(fingerprint or {}), tuple(accept_changed)
 
@@ -137,6 +142,9 @@ class PackLoader(LoaderBase):
                     pack = next(iterator)
             except StopIteration:
                 return
+            except BaseException:
+                self._failed = not self._loader.num_workers
+                raise
             self._started, self._restored = True, None
             if pack.ended is not None:
                 report.ended(pack)
@@ -150,8 +158,13 @@ class PackLoader(LoaderBase):
         forever for workers that have not started.)
 
         Raises:
-            UserError: a worker was killed.
+            UserError: a worker was killed, or an error ended a pack that was made in this process.
         """
+        if self._failed and self._started:
+            raise UserError(
+                "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
+                "last state that was saved before it."
+            )
         if self._started:
             return self._state_of(self._loader)
         if self._restored is not None:
@@ -228,16 +241,34 @@ class PackLoader(LoaderBase):
         tell_of_accepted(differs)
 
 
+class _WholePacks(SavableDatasetWrapper[Any]):
+    """Energon's, but a worker that an error ends stores no state: it would stand for the last pack, which it follows,
+    and lack the samples of the one that was being made."""
+
+    def _store_checkpoint(self, force: bool = False) -> None:
+        if not (force and isinstance(sys.exc_info()[1], Exception)):
+            super()._store_checkpoint(force)
+
+
 def _state_of_rank(loader: Any) -> Any:
     """What Energon's ``save_state_rank`` returns once all workers have begun.
 
     A worker answers before that without a state, and with one pack more to skip than there is: Energon starts the
     thread that answers before it stores the worker's first state.
+
+    Raises:
+        UserError: one has not begun after `_BEGUN_SECONDS`.
     """
+    until = time.monotonic() + _BEGUN_SECONDS
     while True:
         state = loader.save_state_rank()
         if not loader.num_workers or all(each.state is not None for each in state.worker_states):
             return state
+        if time.monotonic() > until:
+            raise UserError(
+                f"A worker of the loader has saved no state within {_BEGUN_SECONDS:.0f} s of its start; the next pack "
+                "raises the error that it met. Go on from the last state that was saved before."
+            )
         time.sleep(_BEGINNING_SECONDS)
 
 

@@ -53,7 +53,12 @@ def in_workers(loader: Any, *, keep_memory: bool = True) -> None:
         keep_memory: whether it keeps its freed memory, too.
     """
     if loader.num_workers:
+        # With what is frozen, which Energon unfreezes in the worker at the end of an epoch.
+        frozen = gc.get_freeze_count()
+        gc.unfreeze()
         gc.collect()
+        if frozen:
+            gc.freeze()
     loader.worker_init_fn = functools.partial(_start, loader.worker_init_fn, keep_memory)
 
 

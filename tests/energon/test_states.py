@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 from megatron.energon.eyaml import load_yaml
 
 from energon_packing.convert import ConvertConfig, convert
+from energon_packing.energon import loader as loader_module
+from energon_packing.energon import window_dataset
 from energon_packing.energon.data_identity import data_identity
 from energon_packing.energon.loader import build_loader
-from energon_packing.errors import ConfigError
+from energon_packing.errors import ConfigError, UserError
 
 
 def config_of(run_config: Any, path: Path | None = None, **data: Any) -> Any:
@@ -39,6 +42,58 @@ def keys_after(config: Any, state: Any, packs: int = 6, **arguments: Any) -> lis
     loader = build_loader(config, **arguments)
     loader.restore_state(state)
     return [pack.keys for pack in itertools.islice(loader, packs)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_error_in_a_pack_that_is_made_ahead_leaves_the_state_of_the_last_one_whole(run_config, workers, monkeypatch):
+    config = config_of(run_config, workers=workers)
+    keys = [pack.keys for pack in itertools.islice(build_loader(config), 3 + workers)]
+
+    def render_or_drop(render: Any, sample: Any, ledger: Any, *, own: Any = window_dataset.render_or_drop) -> Any:
+        if sample.__key__ in keys[workers]:  # the second pack of the first worker
+            raise OSError(5, "Input/output error")
+        return own(render, sample, ledger)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(window_dataset, "render_or_drop", render_or_drop)
+        loader = build_loader(config)
+        packs = iter(loader)
+        next(packs)
+        for _ in range(workers - 1):
+            next(packs)
+        time.sleep(1.0)  # the worker has met its error by now
+        state = loader.save_state()
+        with pytest.raises(UserError, match="Input/output error"):
+            list(packs)
+    assert keys_after(config, state, packs=3) == keys[workers:]
+
+
+def test_a_loader_that_an_error_ended_in_this_process_gives_no_state(run_config, monkeypatch):
+    loader = build_loader(config_of(run_config, workers=0))
+    packs = iter(loader)
+    next(packs)
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(window_dataset, "render_or_drop", fail)
+    with pytest.raises(UserError, match="Input/output error"):
+        next(packs)
+    with pytest.raises(UserError, match="within a pack, whose samples a state saved now would lose"):
+        loader.save_state()
+
+
+def test_a_worker_that_never_stores_a_state_is_an_error_and_no_wait(run_config, monkeypatch):
+    monkeypatch.setattr(loader_module, "_BEGUN_SECONDS", 0.2)
+    loader = build_loader(config_of(run_config, workers=1))
+    next(iter(loader))
+    asked = loader._loader.save_state_rank
+    nothing = dataclasses.replace(asked().worker_states[0], state=None)
+    monkeypatch.setattr(
+        loader._loader, "save_state_rank", lambda: dataclasses.replace(asked(), worker_states=[nothing])
+    )
+    with pytest.raises(UserError, match="has saved no state within"):
+        loader.save_state()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

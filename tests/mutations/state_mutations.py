@@ -25,7 +25,7 @@ STATE_TRAPS = {
     55: "what a finite epoch drops after its last pack is reported nowhere, or an epoch without a pack ends well",
     56: "one record or one shard stops a run and each restart of it, without its name",
     65: "a decoder that hangs or crashes holds or ends the run, now and after every restart",
-    53: "a state is changed by restoring it, or one is missing or damaged and the data begin anew",
+    53: "a state is changed by restoring it or by a later error, or is missing or damaged and the data begin anew",
     93: "the reading rank draws from a global random generator, which its tensor- and context-parallel peers share",
     94: "a run that is started again after its last step cannot save its state",
     95: "an epoch that one rank without a pack ends for all trains nothing and says nothing",
@@ -49,6 +49,13 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             ("energon/fingerprint.py", '*("data.packs_ahead",', '*("data.shuffle_over_epochs", "data.packs_ahead",'),
         ),
+    ),
+    Mutation(
+        trap=53,
+        name="a worker that an error ends stores a state in place of the last pack's",
+        test=STATES + "test_an_error_in_a_pack_that_is_made_ahead_leaves_the_state_of_the_last_one_whole[1]",
+        oracle="a run without the error",
+        edits=(("energon/loader.py", "self._loader.dataset.__class__ = _WholePacks", "pass"),),
     ),
     Mutation(
         trap=51,

@@ -1,0 +1,89 @@
+"""What third parties may add to: families, policies, rules, layouts, executors, pack formats.
+
+All six work alike. A module of one folder declares an entry, and the folder is read, so nothing else names it. A
+package outside names its entry in the entry points of its own ``pyproject.toml``, or calls the folder's ``register_*``
+function.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from types import ModuleType
+
+from energon_packing.errors import ConfigError
+
+
+class Registry[Entry]:
+    """Entries by name: those of a folder, in the order of their modules' names, then others' in order of registration.
+
+    Modules are imported when entries are first asked for; an entry point when its own name is.
+    """
+
+    def __init__(
+        self, what: str, *, folder: str, declared: Callable[[ModuleType], Mapping[str, Entry]], setting: str
+    ) -> None:
+        """Describes a registry; nothing is imported yet.
+
+        Args:
+            what: one entry, as messages call it, such as ``packing policy``.
+            folder: the package whose modules declare entries, such as ``energon_packing.packing.policies``. Also the
+                group of entry points in which others declare theirs.
+            declared: the entries of one module, by name; empty for a module that declares none.
+            setting: where a user writes a name, such as ``packing.policy``.
+        """
+        self.what, self.folder, self.setting = what, folder, setting
+        self._declared = declared
+        self._entries: dict[str, Entry] | None = None
+        self._added: dict[str, Entry] = {}
+
+    def _built_in(self) -> dict[str, Entry]:
+        if self._entries is None:
+            entries: dict[str, Entry] = {}
+            for module in sorted(pkgutil.iter_modules(importlib.import_module(self.folder).__path__)):
+                for name, entry in self._declared(importlib.import_module(f"{self.folder}.{module.name}")).items():
+                    if name in entries:
+                        raise ConfigError(f"Two files of {self.folder} declare the {self.what} {name!r}.")
+                    entries[name] = entry
+            self._entries = entries
+        return self._entries
+
+    def names(self) -> list[str]:
+        """Returns all known names."""
+        outside = (point.name for point in entry_points(group=self.folder))
+        return list(dict.fromkeys([*self._built_in(), *self._added, *outside]))
+
+    def add(self, name: str, entry: Entry) -> None:
+        """Registers an entry for this process.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        if name in self._built_in() or name in self._added:
+            raise ConfigError(f"A {self.what} named {name!r} exists already; choose another name.")
+        self._added[name] = entry
+
+    def find(self, name: str) -> Entry:
+        """Returns the entry of a name.
+
+        Raises:
+            ConfigError: there is none, or the package that declares it cannot be imported.
+        """
+        if name not in self._built_in() and name not in self._added:
+            for point in entry_points(group=self.folder, name=name):
+                try:
+                    self._added[name] = point.load()
+                except Exception as error:
+                    raise ConfigError(
+                        f"The {self.what} {name!r} ({point.value}) cannot be imported: {error}"
+                    ) from error
+        entry = self._built_in().get(name, self._added.get(name))
+        if entry is None:
+            near = difflib.get_close_matches(str(name), self.names(), n=1, cutoff=0.4)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            known = ", ".join(self.names())
+            raise ConfigError(f"{self.setting} is {name!r}, an unknown {self.what}; known: {known}.{hint}")
+        return entry

@@ -1,13 +1,11 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
-loader|handover|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert|tables|environments|offline
-|supervised|memory|metrics|page|resume
+loader|convert|measure|plan|pack|packing|handover|balance|train|gpu
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``packing``, ``parity`` and ``resume`` print a Markdown table instead (``--json`` prints the lines). By default
-``packing`` reads the lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions
-from a seed. It installs other projects' packers from PyPI into an environment of their own,
+``packing`` prints a Markdown table instead (``--json`` prints the lines). By default it reads the
+lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It installs other projects' packers from PyPI into an environment of their own,
 ``~/.cache/energon-packing/bench``.
 """
 
@@ -24,28 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
 
-NAMES = (
-    "loader",
-    "handover",
-    "packing",
-    "balance",
-    "thd",
-    "rows",
-    "encoders",
-    "exactness",
-    "parity",
-    "train",
-    "budget",
-    "convert",
-    "tables",
-    "environments",
-    "offline",
-    "supervised",
-    "memory",
-    "metrics",
-    "page",
-    "resume",
-)
+NAMES = ("loader", "convert", "measure", "plan", "pack", "packing", "handover", "balance", "train", "gpu")
 
 
 class Results(io.TextIOBase):
@@ -105,14 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     module = importlib.import_module(f"bench.{arguments[0]}")
     results = Results(sys.stdout)
     with redirect_stdout(results):
-        if arguments[0] == "thd":  # it has no options
-            if len(arguments) > 1:
-                print(f"error: thd takes no options, but got {' '.join(arguments[1:])}", file=sys.stderr)
-                return 2
-            module.main()
-            code = 0
-        else:
-            code = module.main(_defaults(arguments[0]) + list(arguments[1:]))
+        code = module.main(_defaults(arguments[0]) + list(arguments[1:]))
     if sys.stderr.isatty():
         print_tables(results.rows())
     return int(code)

@@ -175,13 +175,6 @@ def path_name(job: LoaderJob) -> str:
     return f"ours-window{job.window}" + ("" if job.keep_memory else "-give-back")
 
 
-def run_guards(bench: LoaderBench, work: Path) -> Iterator[dict[str, Any]]:
-    """Measures what trust costs ours; takes the arguments of `run`, and yields as `loader_guards.run`."""
-    from bench import loader_guards
-
-    return loader_guards.run(bench, work)
-
-
 def run_memory(bench: LoaderBench, work: Path, windows: tuple[int, int] = (16, 1024)) -> Iterator[dict[str, Any]]:
     """Measures what one more image sample in the window costs; takes the arguments of `run`.
 
@@ -328,9 +321,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--give-back", action="store_true", help="our loader gives freed memory back: keep_memory is false"
     )
-    options.add_argument(
-        "--guards", action="store_true", help="ours with ledger, checks and supervised decoding, over ours without"
-    )
     options.add_argument("--repeat", type=int, default=1, help="runs per path; figures are medians")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--processor", help="directory of a Qwen2.5-VL processor; the demo's by default")
@@ -361,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-loader-") as temporary:
             work = given.work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
-            measure = run_memory if given.memory else run_guards if given.guards else run
+            measure = run_memory if given.memory else run
             for result in measure(bench, work):
                 print(json.dumps(result), flush=True)
     except UserError as error:

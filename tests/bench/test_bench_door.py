@@ -53,12 +53,6 @@ def test_balance_shows_each_size_with_and_without_sorting(lists):
     assert by[8, "none", 0] < by[2, "none", 0]
 
 
-@pytest.mark.full
-def test_thd_reports_milliseconds_of_each_operation():
-    names = {row["benchmark"] for row in rows("thd")}
-    assert {"thd.assemble", "thd.check_thd"} <= names
-
-
 def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
     (tmp_path / "bad.npz").write_bytes(b"no zip")
     done = door("packing", "--lists", tmp_path, "--no-peers", "--json")
@@ -70,7 +64,7 @@ def test_lists_that_are_none_are_told_in_a_sentence(tmp_path):
 def test_an_unknown_benchmark_names_the_known_ones():
     done = door("lodaer")
     assert done.returncode == 2
-    assert "loader|handover|packing|balance" in done.stderr
+    assert "loader|convert|measure|plan|pack|packing" in done.stderr
 
 
 def test_rows_of_numbered_samples_give_back_their_lengths():
@@ -78,12 +72,11 @@ def test_rows_of_numbered_samples_give_back_their_lengths():
     assert runs(np.array([1, 1])) == [2]
 
 
-def test_offline_plans_a_drawn_index_and_says_how_good_the_plan_is():
-    found = rows("offline", "plan", "--samples", "3000", "--limits", "images", "--limits", "all")
+def test_plan_plans_a_drawn_index_and_says_how_good_the_plan_is():
+    found = rows("plan", "--samples", "3000", "--limits", "images", "--limits", "all")
     assert [row["limits"] for row in found] == ["images", "all"]
     for row in found:
         assert 0.9 < row["of_bound"] <= 1
         assert row["aligned_fill"] <= 1
         assert row["seconds"] > 0
         assert row["peak_gib"] > 0
-    assert door("offline", "nothing").returncode == 2

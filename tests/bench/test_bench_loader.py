@@ -203,7 +203,6 @@ def test_the_script_knows_its_benchmarks(monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     specification.loader.exec_module(script)
     assert script.main(["nothing"]) == 2
-    assert script.main(["thd", "--fast"]) == 2
     assert (
         script.main(["packing", "--list", "a", "--policy", "best_fit", "--samples", "500", "--no-peers", "--json"]) == 0
     )

@@ -1,11 +1,8 @@
-"""What surrounds the kernels of ``scripts/gpu_check.py``, on kernels that a CPU can run."""
+"""What surrounds the kernels of ``scripts/bench.py gpu``, on kernels that a CPU can run."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +11,6 @@ from bench import gpu as gpu_checks
 from energon_packing import thd
 
 pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
 
 
 def attend(query, key, value, boundaries):
@@ -83,19 +78,10 @@ def test_parity_runs_both_ways_on_the_device():
     assert all(row["equal"] for row in found)
 
 
-@pytest.fixture
-def script(monkeypatch):
-    specification = importlib.util.spec_from_file_location("gpu_check_script", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_without_a_gpu_it_says_what_it_needs(script, capsys):
+def test_without_a_gpu_it_says_what_it_needs(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert script.main([]) == 0
+    assert gpu_checks.main([]) == 0
     assert "need one CUDA device" in json.loads(capsys.readouterr().out)["skipped"]
 
 
@@ -108,32 +94,32 @@ def test_without_a_gpu_it_says_what_it_needs(script, capsys):
         (ImportError("libcudart.so.13: cannot open shared object file"), 1),
     ],
 )
-def test_only_a_package_that_is_not_installed_skips_a_check(script, monkeypatch, tmp_path, capsys, error, code):
+def test_only_a_package_that_is_not_installed_skips_a_check(monkeypatch, tmp_path, capsys, error, code):
     def raises():
         raise error
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example")
-    monkeypatch.setattr(script, "indices", raises)
-    assert script.main(["--check", "indices", "--out", str(tmp_path)]) == code
+    monkeypatch.setitem(gpu_checks.CHECKS, "indices", raises)
+    assert gpu_checks.main(["--check", "indices", "--out", str(tmp_path)]) == code
     row = json.loads(capsys.readouterr().out)
     assert ("skipped" in row) == (code == 0)
     assert row.get("equal") == (None if code == 0 else False)
 
 
 def test_results_are_stored_under_the_name_of_the_device_and_a_failed_check_stops_no_other(
-    script, monkeypatch, tmp_path, capsys
+    monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Example GPU/80")
-    monkeypatch.setattr(script, "indices", lambda: iter([{"check": "indices", "equal": True}]))
-    monkeypatch.setattr(script, "parity", lambda: 1 / 0)
+    monkeypatch.setitem(gpu_checks.CHECKS, "indices", lambda: iter([{"check": "indices", "equal": True}]))
+    monkeypatch.setitem(gpu_checks.CHECKS, "parity", lambda: 1 / 0)
     chosen = ["--check", "parity", "--check", "indices", "--out"]
-    assert script.main([*chosen, str(tmp_path)]) == 1
-    stored = json.loads((tmp_path / "gpu_check-Example-GPU-80.json").read_text())
+    assert gpu_checks.main([*chosen, str(tmp_path)]) == 1
+    stored = json.loads((tmp_path / "gpu-Example-GPU-80.json").read_text())
     assert stored["device"] == "Example GPU/80"
     assert [row["equal"] for row in stored["results"]] == [False, True]
     assert "ZeroDivisionError" in stored["results"][0]["error"]
-    assert script.main([*chosen[2:], str(tmp_path)]) == 0
-    assert script.main(["--out", str(tmp_path / "none")]) == 2
+    assert gpu_checks.main([*chosen[2:], str(tmp_path)]) == 0
+    assert gpu_checks.main(["--out", str(tmp_path / "none")]) == 2
     assert "is not a directory" in capsys.readouterr().err

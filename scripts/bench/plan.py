@@ -39,7 +39,7 @@ def run(samples: Sequence[int], limited: Sequence[str], directory: Path | None =
         with tempfile.TemporaryDirectory(dir=directory) as place:
             write_index(Path(place) / "index", size)
             for name in limited:
-                command = [sys.executable, "-m", "bench.offline_plan", place, name]
+                command = [sys.executable, "-m", "bench.plan", place, name]
                 done = subprocess.run(
                     command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1]
                 )

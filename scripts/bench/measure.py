@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         for row in figures(Path(name), given.processor.resolve(), given.samples, given.rounds):
-            print(json.dumps({"bench": "offline measure", **row}), flush=True)
+            print(json.dumps({"bench": "measure", **row}), flush=True)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""``bench.py offline measure``: figures of a small run, whose parts are what they say."""
+"""``bench.py measure``: figures of a small run, whose parts are what they say."""
 
 from __future__ import annotations
 
 import pytest
-from bench.offline_measure import FAMILY, IMAGES, config_of, figures, measured, tokenized, write_dataset
+from bench.measure import FAMILY, IMAGES, config_of, figures, measured, tokenized, write_dataset
 
 from energon_packing.demo import processor_path
 

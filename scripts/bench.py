@@ -4,9 +4,9 @@ loader|convert|measure|plan|pack|packing|handover|balance|train|gpu
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``packing`` prints a Markdown table instead (``--json`` prints the lines). By default it reads the
-lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It installs other projects' packers from PyPI into an environment of their own,
-``~/.cache/energon-packing/bench``.
+``packing`` prints a Markdown table instead (``--json`` prints the lines). By default it reads the lists in
+``../shared/data/lengths``; if there are none, it draws lists of the same distributions from a seed. It installs other
+projects' packers from PyPI into an environment of their own, ``~/.cache/energon-packing/bench``.
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class Text:
         """What stands in backticks, whether in one on each side, and its place; blocks of code are left out."""
         prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), self.text, flags=re.DOTALL)
         for found in re.finditer(r"(?<!`)(`{1,2})([^`\n]+)\1(?!`)", prose):
+            if re.match(r"\s+of\s+commit\s", prose[found.end() :]):
+                continue  # what an earlier commit had
             line = self.line + prose.count("\n", 0, found.start())
             yield found[2], found[1] == "`", f"{self.path.relative_to(ROOT)}:{line}"
 

@@ -1,11 +1,11 @@
 """Benchmarks: ``scripts/bench.py NAME [options]``, with one of these names:
-loader|handover|packing|balance|thd|rows|encoders|exactness|parity|train|budget|convert|tables|environments|offline
+loader|handover|packing|balance|thd|rows|encoders|exactness|train|budget|convert|tables|environments|offline
 |supervised|memory|metrics|page|resume
 
 Every result is one JSON line on standard output; on a terminal, a table of all results follows on standard error.
 ``scripts/bench.py NAME --help`` lists the options of one benchmark.
 
-``packing``, ``parity`` and ``resume`` print a Markdown table instead (``--json`` prints the lines). By default
+``packing`` and ``resume`` print a Markdown table instead (``--json`` prints the lines). By default
 ``packing`` reads the lists in ``../shared/data/lengths``; if there are none, it draws lists of the same distributions
 from a seed. It installs other projects' packers from PyPI into an environment of their own,
 ``~/.cache/energon-packing/bench``.
@@ -22,7 +22,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, if it is not installed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the package, if it is not installed, and `support`
 
 NAMES = (
     "loader",
@@ -33,7 +34,6 @@ NAMES = (
     "rows",
     "encoders",
     "exactness",
-    "parity",
     "train",
     "budget",
     "convert",

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.whole_sample import call_processor, differences, media_arguments
 
 from bench.encoder_samples import BenchSample
-from bench.whole_sample import call_processor, differences, media_arguments
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.measured import Measured
 from energon_packing.errors import UserError

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from support.offline_processors import PROCESSORS
+
 from bench import encoder_samples
 from bench.encoder_samples import BenchSample
-from bench.offline_processors import PROCESSORS
 from energon_packing.errors import PackingError, UserError
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "internvl", "llava_next", "llava_onevision")

@@ -31,7 +31,6 @@ USES: dict[str, tuple[str, ...]] = {
     "ledger": ("ledger", "nothing"),
     "measure": ("measure", "nothing", "--config", "run.yaml", "--out", "index"),
     "pack": ("pack", "nothing.parquet", "--out", "packed"),
-    "parity": ("parity", "--config", "run.yaml"),
     "plan": ("plan", "nothing", "--config", "run.yaml", "--out", "plan.parquet"),
     "preview": ("preview", "nothing", "--config", "run.yaml"),
     "preview, HTML": ("preview", "nothing", "--config", "run.yaml", "--html", "packs.html"),

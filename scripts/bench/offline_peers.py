@@ -53,7 +53,7 @@ def by_bridge(place: Path, seq_length: int) -> dict[str, Any]:
     Raises:
         ImportError: Megatron-Bridge is not installed.
     """
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if stand_ins.needed():
         stand_ins.install()

@@ -9,7 +9,7 @@ import torch
 from bench import encoder_samples
 from bench import encoders as bench_encoders
 from bench.encoder_floor import Floor, decode
-from bench.whole_sample import differences
+from support.whole_sample import differences
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from bench.offline_processors import PROCESSORS
+from support.offline_processors import PROCESSORS
 
 from energon_packing.cli.main import cli
 from energon_packing.config import load_config

@@ -19,6 +19,7 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # `support`
 STEP = "energon_packing.bridge.step:forward_step"
 
 
@@ -61,7 +62,7 @@ def _train(run: str, overrides: tuple[str, ...], step: str, mode: str, check: bo
 
     if cpu and (step != STEP or mode != "auto"):  # before Bridge is imported, which takes ten seconds
         raise UserError("--cpu trains only with the packed forward step; leave --step and --mode out.")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if not cpu and not check and stand_ins.needed():
         raise UserError("This machine has no GPU with Transformer Engine; --cpu runs a tiny model on the CPU.")
@@ -139,9 +140,10 @@ def _named(step: str) -> Any:
 
 
 def _on_the_cpu(config: Any) -> None:
+    from support.bridge_cpu import training_run
+
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
-    from energon_packing.bridge_cpu import training_run
     from energon_packing.cli.counted import counted
 
     first = os.environ.get("RANK", "0") == "0"

@@ -99,7 +99,7 @@ def record_packs(folder: Path, name: str) -> tuple[list[dict[str, Any]], Callabl
 
 def record_attention(seen: list[list[int]]) -> None:
     """Notes the boundaries that causal attention of this rank's first layer gets."""
-    from energon_packing.bridge_cpu import attention as cpu_attention
+    from support.bridge_cpu import attention as cpu_attention
 
     original = cpu_attention.SegmentAttention.forward
     first: list[Any] = []
@@ -185,10 +185,11 @@ def vocabulary_of(family: str) -> dict[str, int]:
 
 def train(run: dict[str, Any], folder: Path, data: str, rank: int, report: dict[str, Any]) -> None:
     """One rank of one run; fills ``report``."""
+    from support.bridge_cpu import tiny_models, training_run
+
     from energon_packing.bridge import PackedEnergonDatasetConfig, pack_iterator
     from energon_packing.bridge.metrics import PackingMetrics
     from energon_packing.bridge.step import forward_step
-    from energon_packing.bridge_cpu import tiny_models, training_run
     from energon_packing.demo import processor_path
 
     family = run["family"]
@@ -275,8 +276,7 @@ def be_rank(run: dict[str, Any], folder: Path, data: str, rank: int, port: int) 
         import torch
         import torch.utils.data._utils
         from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-        from energon_packing.bridge_cpu import training_run
+        from support.bridge_cpu import training_run
 
         torch.set_num_threads(1)
         # Closing a loader's worker takes seconds at torch's default.
@@ -326,20 +326,16 @@ def end_with(parent: int) -> None:
 
 def main(file: str, folder: str) -> None:
     """Imports what the ranks need, then runs them."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     stand_ins.install()
     import megatron.bridge.data.megatron_mimo
     import megatron.bridge.training.gpt_step  # noqa: F401
     import PIL.Image
+    import support.bridge_cpu.tiny_models
+    import support.bridge_cpu.training_run  # noqa: F401
     import transformers  # noqa: F401
-
-    import energon_packing.bridge.dataset
-    import energon_packing.bridge.metrics
-    import energon_packing.bridge.step
-    import energon_packing.bridge_cpu.tiny_models
-    import energon_packing.bridge_cpu.training_run  # noqa: F401
 
     plan = json.loads(Path(file).read_text())
     for family in {run["family"] for run in plan["runs"]}:

@@ -14,7 +14,7 @@ def bridge_wan():
     pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     yield importlib.import_module("megatron.bridge.diffusion.data.wan.wan_taskencoder")

@@ -51,8 +51,7 @@ def rows(family: str, kind: str) -> list[list[dict[str, Any]]]:
 def provider(family: str) -> Any:
     """Bridge's provider of the tiny model, with four experts, on a CPU."""
     from conformance.conftest import Samples
-
-    from energon_packing.bridge_cpu import tiny_models
+    from support.bridge_cpu import tiny_models
 
     if family != "glm4v_moe":
         names = {"vision_start": Samples.start, "vision_end": Samples.end, "image": Samples.image}
@@ -164,10 +163,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from support.bridge_cpu import training_run
 
     from energon_packing import thd
     from energon_packing.bridge import step
-    from energon_packing.bridge_cpu import training_run
 
     tensor, context, expert = case["tensor"], case["context"], case["expert"]
     parallel_state.initialize_model_parallel(

@@ -197,7 +197,7 @@ def be_rank(folder: Path, rank: int, cases: list[dict[str, Any]]) -> None:
 
 
 def main(cases: str, folder: str) -> None:
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     ranks = []

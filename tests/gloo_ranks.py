@@ -274,7 +274,7 @@ def run_rank(world: int, rank: int, cases: list[dict[str, Any]], folder: Path) -
     code = 1
     try:
         torch.set_num_threads(1)
-        from energon_packing.bridge_cpu import stand_ins
+        from support.bridge_cpu import stand_ins
 
         stand_ins.install()
         store = torch.distributed.FileStore(str(folder / "store"), world)
@@ -356,7 +356,7 @@ def run_worlds(worlds: dict[int, list[dict[str, Any]]]) -> dict[int, list[dict[s
 
 def main(name: str, *worlds: str) -> None:
     """Imports what the ranks need, then forks them."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     stand_ins.uninstall()

@@ -9,10 +9,10 @@ import energon_packing
 
 
 def ranks_environment(**more: str) -> dict[str, str]:
-    """``os.environ`` with one thread, ``more``, and this package in front of a ``PYTHONPATH`` that is already there.
+    """``os.environ`` with one thread, ``more``, this package and `support`, before a ``PYTHONPATH`` that is there.
 
     What is there stays: it may name another Megatron-Bridge (``scripts/on_bridge.sh``).
     """
     package = str(Path(energon_packing.__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (package, str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | more

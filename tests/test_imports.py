@@ -51,7 +51,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("encoders",),
     ("energon",),
     ("wan_loader",),
-    ("demo", "bridge_cpu"),
+    ("demo",),
     ("validate",),
     ("offline",),
     ("bridge", "megatron_lm"),

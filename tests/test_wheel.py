@@ -103,7 +103,6 @@ USES: dict[str, list[str]] = {
     "ledger": ["nothing"],
     "measure": ["nothing", "--config", "nothing.yaml", "--out", "nothing"],
     "pack": ["nothing.parquet", "--out", "nothing"],
-    "parity": ["--config", "{files}/run.yaml"],
     "plan": ["nothing", "--config", "{files}/run.yaml", "--out", "nothing.parquet"],
     "preview": ["nothing", "--config", "{files}/run.yaml"],
     "profile": ["nothing", "--config", "{files}/run.yaml"],

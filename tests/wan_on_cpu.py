@@ -1,6 +1,6 @@
 """Bridge's Wan model and its forward step on a machine without a GPU: what is replaced for the length of a test.
 
-What `energon_packing.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's own code is not changed.
+What `support.bridge_cpu.stand_ins` replaces already is needed as well. Bridge's own code is not changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def boundary_pairs(real: torch.Tensor, physical: torch.Tensor | None) -> list[tu
 
 def attention_class() -> type:
     """Attention in which queries and keys have boundaries of their own, as Wan's cross attention has."""
-    from energon_packing.bridge_cpu.attention import SegmentAttention
+    from support.bridge_cpu.attention import SegmentAttention
 
     class TwoSidedAttention(SegmentAttention):
         def forward(
@@ -43,8 +43,7 @@ def install(monkeypatch: Any) -> None:
     """Replaces, until the test ends: Wan's layers, and CUDA as a target of moves and draws."""
     importlib.import_module(f"{WAN}.wan_layer_spec")
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-    from energon_packing.bridge_cpu.modules import TorchNorm
+    from support.bridge_cpu.modules import TorchNorm
 
     spec = f"{WAN}.wan_layer_spec"
     monkeypatch.setattr(f"{spec}.TEDotProductAttention", attention_class())

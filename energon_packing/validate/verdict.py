@@ -68,9 +68,9 @@ def container_verdict(container: Any, *, world_size: int) -> BridgeVerdict:
     """
     from megatron.bridge.training.config import runtime_config_update
 
-    from energon_packing.bridge_cpu import stand_ins
+    from energon_packing.validate import bridge_import
 
-    if stand_ins.needed():
+    if bridge_import.needed():
         for name in ("moe_permute_fusion", "moe_router_fusion"):
             if hasattr(container.model, name):
                 setattr(container.model, name, False)
@@ -97,9 +97,10 @@ def _judged(check: Callable[[], None], size: int) -> BridgeVerdict:
 
 def prepare_bridge() -> None:
     """Makes Bridge importable on this machine: a no-op with CUDA and Transformer Engine."""
-    from energon_packing.bridge_cpu import stand_ins
+    from energon_packing.validate import bridge_import
 
-    stand_ins.install()
+    if bridge_import.needed():
+        bridge_import.import_bridge(placeholders=True)
 
 
 def equivalent_container(view: RunView) -> Any:

@@ -120,7 +120,7 @@ def build_bridge_loader(
         pixels: smallest and largest area of images and frames; None leaves the processor's own limits.
         packing_buffer: prepared samples from which Energon's hooks choose those of a row; None packs micro-batches.
     """
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()  # Bridge imports Transformer Engine; a loader calls nothing that is replaced
     from megatron.bridge.data.energon.base_energon_datamodule import EnergonMultiModalDataModule

@@ -11,9 +11,9 @@ from random import Random
 from typing import Any
 
 from PIL import Image, ImageOps
+from support.offline_processors import processor_of
 
 from bench.loader_data import prepare_data, read_conversations, read_media
-from bench.offline_processors import processor_of
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation
 from energon_packing.demo import processor_path

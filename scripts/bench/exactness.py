@@ -1,4 +1,4 @@
-"""Exactness of every family as a table; `bench.predictions` says what is compared with what."""
+"""Exactness of every family as a table; `support.predictions` says what is compared with what."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.predictions import Tally, run
+from support.predictions import Tally, run
+
 from energon_packing.errors import UserError
 
 COLUMNS = (

@@ -36,15 +36,16 @@ class StepsJob:
 
 def losses(job: StepsJob) -> dict[str, list[float]]:
     """Way -> the loss of each step."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
+    from support.bridge_cpu import tiny_models, training_run
+    from support.parity.models import special_tokens, tiny_family
+
     from energon_packing.bridge import PackedEnergonDatasetConfig
     from energon_packing.bridge.step import forward_step
-    from energon_packing.bridge_cpu import tiny_models, training_run
     from energon_packing.config import EncoderConfig
     from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.report.models import special_tokens, tiny_family
 
     encoder = ConversationEncoder(EncoderConfig(processor=job.processor))
     size = max(encoder.tokenizer.get_vocab().values()) + 1

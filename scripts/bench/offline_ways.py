@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from support.parity.models import tiny_family
+
 from bench.loader import start
 from bench.offline_steps import StepsJob
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig
@@ -44,7 +46,6 @@ from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.planner import make_plan
 from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 from energon_packing.offline.verify import VerifyConfig, verify
-from energon_packing.report.models import tiny_family
 
 STORED: dict[str, dict[str, Any]] = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}
 INFO = "dataset_info.json"

@@ -4,7 +4,7 @@
     scripts/bench.py rows --fill [--samples 100000]
 
 Prints one JSON line for each kind of row: ours, and as a control rows whose last sample's place takes all the remaining
-space (ours until November 2026; Megatron-Bridge's packers). The oracle is `bench.p2p_cut`; its result is compared with
+space (ours until November 2026; Megatron-Bridge's packers). The oracle is `support.p2p_cut`, compared with
 the attention of each sample alone. ``masked_share`` is what masked segments cost in rows without a fixed width.
 ``--fill`` instead prints what they cost on lists of lengths of real data.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
 
 from bench.length_lists import synthetic_list
-from bench.p2p_cut import RELEASES, attention_over_ranks, infers_padding, masked_attention
 from energon_packing import thd
 from energon_packing.packing.whole_list import pack_lengths
 from energon_packing.thd.visible_padding import hides_padding, visible_order

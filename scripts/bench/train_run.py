@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from support.bridge_cpu import stand_ins
+from support.parity.models import special_tokens
 
-from energon_packing.bridge_cpu import stand_ins
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.report.models import special_tokens
 
 Rows = Literal["packs", "in_batch", "padded"]
 
@@ -152,7 +152,7 @@ def measure(job: TrainJob) -> dict[str, Any]:
     """
     on_cpu = stand_ins.needed()
     stand_ins.install()
-    from energon_packing.bridge_cpu import tiny_models, training_run
+    from support.bridge_cpu import tiny_models, training_run
 
     made = micro_batches(job)
     rows = [int(batch["tokens"].numel()) for batch in made.batches]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full  # benchmarks measure what other tests hold
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What ``bench.py train`` prints; the measured processes run in this one, which has imported Bridge already."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     elsewhere = subprocess.run
 

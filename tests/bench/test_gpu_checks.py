@@ -53,7 +53,7 @@ def test_indices_that_are_ours_are_equal_and_shifted_ones_are_named():
 
 
 def test_pixels_of_every_family_are_made_of_bytes_and_other_bytes_are_found_different(monkeypatch):
-    from bench.offline_processors import PROCESSORS
+    from support.offline_processors import PROCESSORS
 
     found = gpu_checks.pixels_check("cpu")
     assert (found["equal"], found["bit_equal"], found["families"]) == (True, len(PROCESSORS), len(PROCESSORS))

@@ -115,7 +115,7 @@ class Endless:
 def ready_batches():
     """Makes a Bridge `DatasetProvider` that hands out ready batches."""
     require_bridge()
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     from megatron.bridge.data.base import DatasetProvider
@@ -143,7 +143,7 @@ def make_samples():
 def tiny_provider():
     """``tiny_provider(family, seq_length=...)``: a Bridge model provider; ``"text"`` has no vision tower."""
     require_bridge()
-    from energon_packing.bridge_cpu import tiny_models
+    from support.bridge_cpu import tiny_models
 
     tokens = tiny_models.SpecialTokens(
         vision_start=Samples.start, vision_end=Samples.end, image=Samples.image, video=Samples.video
@@ -156,7 +156,7 @@ def tiny_provider():
 def stand_ins():
     """The CPU stand-ins while a module runs; it asks with ``usefixtures``."""
     require_bridge()
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     yield
@@ -167,7 +167,7 @@ def stand_ins():
 def cpu_world():
     """A gloo group of one process with the CPU stand-ins, and neither of them after the module."""
     require_bridge()
-    from energon_packing.bridge_cpu import stand_ins, training_run
+    from support.bridge_cpu import stand_ins, training_run
 
     with training_run.process_groups():
         yield

@@ -10,8 +10,8 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from support.bridge_cpu import tiny_models
 
-from energon_packing.bridge_cpu import tiny_models
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.megatron_lm.arguments import run_config_of
 from energon_packing.megatron_lm.vlm import forward_step, parse_and_validate_args, train_valid_test_datasets_provider

@@ -5,7 +5,7 @@ folder holds ``cases.json``. A rank executes the script of its case as ``__main_
 leaves what it saw: losses and gradient norms of the steps, and the batches that its forward steps got.
 
 What is replaced so that Megatron-LM starts without a GPU is in `prepare`; the rest is in
-`energon_packing.bridge_cpu.stand_ins`.
+`support.bridge_cpu.stand_ins`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Case:
 
 def prepare() -> None:
     """Imports Megatron-LM and replaces what it asks of a GPU when it starts."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     with stand_ins.without_warnings():
@@ -113,10 +113,10 @@ def prepare() -> None:
         from megatron.core.models.multimodal import llava_model
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
         from megatron.training import get_args
+        from support.bridge_cpu.attention import SegmentAttention
+        from support.bridge_cpu.context_parallel import PartitionedIndices
 
         import energon_packing.megatron_lm.vlm  # noqa: F401 (before the forks)
-        from energon_packing.bridge_cpu.attention import SegmentAttention
-        from energon_packing.bridge_cpu.context_parallel import PartitionedIndices
 
     start = initialize._initialize_distributed
 

@@ -92,7 +92,7 @@ def run_job(job: Job, rank: int, groups: Any) -> dict[str, Any]:
 def run_rank(folder: Path, rank: int) -> None:
     """All jobs in turn; never returns."""
     torch.set_num_threads(1)
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if stand_ins.needed():
         stand_ins.install()

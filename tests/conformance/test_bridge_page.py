@@ -26,7 +26,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
+from support.bridge_cpu import stand_ins, tiny_models, training_run
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, TRAIN, IN_BATCH = (block.text for block in read_page(ROOT / "docs" / "bridge.md").blocks if block.run_by)

@@ -19,7 +19,7 @@ FAMILIES = ("qwen2_5_vl", "qwen3_vl", "text")
 @pytest.fixture(scope="module")
 def models(cpu_world, tiny_provider):
     """Family -> its tiny Bridge model, built once."""
-    from energon_packing.bridge_cpu import training_run
+    from support.bridge_cpu import training_run
 
     built = {}
 
@@ -33,7 +33,7 @@ def models(cpu_world, tiny_provider):
 
 @pytest.fixture(scope="module")
 def parity(cpu_world):
-    from energon_packing.bridge_cpu import row_parity as parity
+    from support.bridge_cpu import row_parity as parity
 
     return parity
 

@@ -19,8 +19,9 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import stand_ins, training_run
+from support.bridge_cpu import attention as cpu_attention
+from support.bridge_cpu import stand_ins, training_run
+
 from energon_packing.errors import UserError
 
 if not stand_ins.needed():
@@ -198,9 +199,8 @@ def test_a_bridge_model_on_stand_ins_gives_the_logits_of_hugging_face_with_the_s
 ):
     import transformers
     from megatron.bridge import AutoBridge
-
-    from energon_packing.bridge_cpu import row_parity as parity
-    from energon_packing.bridge_cpu import tiny_models
+    from support.bridge_cpu import row_parity as parity
+    from support.bridge_cpu import tiny_models
 
     provider = tiny_provider(family, seq_length=512)
     kinds = {

@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import row_parity as parity
-from energon_packing.bridge_cpu import training_run
+from support.bridge_cpu import attention as cpu_attention
+from support.bridge_cpu import row_parity as parity
+from support.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

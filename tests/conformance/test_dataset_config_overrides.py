@@ -18,8 +18,9 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
+from support.bridge_cpu import tiny_models, training_run
+
 from energon_packing import config as ours
-from energon_packing.bridge_cpu import tiny_models, training_run
 from energon_packing.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("stand_ins")

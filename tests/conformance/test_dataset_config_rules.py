@@ -16,7 +16,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import tiny_models, training_run
+from support.bridge_cpu import tiny_models, training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -14,8 +14,8 @@ from energon_packing.energon.dummy_image import mask_fillers
 def test_a_dummy_image_runs_the_vision_tower_and_changes_neither_loss_nor_gradient(
     family, multiple, cpu_world, tiny_provider, make_samples
 ):
-    from energon_packing.bridge_cpu import row_parity as parity
-    from energon_packing.bridge_cpu import training_run
+    from support.bridge_cpu import row_parity as parity
+    from support.bridge_cpu import training_run
 
     model = training_run.build_model(tiny_provider(family, seq_length=512))
     samples = make_samples(family, 0)

@@ -17,15 +17,15 @@ if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
 import torch
-from bench.offline_processors import ernie4_5_vl
+from support.bridge_cpu import row_parity, training_run
+from support.offline_processors import ernie4_5_vl
+from support.parity.tiny_native import tiny_config
 from test_glm_in_bridge import LIMITS, ON_CPU, SEQ_LENGTH
 
 from energon_packing import thd
-from energon_packing.bridge_cpu import row_parity, training_run
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.report.tiny_native import tiny_config
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 from whole_sample import image, random_pixels, video
@@ -74,9 +74,8 @@ def known_layers(monkeypatch):
     """Makes Ernie's decoder take the stand-ins of Transformer Engine's layers."""
     from megatron.bridge.models.ernie_vl.modeling_ernie45_vl import ernie_decoder_layer_spec
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    from energon_packing.bridge_cpu.attention import SegmentAttention
-    from energon_packing.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear
+    from support.bridge_cpu.attention import SegmentAttention
+    from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear
 
     # Ernie has its own list of the layers of Transformer Engine, and without them no normalisation before a layer.
     layers = (

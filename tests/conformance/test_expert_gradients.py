@@ -118,7 +118,8 @@ def test_the_table_of_layouts():
 
 @pytest.mark.parametrize("family", ["text", "qwen3_vl"])
 def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_one(family, tiny_provider, cpu_world):
-    from energon_packing.bridge_cpu import training_run
+    from support.bridge_cpu import training_run
+
     from energon_packing.errors import ConfigError
     from energon_packing.thd.routers import count_real_tokens
 
@@ -135,8 +136,8 @@ def test_a_router_that_balances_sequences_is_refused_before_it_takes_a_pack_for_
 
 def test_a_row_of_padding_alone_trains_no_router(tiny_provider, cpu_world):
     from megatron.core.transformer.moe.router import TopKRouter
+    from support.bridge_cpu import training_run
 
-    from energon_packing.bridge_cpu import training_run
     from energon_packing.thd.routers import count_real_tokens
 
     model = training_run.build_model(tiny_provider("text", experts=4))

@@ -23,7 +23,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import tiny_models, training_run
+from support.bridge_cpu import tiny_models, training_run
+
 from energon_packing.validate.rules.registry import judge, rule_that_bridge_named
 from energon_packing.validate.sources.container_run import ContainerRun
 from energon_packing.validate.verdict import believed_world_size, without_output

@@ -19,16 +19,16 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 import torch
 import transformers
-from bench.offline_processors import glm4v
+from support.bridge_cpu import row_parity, training_run
+from support.offline_processors import glm4v
+from support.parity.tiny_native import tiny_config
 
 from energon_packing import thd
-from energon_packing.bridge_cpu import row_parity, training_run
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, MediaPart, Turn
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.shared_placeholder import SHARED_PLACEHOLDER
-from energon_packing.report.tiny_native import tiny_config
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 from whole_sample import both_ways, image, video

@@ -23,8 +23,9 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import attention as cpu_attention
-from energon_packing.bridge_cpu import tiny_models, training_run
+from support.bridge_cpu import attention as cpu_attention
+from support.bridge_cpu import tiny_models, training_run
+
 from energon_packing.cli.main import cli
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
@@ -388,7 +389,7 @@ def test_another_micro_batch_of_the_trainer_is_refused(size, run):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_types_of_tokens_stay_whole_numbers_beside_a_filler_row_as_the_processor_makes_them(packed):
-    from bench.offline_processors import glm4v
+    from support.offline_processors import glm4v
     from test_glm_in_bridge import LIMITS, image, row_of
 
     from energon_packing.bridge.in_batch import MicroBatchForm

@@ -42,7 +42,7 @@ full = pytest.mark.full
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, request):
     """Runs all cases, in the fast tier GPT's of one and two processes; holds what their ranks saw."""
-    from bench.offline_processors import llava
+    from support.offline_processors import llava
 
     root = tmp_path_factory.mktemp("megatron_lm")
     source = make_data(root / "raw", conversations=80, seed=3, defects=False)

@@ -15,8 +15,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 if importlib.util.find_spec("megatron.training") is None or importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("megatron.training or the CPU stand-ins' Megatron-Bridge is not installed", allow_module_level=True)
 
-from bench.offline_processors import glm4v
 from megatron_lm_ranks import EXISTING_SCRIPT, Case, result_of, run_cases, whole_gradient
+from support.offline_processors import glm4v
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path

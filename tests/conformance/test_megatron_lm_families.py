@@ -20,10 +20,10 @@ if importlib.util.find_spec("megatron.training") is None or importlib.util.find_
 
 import test_ernie_in_bridge as ernie
 import test_glm_in_bridge as glm
-from bench.offline_processors import ernie4_5_vl, glm4v
+from support.bridge_cpu import row_parity, training_run
+from support.offline_processors import ernie4_5_vl, glm4v
 
 from energon_packing import thd
-from energon_packing.bridge_cpu import row_parity, training_run
 from energon_packing.config import EncoderConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable

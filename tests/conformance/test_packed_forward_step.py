@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
 from bridge_sources import installed_release
+from support.p2p_cut import infers_padding
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from energon_packing import thd
@@ -20,7 +20,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import training_run
+from support.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

@@ -12,7 +12,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import stand_ins
+from support.bridge_cpu import stand_ins
+
 from energon_packing.offline.pack import PackConfig, pack
 
 if not stand_ins.needed():

@@ -12,7 +12,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import stand_ins
+from support.bridge_cpu import stand_ins
+
 from energon_packing.demo import processor_path
 from energon_packing.offline.plan import Plan
 
@@ -116,8 +117,9 @@ def test_the_states_of_all_ranks_are_the_position_of_the_next_pack(folder):
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_plan_without_a_data_set_to_evaluate_on_is_refused_before_training(folder):
+    from support.bridge_cpu import tiny_models, training_run
+
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge_cpu import tiny_models, training_run
     from energon_packing.errors import ConfigError
 
     plan = folder / "plan.parquet"

@@ -46,7 +46,7 @@ def clips_of(folder):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Kind -> the data set of a run on it, and one that another rank might have by mistake."""
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     if stand_ins.needed():
         stand_ins.install()

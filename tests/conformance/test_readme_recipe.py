@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import tiny_models
+from support.bridge_cpu import tiny_models
 
 pytestmark = pytest.mark.usefixtures("stand_ins")
 

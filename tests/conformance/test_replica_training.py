@@ -1,7 +1,7 @@
 """Two and four processes: Bridge's train loop and checkpoints on online packs that one rank of each replica reads.
 
 Every run is Bridge's own: ``setup``, ``train``, its checkpoints, its pipeline schedules, its Qwen3-VL and GPT models;
-see `energon_packing.bridge_cpu.stand_ins` for what is replaced below. The oracle of a loss curve is one process that
+see `support.bridge_cpu.stand_ins` for what is replaced below. The oracle of a loss curve is one process that
 trains on the recorded packs of all replicas; that of a resume is the run that was never stopped.
 """
 
@@ -22,7 +22,7 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import stand_ins
+from support.bridge_cpu import stand_ins
 
 if not stand_ins.needed():
     pytest.skip("a CUDA device and Transformer Engine are present: nothing is replaced", allow_module_level=True)

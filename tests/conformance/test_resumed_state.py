@@ -22,7 +22,8 @@ pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import stand_ins
+from support.bridge_cpu import stand_ins
+
 from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged

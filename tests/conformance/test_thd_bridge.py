@@ -1,6 +1,6 @@
 """Packed rows against code that we did not write: Megatron-Bridge's own steps, and Megatron-Core's slicing.
 
-Where there is no GPU, Bridge is imported and run through `energon_packing.bridge_cpu.stand_ins`. Of these stand-ins the
+Where there is no GPU, Bridge is imported and run through `support.bridge_cpu.stand_ins`. Of these stand-ins the
 tests reach one, which leaves a step's batch on the host.
 """
 
@@ -31,7 +31,7 @@ def bridge():
     """Bridge's modules under test."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     try:

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.p2p_cut import infers_padding
 from torch.nn import functional
 
 from energon_packing import thd
@@ -61,7 +61,7 @@ def packer(request):
     """The packer of the installed version, then that of the checkout."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     try:

@@ -296,8 +296,9 @@ def test_rows_of_bridges_form_are_refused_where_sequence_parallelism_could_not_d
 
 
 def test_a_model_of_another_kind_and_a_processor_are_refused(recipe):
+    from support.bridge_cpu import tiny_models
+
     from energon_packing.bridge.recipe import use_packed_data
-    from energon_packing.bridge_cpu import tiny_models
 
     cfg = recipe()
     with pytest.raises(ConfigError, match="a Wan model has no processor"):

@@ -16,7 +16,7 @@ pytest.importorskip("diffusers", reason="Bridge's Wan model needs diffusers")
 if importlib.util.find_spec("megatron.bridge") is None:
     pytest.skip("Megatron-Bridge is not installed", allow_module_level=True)
 
-from energon_packing.bridge_cpu import training_run
+from support.bridge_cpu import training_run
 
 pytestmark = pytest.mark.usefixtures("cpu_world", "on_cpu")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
 from bridge_wan import bridge_batch, bridge_wan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.p2p_cut import infers_padding
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError

@@ -295,7 +295,8 @@ def _told(folder: Path, choice: str | None) -> Iterator[str]:
         ["preview", str(data), "--config", str(run)],
     ):
         yield counted(*called(*command))
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
+
     from energon_packing.errors import UserError
 
     stand_ins.install()

@@ -13,9 +13,9 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import PROCESSORS, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import PROCESSORS, processor_of
 
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn

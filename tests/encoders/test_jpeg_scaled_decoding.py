@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_files import encoded, picture, turned_by_exif
 from PIL import Image
+from support.offline_processors import processor_of
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn

@@ -27,7 +27,7 @@ def bridge_loss():
     """Bridge's loss function; the installed packages stand on kernels that a machine without an accelerator lacks."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     from megatron.bridge.training.losses import masked_next_token_loss

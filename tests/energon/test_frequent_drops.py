@@ -20,11 +20,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from PIL import Image
+from support.bridge_cpu import stand_ins
 from torch import distributed
 from transformers import AutoProcessor
 
 import energon_packing
-from energon_packing.bridge_cpu import stand_ins
 from energon_packing.cli.main import cli
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert

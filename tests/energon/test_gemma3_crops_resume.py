@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from bench.offline_processors import gemma3
 from PIL import Image
+from support.offline_processors import gemma3
 
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
 from energon_packing.convert import ConvertConfig, convert

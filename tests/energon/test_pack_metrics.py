@@ -338,7 +338,7 @@ def test_weights_and_biases_has_the_figures_of_all_ranks_lines_under_bridges_ste
     pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu.placeholders import import_bridge
+    from support.bridge_cpu.placeholders import import_bridge
 
     import_bridge(placeholders=importlib.util.find_spec("transformer_engine") is None)
     from megatron.bridge.training.callbacks import CallbackContext

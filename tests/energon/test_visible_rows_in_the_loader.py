@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
+from support.p2p_cut import infers_padding
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig

@@ -10,9 +10,9 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import ernie4_5_vl, font_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import ernie4_5_vl, font_file
 from test_families_in_packs import SAMPLES, rows
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeModel
 from transformers.video_utils import VideoMetadata

@@ -7,8 +7,8 @@ import json
 
 import pytest
 from bench import exactness as bench_exactness
-from bench import predictions as exactness
-from bench.offline_processors import PROCESSORS
+from support import predictions as exactness
+from support.offline_processors import PROCESSORS
 
 from energon_packing.errors import SampleRejected
 from energon_packing.families.llava_next import LlavaNext

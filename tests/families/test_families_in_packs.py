@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.offline_processors import gemma3, glm46v, internvl
 from hypothesis import given, settings
 from manual.blocks import read_page
 from PIL import Image
+from support.offline_processors import gemma3, glm46v, internvl
 from test_llava_against_processor import small
 from whole_sample import both_ways, conversations, encoder, image
 

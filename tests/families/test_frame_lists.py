@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import internvl, llava_onevision, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from support.offline_processors import internvl, llava_onevision, processor_of
 
 from energon_packing.config import EncoderConfig, LimitsConfig
 from energon_packing.conversation import Conversation, Media, MediaPart, Turn

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from bench.offline_processors import gemma3, internvl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import gemma3, internvl
 from whole_sample import both_ways, conversations, encoder, image, video
 
 from energon_packing.errors import ConfigError, SampleRejected

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from bench.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import glm46v, internvl, llava, llava_next, minimax_m3_vl, pixtral, tokenizer
 from test_llava_against_processor import PINPOINTS, SIDE
 from whole_sample import both_ways, conversations, encoder, image, video
 

@@ -9,9 +9,9 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import glm4v
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import glm4v
 from test_families_in_packs import SAMPLES, rows
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeModel

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from bench.offline_processors import internvl, qianfan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.offline_processors import internvl, qianfan
 from transformers import LlavaOnevisionVideoProcessor
 from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
 from whole_sample import both_ways, conversations, encoder, image, video

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.offline_processors import internvl, qianfan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import internvl, qianfan
 
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media

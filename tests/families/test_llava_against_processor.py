@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import chatml, llava, llava_next, llava_onevision
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import chatml, llava, llava_next, llava_onevision
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bench.encoder_samples import build_encoder
-from bench.offline_processors import PROCESSORS
+from support.offline_processors import PROCESSORS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from energon_packing.conversation import Media

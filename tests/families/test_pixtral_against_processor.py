@@ -7,9 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import pixtral, processor_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import pixtral, processor_of
 from test_families_in_packs import SAMPLES, rows
 from transformers import Mistral3Config, Mistral3Model, MistralConfig, PixtralVisionConfig
 from transformers.image_utils import SizeDict

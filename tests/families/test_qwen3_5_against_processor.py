@@ -8,9 +8,9 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import qwen3_5_vl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import qwen3_5_vl
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeModel
 from whole_sample import conversations, encoder, image, random_pixels, video

@@ -8,9 +8,9 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from bench.offline_processors import qwen2_vl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.offline_processors import qwen2_vl
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from whole_sample import conversations, encoder, image, random_pixels, video
 

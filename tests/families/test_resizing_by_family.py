@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from bench.offline_processors import PROCESSORS, internvl, llava_next, processor_of
+from support.offline_processors import PROCESSORS, internvl, llava_next, processor_of
 from whole_sample import encoder, image, video
 
 from energon_packing.config import EncoderConfig, LimitsConfig

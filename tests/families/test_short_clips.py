@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench.offline_processors import processor_of
+from support.offline_processors import processor_of
 from whole_sample import both_ways, encoder, video
 
 from energon_packing.config import LimitsConfig

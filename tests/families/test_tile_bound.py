@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from bench.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
+from support.offline_processors import internvl, llava, llava_next, llava_onevision, qianfan
 from transformers import AutoProcessor
 from whole_sample import encoder, image
 

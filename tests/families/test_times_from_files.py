@@ -18,9 +18,9 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from bench.offline_processors import processor_of
 from hypothesis import given
 from hypothesis import strategies as st
+from support.offline_processors import processor_of
 from transformers.models.ernie4_5_vl_moe.modeling_ernie4_5_vl_moe import Ernie4_5_VLMoeModel
 from transformers.models.glm4v.modeling_glm4v import Glm4vModel
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, minimax_m3_vl, pixtral, qwen3_5_vl
+from support.offline_processors import ernie4_5_vl, gemma3, glm4v, minimax_m3_vl, pixtral, qwen3_5_vl
 from test_families_in_packs import SAMPLES, bridges_container, rows  # noqa: F401  (the second is a fixture)
 from whole_sample import encoder
 

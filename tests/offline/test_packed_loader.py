@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
+from support.offline_processors import ernie4_5_vl, gemma3, glm4v, internvl, pixtral
 from test_planned_loader import digests, planned
 
 from energon_packing.config import EncoderConfig, LimitsConfig, ParallelConfig

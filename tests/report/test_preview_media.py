@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from bench.offline_processors import internvl, llava_next, llava_onevision
 from PIL import Image
+from support.offline_processors import internvl, llava_next, llava_onevision
 
 from energon_packing import thd
 from energon_packing.config import EncoderConfig

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from bench import rows as bench_rows
-from bench.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.p2p_cut import attention_over_ranks, infers_padding, lengths_of_steps
 from torch.utils.data import DataLoader
 
 from energon_packing import thd

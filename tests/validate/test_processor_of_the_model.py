@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import transformers
-from bench.offline_processors import PROCESSORS, pixtral, processor_of
+from support.offline_processors import PROCESSORS, pixtral, processor_of
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
 from energon_packing.config import EncoderConfig, RunConfig, TrainingConfig

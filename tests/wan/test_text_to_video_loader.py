@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 import torch
 import yaml
-from bench.p2p_cut import infers_padding
 from bridge_wan import bridge_batch, bridge_wan
 from megatron.energon import get_loader
+from support.p2p_cut import infers_padding
 
 from energon_packing.config import DataConfig, ParallelConfig, RunConfig
 from energon_packing.convert.layout import dataset_entry

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from bench import offline_processors as offline
 from energon_packing.config import EncoderConfig
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.errors import SampleRejected, UserError
@@ -35,6 +34,7 @@ from energon_packing.families.llava_onevision import LlavaOneVision
 from energon_packing.families.pixtral import Pixtral
 from energon_packing.families.qwen_vl import Qwen25VL
 from energon_packing.families.registry import build_family
+from support import offline_processors as offline
 
 LONGEST, SMALL, CROPPED = 20_000, 160, 1200
 """Longest side in pixels of any size, of an image whose pixels are really made, and of one that may have crops."""

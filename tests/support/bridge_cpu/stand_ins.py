@@ -6,7 +6,7 @@ modules lead somewhere else. `REPLACED` is the complete list, with a reason for 
 entries that the installed release has (`replaced`), and `uninstall` reverts them. Nothing else in Bridge or
 Megatron-Core is touched, and none of their files is changed.
 
-The stand-ins are exact (fp32, no approximation) and slow. They are for tests, the demo and `energon-packing parity`;
+The stand-ins are exact (fp32, no approximation) and slow. They are for tests, the demo and `python scripts/parity.py`;
 on a machine with a GPU and Transformer Engine `install` replaces nothing and says so.
 """
 
@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from energon_packing.bridge_cpu.context_parallel import PartitionedIndices
-from energon_packing.bridge_cpu.placeholders import import_bridge
 from energon_packing.errors import UserError
+from energon_packing.validate.bridge_import import import_bridge
+from support.bridge_cpu.context_parallel import PartitionedIndices
 
 
 @contextlib.contextmanager
@@ -49,8 +49,8 @@ try:
         from megatron.core.extensions import transformer_engine as mcore_te
         from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-        from energon_packing.bridge_cpu.attention import SegmentAttention
-        from energon_packing.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
+        from support.bridge_cpu.attention import SegmentAttention
+        from support.bridge_cpu.modules import CpuSpecProvider, NormColumnParallelLinear, TorchNorm
 except ImportError as error:
     raise UserError(
         f"Megatron-Core cannot be imported ({error}); install the extra with `pip install 'energon-packing[bridge]'`."

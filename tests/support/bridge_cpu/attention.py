@@ -15,8 +15,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.nn import functional
 
-from energon_packing.bridge_cpu.context_parallel import attend_over_ranks
 from energon_packing.errors import UserError
+from support.bridge_cpu.context_parallel import attend_over_ranks
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 """The mask types of language layers; a vision tower has others."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from energon_packing import thd
-from energon_packing.bridge_cpu import stand_ins
-from energon_packing.bridge_cpu.attention import ignore_boundaries
+from support.bridge_cpu import stand_ins
+from support.bridge_cpu.attention import ignore_boundaries
 
 LOGIT_LIMIT = 1e-5
 """Largest allowed difference of a logit, fp32."""

@@ -165,7 +165,7 @@ def provider(
 ) -> Any:
     """Bridge's model provider for `hugging_face_config`, set to fp32 and to what a CPU can run."""
     # Imported here, because `hugging_face_config` also serves machines without Megatron-Core.
-    from energon_packing.bridge_cpu import stand_ins
+    from support.bridge_cpu import stand_ins
 
     stand_ins.install()
     from megatron.bridge import AutoBridge

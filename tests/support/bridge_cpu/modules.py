@@ -9,7 +9,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch.nn import functional
 
-from energon_packing.bridge_cpu.attention import SegmentAttention
+from support.bridge_cpu.attention import SegmentAttention
 
 
 class TorchNorm:

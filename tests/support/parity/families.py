@@ -1,24 +1,18 @@
-"""Packed compared with alone for every kind of tiny model, each with a control that must be found: one table.
+"""Processors of every family that a tiny model fits, and packs of each compared with their samples alone.
 
-For each family: data of the demo, a processor made offline, `energon_packing.report.parity.compare_run` on a tiny
-random Hugging Face model and, if Megatron-Bridge is installed and has the model, on a tiny Bridge one; then the same
-with a deliberate mistake (`BROKEN`), which must be found.
+For each family: data of the demo, a processor made offline, `support.parity.run.compare_run` on a tiny random Hugging
+Face model; then the same with a deliberate mistake, which must be found.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import offline_processors
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
-from energon_packing.errors import UserError
-from energon_packing.report.hugging_face_parity import Attention
+from support import offline_processors
+from support.parity.hugging_face_parity import Attention
 
 BROKEN = "boundaries"
 """The mistake of the control: attention sees the whole row."""
@@ -69,7 +63,6 @@ def run(
     device: str = "cpu",
     attention: Attention = "mask",
     tolerance: float | None = None,
-    bridge: bool = True,
 ) -> Iterator[dict[str, Any]]:
     """Compares each family.
 
@@ -79,16 +72,16 @@ def run(
         packs: of each family.
         cp_size: context-parallel ranks that attention is split into.
         seed: of the data.
-        device, attention, tolerance, bridge: see `energon_packing.report.parity.compare_run`.
+        device, attention, tolerance: see `support.parity.run.compare_run`.
 
     Yields:
-        For each family and model ``family``, ``model``, ``on``, ``packs``, ``segments``, the largest differences
+        For each family ``family``, ``model``, ``packs``, ``segments``, the largest differences
         ``logits``, ``loss`` and ``gradient``, ``control`` (largest difference with the mistake), ``equal`` and
         ``control_found``.
     """
     from energon_packing.convert import ConvertConfig, convert
     from energon_packing.demo import make_data, processor_path
-    from energon_packing.report.parity import compare_run
+    from support.parity.run import compare_run
 
     source = make_data(work / "raw", conversations=40, seed=seed, defects=False)
     convert(ConvertConfig(sources=(source,), out=work / "data", split={"train": 1.0}, workers=0))
@@ -105,79 +98,19 @@ def run(
             parallel=ParallelConfig(context_parallel=cp_size),
         )
         how: dict[str, Any] = {"packs": packs, "device": device, "attention": attention, "tolerance": tolerance}
-        right = compare_run(config, bridge=bridge, **how)
+        right = compare_run(config, **how)
         broken, shown = (BROKEN, "logits") if attention == "mask" else (BROKEN_LABELS, "gradient")
-        wrong = compare_run(config, bridge=False, break_=broken, **how)
+        wrong = compare_run(config, break_=broken, **how)
         segments = right["segments"]
         yield {
             "family": family,
             "model": right["model"].split(",")[0],
-            "on": "Hugging Face",
             "packs": packs,
             "segments": len(segments),
             "logits": max(row["logits"] for row in segments),
             "loss": max(abs(row["loss"] - row["loss_alone"]) for row in segments),
             "gradient": max(row["gradient"] for row in segments),
             "control": max(row[shown] for row in wrong["segments"]),
-            "equal": not [sentence for sentence in right["failures"] if not sentence.startswith("Bridge")],
+            "equal": not right["failures"],
             "control_found": bool(wrong["failures"]),
         }
-        if right["bridge"]:
-            yield _on_bridge(family, right["bridge"])
-
-
-def _on_bridge(family: str, packs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        "family": family,
-        "model": packs[0]["model"],
-        "on": "Megatron-Bridge",
-        "packs": len(packs),
-        "segments": sum(pack["segments"] for pack in packs),
-        **{name: max(pack[name] for pack in packs) for name in ("logits", "loss", "gradient")},
-        "control": min(pack["boundaries_ignored"] for pack in packs),
-        "equal": not any(pack["failures"] for pack in packs),
-        # Bridge's comparison fails by itself if ignoring the boundaries makes no difference.
-        "control_found": min(pack["boundaries_ignored"] for pack in packs) > 1e-3,
-    }
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the results as a Markdown table."""
-    names = ("family", "model", "on", "segments", "logits", "loss", "gradient", "control")
-    lines = [f"| {' | '.join(names)} |", f"| {' | '.join(['---'] * len(names))} |"]
-    for row in rows:
-        cells = [f"{row[name]:.1e}" if isinstance(row[name], float) else str(row[name]) for name in names]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table, or one JSON line per result; 1 if packs differ or a control is not found, 2 on unusable input."""
-    parser = argparse.ArgumentParser(prog="bench.py parity", description=__doc__)
-    parser.add_argument("--family", action="append", choices=FAMILIES, help="family; may be repeated; all by default")
-    parser.add_argument("--packs", type=int, default=2, help="packs per family")
-    parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks to split attention into")
-    parser.add_argument("--seed", type=int, default=3, help="seed of the data")
-    parser.add_argument("--json", action="store_true", help="one JSON line per result instead of a table")
-    given = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = []
-    try:
-        if given.packs < 1 or given.cp < 1:
-            raise UserError("--packs and --cp must be at least 1")
-        with tempfile.TemporaryDirectory(prefix="bench-parity-") as work:
-            for row in run(given.family or FAMILIES, Path(work), packs=given.packs, cp_size=given.cp, seed=given.seed):
-                rows.append(row)
-                if given.json:
-                    print(json.dumps(row), flush=True)
-                else:
-                    print(f"{row['family']} on {row['on']}", file=sys.stderr)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if not given.json:
-        print(table(rows))
-    return 0 if all(row["equal"] and row["control_found"] for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

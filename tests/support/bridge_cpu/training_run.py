@@ -3,7 +3,7 @@
 The calls follow ``megatron.bridge.training.pretrain.pretrain``, which itself cannot be imported without NVIDIA's
 resiliency extension: ``runtime_config_update`` (which calls ``ConfigContainer.validate``), ``get_dataset_provider``,
 ``setup``, ``train``, ``evaluate``. All of these are Bridge's, unmodified;
-`energon_packing.bridge_cpu.stand_ins.REPLACED` lists what is replaced underneath them.
+`support.bridge_cpu.stand_ins.REPLACED` lists what is replaced underneath them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from energon_packing.bridge_cpu import stand_ins
 from energon_packing.errors import ConfigError, UserError
+from support.bridge_cpu import stand_ins
 
 ForwardStep = Literal["vlm", "gpt"] | Callable[..., Any]
 """Bridge's own step by its name, or any other, such as `energon_packing.bridge.step.forward_step`."""
@@ -147,7 +147,7 @@ def make_config(
     """A `ConfigContainer` for a short fp32 run with Adam and a constant learning rate.
 
     Args:
-        model: a Bridge model provider (`energon_packing.bridge_cpu.tiny_models`).
+        model: a Bridge model provider (`support.bridge_cpu.tiny_models`).
         dataset: a Bridge ``DatasetProvider`` whose rows are packs.
         steps: optimiser steps.
         global_batch_size: rows per step over all data-parallel ranks; a micro-batch is always one row.

@@ -18,8 +18,6 @@ import torch
 from torch.nn import functional
 
 from energon_packing.errors import PackingError, UserError
-from energon_packing.report.ranked_attention import ranked_attention
-from energon_packing.report.span_kernels import kernel_arguments, linear_layers, span_kernels
 from energon_packing.report.written_masks import written_mask
 from energon_packing.thd import (
     IGNORE_INDEX,
@@ -30,6 +28,8 @@ from energon_packing.thd import (
     slice_for_context_parallel,
     unpack,
 )
+from support.parity.ranked_attention import ranked_attention
+from support.parity.span_kernels import kernel_arguments, linear_layers, span_kernels
 
 Attention = Literal["mask", "positions"]
 Break = Literal["boundaries", "positions", "labels"]

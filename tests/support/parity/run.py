@@ -1,13 +1,9 @@
-"""Packs of a data set compared with their samples alone, on a Hugging Face model and on a tiny Bridge model."""
+"""Packs of a data set compared with their samples alone, on a Hugging Face model."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.util
-import io
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from energon_packing.config import RunConfig
@@ -23,7 +19,6 @@ def compare_run(
     attention: Any = "mask",
     device: str = "cpu",
     tolerance: float | None = None,
-    bridge: bool = True,
     break_: Any = None,
 ) -> dict[str, Any]:
     """Compares the first packs of a data set, segment by segment.
@@ -32,14 +27,13 @@ def compare_run(
         config: of the run; ``data.workers`` 0.
         model: path of a Hugging Face model; None takes a tiny random one of the processor's family.
         packs: how many.
-        attention: ``mask`` or ``positions``, see `energon_packing.report.models.load_subject`.
+        attention: ``mask`` or ``positions``, see `support.parity.models.load_subject`.
         device: of the Hugging Face model.
         tolerance: largest difference that counts as equal; None is ``hugging_face_parity.TOLERANCE``.
-        bridge: compare on a tiny Bridge model too, if Bridge is installed.
         break_: ``boundaries``, ``positions`` or ``labels``: make this mistake on purpose.
 
     Returns:
-        What ``energon-packing parity --json`` prints: ``segments``, ``perturbations``, ``bridge``, ``failures`` (one
+        What ``scripts/parity.py --json`` prints: ``segments``, ``perturbations``, ``failures`` (one
         sentence each; empty if packed equals alone) and the settings.
 
     Raises:
@@ -48,8 +42,8 @@ def compare_run(
     import torch
 
     from energon_packing.encoders.encoder import ConversationEncoder
-    from energon_packing.report.hugging_face_parity import TOLERANCE, compare_pack
-    from energon_packing.report.models import load_subject
+    from support.parity.hugging_face_parity import TOLERANCE, compare_pack
+    from support.parity.models import load_subject
 
     if device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
         raise UserError(f"The device {device!r} is not available; use --device cpu.")
@@ -66,10 +60,6 @@ def compare_run(
         for number, batch in enumerate(batches)
     ]
     failures = [sentence for result in results for sentence in result.failures(limit)]
-    bridged: list[dict[str, Any]] = []
-    if bridge and importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.bridge"):
-        bridged = on_bridge(encoder, batches)
-        failures += [f"Bridge, pack {entry['pack']}: {sentence}" for entry in bridged for sentence in entry["failures"]]
     kind = type(subject.model).__name__
     return {
         "model": f"{kind} {model}" if model else f"{kind}, tiny and random",
@@ -81,7 +71,6 @@ def compare_run(
         "segments": [dataclasses.asdict(segment) for result in results for segment in result.segments],
         "perturbations": [dataclasses.asdict(result.perturbation) for result in results],
         "boundaries_ignored": [result.boundaries_ignored for result in results],
-        "bridge": bridged,
         "failures": failures,
     }
 
@@ -102,45 +91,3 @@ def _packs(config: RunConfig, count: int) -> list[Any]:
     if not batches:
         raise UserError(f"The data set {config.data.path} has no packs; the ledger says why.")
     return batches
-
-
-def on_bridge(encoder: Any, batches: Sequence[Any]) -> list[dict[str, Any]]:
-    """Compares the same packs on a tiny Bridge model, which makes three-axis positions itself; empty without one."""
-    import torch
-
-    from energon_packing.bridge_cpu import row_parity as parity
-    from energon_packing.bridge_cpu import stand_ins, tiny_models, training_run
-    from energon_packing.report.models import special_tokens, tiny_family
-    from energon_packing.thd import unpack
-
-    family = tiny_family(encoder)
-    if family is None:
-        return []
-    found = []
-    with contextlib.redirect_stdout(io.StringIO()), stand_ins.without_warnings(), training_run.process_groups():
-        model = training_run.build_model(
-            tiny_models.provider(
-                family,
-                vocab_size=max(encoder.tokenizer.get_vocab().values()) + 1,
-                tokens=special_tokens(encoder),
-                seq_length=max(batch.total_tokens for batch in batches),
-            )
-        )
-        for number, batch in enumerate(batches):
-            starts = torch.repeat_interleave(batch.boundaries[:-1].long(), batch.boundaries.diff().long())
-            counted = torch.arange(batch.total_tokens) - starts
-            batch = dataclasses.replace(batch, position_ids=counted[None])
-            result = parity.compare(model, batch.to_bridge(), parity.row_batches(unpack(batch)))
-            found.append(
-                {
-                    "pack": number,
-                    "model": type(model).__name__,
-                    "segments": len(result.segments),
-                    "logits": result.logits,
-                    "loss": result.loss,
-                    "gradient": result.gradient,
-                    "boundaries_ignored": result.control,
-                    "failures": result.failures(),
-                }
-            )
-    return found

@@ -1,15 +1,17 @@
-"""`energon-packing parity` on real packs: equal where they are right, and every mistake made on purpose is found."""
+"""`scripts/parity.py` on real packs: equal where they are right, and every mistake made on purpose is found."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import sys
 
+import parity as script
 import pytest
 import torch
-from bench import parity as bench_parity
-from click.testing import CliRunner
+from support.parity import families
 
-from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 
@@ -34,13 +36,13 @@ TEMPLATE = (
 
 def processor_of(family, folder):
     """The shipped processor; for families without one, Hugging Face's classes on the shipped tokenizer, saved."""
-    if family not in bench_parity.MADE:
+    if family not in families.MADE:
         return processor_path(family)
     place = folder / f"{family}-processor"
     if place.exists():
         return place
     if family not in ("internvl", "llava_onevision"):
-        bench_parity.MADE[family]().save_pretrained(place)
+        families.MADE[family]().save_pretrained(place)
         return place
     import transformers
     from transformers.models.internvl.video_processing_internvl import InternVLVideoProcessor
@@ -84,15 +86,19 @@ def run(data):
 
     def call(family, *options, length=1024):
         file = data / f"{family}.yaml"
-        settings = bench_parity.SETTINGS.get(family, {})
+        settings = families.SETTINGS.get(family, {})
         file.write_text(
             f"data: {{path: {data / 'data'}, shuffle_buffer: 1}}\n"
             f"encoder: {json.dumps({'processor': str(processor_of(family, data)), **settings})}\n"
             f"packing: {{seq_length: {length}, window: 16, drop_budget: 1.0}}\n"
         )
-        arguments = ["parity", "--config", str(file), "--packs", "1", "--json", *options]
-        result = CliRunner().invoke(cli, arguments)
-        return result.exit_code, json.loads(result.stdout)
+        words = ["parity.py", "--config", str(file), "--packs", "1", "--json", *options]
+        printed = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as end:
+                script.main()
+        return end.value.code, json.loads(printed.getvalue())
 
     return call
 
@@ -120,7 +126,7 @@ def run(data):
     ],
 )
 def test_packs_of_real_data_equal_their_samples_alone(run, family, options):
-    code, outcome = run(family, "--no-bridge", *options)
+    code, outcome = run(family, *options)
     assert outcome["failures"] == []
     assert code == 0
     assert len(outcome["segments"]) > 1
@@ -159,7 +165,7 @@ def test_a_mistake_made_on_purpose_is_found_and_exits_with_one(run, family, mist
 
 
 def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monkeypatch):
-    from energon_packing.report import hugging_face_parity as parity
+    from support.parity import hugging_face_parity as parity
 
     whole = parity._packed_logits
     monkeypatch.setattr(
@@ -167,31 +173,14 @@ def test_a_comparison_that_could_not_have_found_a_leak_does_not_count(run, monke
         "_packed_logits",
         lambda subject, batch, *, cp_size, isolate: whole(subject, batch, cp_size=cp_size, isolate=True),
     )
-    code, outcome = run("text", "--no-bridge")
+    code, outcome = run("text")
     assert code == 1
     assert "could not have found a leak" in outcome["failures"][0]
 
 
-@pytest.mark.full
-def test_bridge_is_compared_where_it_is_installed(run):
-    pytest.importorskip("megatron.core", reason="Megatron-Bridge is not installed")
-    from energon_packing.bridge_cpu import stand_ins
-
-    try:
-        code, outcome = run("text")
-    finally:
-        stand_ins.uninstall()
-    assert code == 0, outcome["failures"]
-    (entry,) = outcome["bridge"]
-    assert entry["segments"] == len(outcome["segments"])
-    assert entry["logits"] < 1e-5
-    assert entry["boundaries_ignored"] > 1e-2
-
-
 def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data):
     import transformers
-
-    from energon_packing.bridge_cpu.tiny_models import hugging_face_config
+    from support.bridge_cpu.tiny_models import hugging_face_config
 
     def save(name, vocab_size):
         torch.manual_seed(0)
@@ -199,19 +188,19 @@ def test_a_saved_model_is_loaded_and_one_that_does_not_fit_is_refused(run, data)
         model.save_pretrained(data / name)
         return str(data / name)
 
-    code, outcome = run("text", "--no-bridge", "--model", save("fits", 4200))
+    code, outcome = run("text", "--model", save("fits", 4200))
     assert (code, outcome["failures"]) == (0, [])
     assert "fits" in outcome["model"]
-    code, outcome = run("text", "--no-bridge", "--model", save("small", 100))
+    code, outcome = run("text", "--model", save("small", 100))
     assert code == 2
     assert "has 100 tokens" in outcome["error"]
-    code, outcome = run("text", "--no-bridge", "--model", str(data / "nothing"))
+    code, outcome = run("text", "--model", str(data / "nothing"))
     assert code == 2
     assert "No model can be loaded" in outcome["error"]
 
 
 def test_linear_attention_is_not_shown_by_a_mask_over_ranks(run):
-    code, outcome = run("qwen3_5_vl", "--no-bridge", "--cp", "2")
+    code, outcome = run("qwen3_5_vl", "--cp", "2")
     assert code == 2
     assert "linear attention" in outcome["error"]
 
@@ -225,15 +214,15 @@ def test_linear_attention_is_not_shown_by_a_mask_over_ranks(run):
     ],
 )
 def test_impossible_requests_are_one_sentence(run, options, sentence):
-    code, outcome = run("text", "--no-bridge", *options)
+    code, outcome = run("text", *options)
     assert code == 2
     assert sentence in outcome["error"]
 
 
 def test_a_row_too_long_for_a_mask_is_refused_before_memory_is_gone(run, monkeypatch):
-    from energon_packing.report import hugging_face_parity as parity
+    from support.parity import hugging_face_parity as parity
 
     monkeypatch.setattr(parity, "LONGEST_MASK", 100)
-    code, outcome = run("text", "--no-bridge")
+    code, outcome = run("text")
     assert code == 2
     assert "needs too much memory" in outcome["error"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.report.tiny_tiles import HIDDEN, text_fields
+from support.parity.tiny_tiles import HIDDEN, text_fields
 
 SCALED_FROM = 32
 """Position from which Ministral 3 scales its queries here (16,384 in the released models), in tokens."""

@@ -9,16 +9,16 @@ import torch
 
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
-from energon_packing.report import tiny_native, tiny_tiles
-from energon_packing.report.hugging_face_parity import Attention, Subject
+from support.parity import tiny_native, tiny_tiles
+from support.parity.hugging_face_parity import Attention, Subject
 
 _TINY = {"qwen2_5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl", "text": "text"}
 _MADE = {name: module.tiny_config for module in (tiny_tiles, tiny_native) for name in module.FAMILIES}
 
 
 def special_tokens(encoder: ConversationEncoder) -> Any:
-    """Returns the tokenizer's `energon_packing.bridge_cpu.tiny_models.SpecialTokens`; None for text."""
-    from energon_packing.bridge_cpu.tiny_models import SpecialTokens
+    """Returns the tokenizer's `support.bridge_cpu.tiny_models.SpecialTokens`; None for text."""
+    from support.bridge_cpu.tiny_models import SpecialTokens
 
     if not encoder.family.placeholder_ids:
         return None
@@ -121,7 +121,7 @@ def _load(model: str) -> Any:
 
 
 def _tiny(encoder: ConversationEncoder, vocab_size: int, seq_length: int) -> Any:
-    from energon_packing.bridge_cpu.tiny_models import hugging_face_config
+    from support.bridge_cpu.tiny_models import hugging_face_config
 
     longest = max(seq_length, 64)
     family = tiny_family(encoder)

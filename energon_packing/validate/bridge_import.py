@@ -1,10 +1,11 @@
-"""Placeholders for Bridge's one unguarded import of Transformer Engine, for machines without it."""
+"""Bridge imported on a machine without Transformer Engine: placeholders for its one unguarded import of it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -67,6 +68,11 @@ class _PlaceholdersFor(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def needed() -> bool:
+    """Whether Bridge runs here only with help: without a CUDA device or without Transformer Engine."""
+    return not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None
 
 
 def import_bridge(*, placeholders: bool) -> None:

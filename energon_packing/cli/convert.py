@@ -12,13 +12,14 @@ from rich.table import Table
 
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.convert.column_map import ColumnMap, parse_names
 from energon_packing.convert.config import (
     DEFAULT_FRAME_FPS,
     DEFAULT_SPLIT,
+    ColumnMap,
     ConvertConfig,
     MissingPlaceholder,
     RecordFormat,
+    parse_names,
     parse_split,
 )
 from energon_packing.convert.dataset_info import read_dataset_info

@@ -3,6 +3,13 @@
 Columns are rejected if data sets and trainers in use give them a meaning: LLaMA-Factory (``label``/``kto_tag``,
 ``audios``, ``history``), ms-swift (``label``, ``audios``, ``objects``, ``rejected_images``), TRL (``label``,
 ``chat_template_kwargs``, ``documents``), OpenAI (``functions``), VideoChat (``start``/``end``).
+
+Additional values of the trained tokens from a record: advantages, log-probabilities, rewards.
+
+A label that marks one answer as wanted or unwanted (KTO): stored as the extra ``preference``, as pairs have it.
+
+LLaMA-Factory calls the column ``kto_tag``, TRL and ms-swift ``label``. It is read only where the user names it: without
+a loss that reads ``preference``, unwanted answers would be learned.
 """
 
 from __future__ import annotations
@@ -11,9 +18,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from energon_packing.conversation import Turn
+from energon_packing.conversation import PREFERENCE, Turn, read_extras
+from energon_packing.convert.fields import says_nothing, unread
 from energon_packing.convert.record_media import MediaReference, refuse_own_view
-from energon_packing.convert.unread import says_nothing, unread
 from energon_packing.errors import SampleRejected
 
 AUDIO = ("audio", "audios", "input_audio", "sound", "sounds", "speech")
@@ -35,7 +42,7 @@ _WEIGHTS = (
 )
 _TOOLS = ("functions", "function_definitions", "tool_definitions", "tool_schemas", "available_tools")
 _SYSTEM = ("system_prompt", "system_message")
-_ANSWERS = re.compile(
+_ANSWER_COLUMNS = re.compile(
     r"(chosen|rejected|positive|negative)_"
     r"(messages?|responses?|conversations?|answers?|outputs?|images?|videos?|audios?|tools?)"
 )
@@ -105,7 +112,7 @@ def _changes_meaning(name: str, record: Mapping[str, Any], turns: Sequence[Turn]
         return "is an argument of the chat template, which is not supported"
     if name == "objects" and any(_count(turns, tag) for tag in _GROUNDING):
         return f"holds the values of {' and '.join(_GROUNDING)} in the text, which are not supported"
-    if _ANSWERS.fullmatch(name):
+    if _ANSWER_COLUMNS.fullmatch(name):
         return "belongs to an unknown layout of pairs; docs/convert.md lists the supported ones"
     return None
 
@@ -124,3 +131,104 @@ def _is_shown(value: Any, turns: Sequence[Turn]) -> bool:
 
 def _count(turns: Sequence[Turn], tag: str) -> int:
     return sum(turn.text.count(tag) for turn in turns)
+
+
+_ANSWERS = ("chosen", "rejected")
+
+
+def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: bool) -> dict[str, Any]:
+    """Reads the column ``extras`` (name -> value) and each separately named column.
+
+    A value is one number for all trained tokens, or a list with one number per token. For a pair, it is one number for
+    both answers, or ``{"chosen": ..., "rejected": ...}`` of numbers or lists. These may also be in two columns:
+    ``chosen_NAME`` and ``rejected_NAME``, or ``NAME_chosen`` and ``NAME_rejected``.
+
+    Args:
+        record: the parsed JSON.
+        columns: names of further columns; a record may lack any of them.
+        pair: whether the record holds a chosen and a rejected answer.
+
+    Raises:
+        SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
+    """
+    found = record.get("extras")
+    if found is None:
+        found = {}
+    if not isinstance(found, dict):
+        raise SampleRejected("bad_extra", f"the extras column is a {type(found).__name__}, expected name -> value")
+    values = dict(found)
+    for name in columns:
+        value = _column(record, name, pair)
+        if value is None:
+            continue
+        if name in values:
+            raise SampleRejected("conflicting_columns", f"{name!r} is a column and also in the extras column")
+        values[name] = value
+    try:
+        extras = read_extras(values)
+    except SampleRejected as error:
+        raise SampleRejected("bad_extra", error.detail) from error
+    for name, value in extras.items():
+        if name == PREFERENCE:
+            raise SampleRejected("bad_extra", f"{PREFERENCE!r} is made from the answers of a pair and cannot be given")
+        if isinstance(value, Mapping) and (not pair or set(value) != set(_ANSWERS)):
+            raise SampleRejected("bad_extra", f"{name!r} has parts other than the two answers of a pair")
+        if isinstance(value, list | tuple) and pair:
+            raise SampleRejected(
+                "bad_extra", f"{name!r} is one list, but a pair has two answers; give one list for each"
+            )
+    return extras
+
+
+def extra_columns_read(columns: Sequence[str], *, pair: bool) -> set[str]:
+    """Every column that `parse_extras` checks for these names."""
+    names = set(columns)
+    for name in columns if pair else ():
+        names.update(column for both in _names_of_pair(name) for column in both)
+    return names
+
+
+def _names_of_pair(name: str) -> tuple[list[str], list[str]]:
+    return [f"{answer}_{name}" for answer in _ANSWERS], [f"{name}_{answer}" for answer in _ANSWERS]
+
+
+def _column(record: Mapping[str, Any], name: str, pair: bool) -> Any:
+    value = record.get(name)
+    if not pair:
+        return value
+    for names in _names_of_pair(name):
+        parts = [record.get(column) for column in names]
+        if all(part is None for part in parts):
+            continue
+        if value is not None:
+            raise SampleRejected("conflicting_columns", f"the record has both {name!r} and {names[0]!r}")
+        if any(part is None for part in parts):
+            raise SampleRejected("bad_extra", f"the record has only one of {names[0]!r} and {names[1]!r}")
+        value = dict(zip(_ANSWERS, parts, strict=True))
+    return value
+
+
+_WORDS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
+
+
+def read_kto_label(record: Mapping[str, Any], column: str, warnings: list[str], *, pair: bool) -> dict[str, float]:
+    """The extra of a record: 1 for a wanted answer, -1 for an unwanted one.
+
+    Args:
+        record: the parsed JSON.
+        column: name of the label.
+        warnings: receives ``unpaired_preference``.
+        pair: whether the record is a pair, which needs no label.
+
+    Raises:
+        SampleRejected: ``bad_label`` if it is missing or is neither true nor false, ``bad_pair`` for a pair.
+    """
+    value = record.get(column)
+    if pair:
+        raise SampleRejected("bad_pair", f"the record is a pair and has the label {column!r}; convert pairs without it")
+    wanted = value if isinstance(value, bool) else _WORDS.get(str(value).strip().lower())
+    if wanted is None:
+        found = "is missing" if value is None else f"is {value!r:.60}"
+        raise SampleRejected("bad_label", f"the label {column!r} {found}; it must be true or false")
+    warnings.append("unpaired_preference")
+    return {PREFERENCE: 1.0 if wanted else -1.0}

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packing.convert.column_map import ColumnMap
-from energon_packing.convert.config import RecordFormat
-from energon_packing.convert.role_names import ROLE_OF
+from energon_packing.convert.config import ColumnMap, RecordFormat
+from energon_packing.convert.fields import ROLE_OF
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.remote_files import read, remote_address
 

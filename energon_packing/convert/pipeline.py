@@ -4,29 +4,35 @@ One process finds chunks of records and keeps their order; workers do the rest. 
 records and media, and the process that keeps the order makes keys unique and assigns splits. After it, the place of
 every byte of the data set is known. In the second half workers write pieces of shards, and that process the indexes.
 What is kept per record is on disk, except for 8 bytes that stand for its key.
+
+What the first half of `convert` finds, chunk by chunk in the order of the records.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import numpy as np
+
+from energon_packing.convert.audit import Assignment, ChunkAudit, Task
 from energon_packing.convert.chunks import Chunk, ChunkSize, SourceFile
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.keys import KeyAssigner, Positions, SplitAssigner, key_digest, positions_of
 from energon_packing.convert.layout import DATASET_FILE
 from energon_packing.convert.media_checks import journal_entries
-from energon_packing.convert.media_table import MediaTable
-from energon_packing.convert.plan import SamplePlan
 from energon_packing.convert.ray_workers import RayProcesses
-from energon_packing.convert.read_records import Logs, ReadRecords
 from energon_packing.convert.remote_out import local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
@@ -39,8 +45,17 @@ from energon_packing.convert.report import (
 from energon_packing.convert.source_copies import FULL, UNWRITABLE, copy_of, delete_copies, fetch_source
 from energon_packing.convert.source_list import find_sources, source_digest
 from energon_packing.convert.sources import find_chunks
-from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
-from energon_packing.convert.worker import Assignment, Task
+from energon_packing.convert.stores import (
+    MediaTable,
+    MonolithicStore,
+    PlannedFile,
+    PlannedSamples,
+    PolylithicStore,
+    SamplePlan,
+    SampleStore,
+    StoredShards,
+    media_metadata,
+)
 from energon_packing.convert.worker_pool import CallingProcess, WorkerProcesses, Workers
 from energon_packing.convert.workspace import (
     check_out,
@@ -53,6 +68,129 @@ from energon_packing.convert.workspace import (
 from energon_packing.errors import UserError
 from energon_packing.executors.on_ray import RayWorkers
 from energon_packing.remote_files import remote_address, shown, status
+
+OTHER_COLUMNS = "(other columns)"
+OTHER_SOURCES = "(other sources)"
+_MOST_IGNORED = 1000  # names of ignored columns; records whose columns are data could hold millions
+_MOST_SOURCES = 1000  # whose layouts the report names
+
+
+@dataclass(slots=True)
+class Logs:
+    """The files of rejected records and of warnings."""
+
+    rejects: TextIO
+    warnings: TextIO
+
+
+class ReadRecords:
+    """What the first half has found, chunk by chunk in the order of the records."""
+
+    def __init__(self, config: ConvertConfig, media: MediaTable, plan: SamplePlan) -> None:
+        self._config = config
+        self.media = media
+        self._keys = KeyAssigner()
+        self._written_of_origin: Counter[int] = Counter()
+        self._first_reject: dict[int, str] = {}
+        self._media_names = sha256()
+        self.plan = plan
+        self.splits = SplitAssigner(config.split)
+        self.read = 0
+        self.rejected: Counter[str] = Counter()
+        self.warnings: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()
+        self.layouts: dict[str, Counter[str]] = {}
+        self.first_rejects: dict[str, str] = {}
+        self.record_bytes = 0
+        self.mentions: Counter[str] = Counter()
+
+    def add(self, chunk: Chunk, audit: ChunkAudit, logs: Logs) -> None:
+        """Adds the records of the next chunk.
+
+        Raises:
+            UserError: see `MediaTable.add`.
+        """
+        source = chunk.source
+        keys, positions, duplicates = self._unique(audit)
+        self.read += len(keys)
+        for reject in audit.rejects:
+            self.rejected[reject.reason] += 1
+            first = f"{reject.where}: {reject.reason}: {reject.detail}"
+            self._first_reject.setdefault(source.origin, first)
+            self.first_rejects.setdefault(reject.reason, f"{reject.where}: {reject.detail}")
+            entry = {"source": source.name, "record": audit.numbers[reject.index], "key": keys[reject.index]}
+            logs.rejects.write(json.dumps({**entry, "reason": reject.reason, "detail": reject.detail}) + "\n")
+        bad = [reject.index for reject in audit.rejects]
+        self._warn(source, audit, keys, duplicates.difference(bad), logs)
+        if bad:
+            good = np.delete(np.arange(len(keys)), bad)
+            keys, positions = [keys[index] for index in good.tolist()], positions[good]
+        self.media.remember(audit.checks)
+        self._written_of_origin[source.origin] += len(keys)
+        self.mentions.update(audit.mentions)
+        self.record_bytes += sum(audit.sizes)
+        named = source.name in self.layouts or len(self.layouts) < _MOST_SOURCES
+        self.layouts.setdefault(source.name if named else OTHER_SOURCES, Counter()).update(audit.layouts)
+        for name, count in audit.ignored.items():
+            known = name in self.ignored or len(self.ignored) < _MOST_IGNORED
+            self.ignored[name if known else OTHER_COLUMNS] += count
+        planned = PlannedSamples(
+            spool=audit.spool,
+            offset=audit.offset,
+            keys=keys,
+            sizes=audit.sizes,
+            splits=self.splits.add(positions).tolist(),
+        )
+        for number, names in audit.named.items():
+            self._add_media(audit, number, names, planned)
+        if keys:
+            self.plan.add(planned)
+
+    def _unique(self, audit: ChunkAudit) -> tuple[list[str], Positions, set[int]]:
+        """Final keys, their positions, and the indices of records whose own id another record has already."""
+        hashes = np.frombuffer(audit.digests, ">u8")[1::2].astype(np.uint64)
+        positions = positions_of(audit.digests)
+        changed = self._keys.assign_all(audit.keys, hashes)
+        for index, key in changed.items():
+            audit.keys[index] = key
+            positions[index] = positions_of(key_digest(key))[0]
+        return audit.keys, positions, set(changed).difference(audit.unnamed)
+
+    def _warn(self, source: SourceFile, audit: ChunkAudit, keys: list[str], duplicates: set[int], logs: Logs) -> None:
+        found = audit.warnings
+        for index in duplicates:
+            names = found.get(index, [])
+            at = 1 if names[:1] == ["sanitised_id"] else 0
+            found[index] = [*names[:at], "duplicate_id", *names[at:]]
+        for index in sorted(found):
+            self.warnings.update(found[index])
+            place = {"source": source.name, "record": audit.numbers[index], "key": keys[index]}
+            entry = {**place, "warnings": found[index]}
+            logs.warnings.write(json.dumps(entry) + "\n")
+
+    def _add_media(self, audit: ChunkAudit, number: int, names: list[str], planned: PlannedSamples) -> None:
+        distinct = list(dict.fromkeys(names))
+        for name in distinct:
+            self.media.add(*audit.files[name])
+            self._media_names.update(name.encode())
+        if self._config.layout == "monolithic":
+            planned.files[number] = [
+                PlannedFile(name=name, path=file.path, stamp=stamp, metadata=media_metadata(file))
+                for name, (file, stamp) in ((name, audit.files[name]) for name in distinct)
+            ]
+
+    def unusable_source(self) -> str | None:
+        """A sentence about the first source without any sample; None if each has one."""
+        for origin, named in enumerate(self._config.sources):
+            if self._written_of_origin[origin] == 0:
+                first = self._first_reject.get(origin, "it is an empty list")
+                return f"{named} holds no usable record; the first problem: {first}"
+        return None
+
+    def identity(self, fingerprint: Mapping[str, Any]) -> bytes:
+        """A digest of all that decides the content of the data set."""
+        return sha256(json.dumps(fingerprint, sort_keys=True).encode() + self._media_names.digest()).digest()
+
 
 Progress = Callable[[str, int, int], None]
 """Called as ``progress(stage, done, total)``; stages are ``read`` (bytes), ``write`` (samples), ``index`` (shards), and

@@ -14,11 +14,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import quote
 
-from energon_packing.convert.audit import ChunkAudit
+from energon_packing.convert.audit import Assignment, ChunkAudit, Task, Worker
 from energon_packing.convert.chunks import Chunk
+from energon_packing.convert.layout import open_scratch
 from energon_packing.convert.media_checks import Recall, journal_entries
-from energon_packing.convert.scratch_database import open_scratch
-from energon_packing.convert.worker import Assignment, Task, Worker
 from energon_packing.executors.in_order import in_order
 from energon_packing.executors.on_ray import RayWorkers
 

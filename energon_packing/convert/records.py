@@ -2,8 +2,17 @@
 
 A layout (`energon_packing.convert.layouts`) restates the record as one of two forms: ``conversations`` of
 ``from``/``value`` (ShareGPT; LLaVA uses the same) or ``messages`` of ``role``/``content`` (OpenAI), each also with the
-preference records of `energon_packing.convert.preference`. Media appear in the text as ``<image>`` and ``<video>``,
+preference records of `energon_packing.convert.records`. Media appear in the text as ``<image>`` and ``<video>``,
 filled in order from the columns ``images``/``image`` and ``videos``/``video``, or as parts with their own path.
+
+Preference records: which messages are the shared beginning, and which are the chosen and the rejected answer.
+
+These published layouts are read:
+
+* ``conversations`` or ``messages`` (the beginning), ``chosen`` and ``rejected`` (a text, a message, or a list of them);
+* ``prompt`` (a text or a list of messages), ``chosen`` and ``rejected``;
+* ``chosen`` and ``rejected`` alone, two whole conversations that begin alike;
+* ``messages`` that include the chosen answer, and ``rejected_response`` or ``rejected_messages``.
 """
 
 from __future__ import annotations
@@ -13,23 +22,137 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from energon_packing.conversation import PREFERENCE, Conversation, Turn
-from energon_packing.convert.column_map import ColumnMap
-from energon_packing.convert.columns import check_columns
-from energon_packing.convert.config import DEFAULT_FRAME_FPS, MissingPlaceholder, RecordFormat
-from energon_packing.convert.extras import extra_columns_read, parse_extras
-from energon_packing.convert.frame_lists import media_of_frames
-from energon_packing.convert.kto_label import read_kto_label
+from energon_packing.conversation import PREFERENCE, Conversation, Media, Turn
+from energon_packing.convert.columns import check_columns, extra_columns_read, parse_extras, read_kto_label
+from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
+from energon_packing.convert.fields import THINKING_FIELDS, kind_of, near_name
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
 from energon_packing.convert.layouts.registry import find_layout, unknown_layout
 from energon_packing.convert.media_files import MediaFile, media_of_file
-from energon_packing.convert.missing_placeholders import place_missing
-from energon_packing.convert.near_names import near_name
-from energon_packing.convert.preference import find_pair
-from energon_packing.convert.record_media import READ_COLUMNS, FileReference, MediaReference, RecordMedia, kind_of
-from energon_packing.convert.tool_calls import parse_tools
-from energon_packing.convert.turns import read_turns
+from energon_packing.convert.record_media import (
+    READ_COLUMNS,
+    FileReference,
+    MediaReference,
+    RecordMedia,
+    place_missing,
+)
+from energon_packing.convert.turns import parse_tools, read_turns
 from energon_packing.errors import SampleRejected
+from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
+
+_ALIASES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawPair:
+    """The unparsed messages of a pair: the beginning and the two answers.
+
+    Attributes:
+        beginning, chosen, rejected: lists of messages.
+        columns: where each of the three is in the record.
+    """
+
+    beginning: list[Any]
+    chosen: list[Any]
+    rejected: list[Any]
+    columns: tuple[str, str, str]
+
+
+def find_pair(record: Mapping[str, Any]) -> RawPair | None:
+    """Splits a preference record into its parts; None for any other record.
+
+    Raises:
+        SampleRejected: ``bad_pair`` if a part is missing or the answers do not follow the same beginning.
+    """
+    answers = {name: record[name] for name in ("chosen", "rejected") if record.get(name) is not None}
+    other = [name for name in ("rejected_response", "rejected_messages") if record.get(name) is not None]
+    if not answers and not other:
+        return None
+    if record.get("rejected_images") or record.get("rejected_videos"):
+        raise _bad("the rejected answer has its own media; both answers must follow the same media")
+    columns = [name for name in (*TURN_COLUMNS, "prompt") if record.get(name) is not None]
+    if len(columns) > 1:
+        raise _bad(f"both {columns[0]!r} and {columns[1]!r} contain the beginning; keep one of them")
+    common = _messages(record[columns[0]], columns[0], "user") if columns else None
+    if other:
+        if record.get("chosen_messages") is not None:
+            raise _bad(f"'chosen_messages' with {other[0]!r} is not supported; rename them to 'chosen' and 'rejected'")
+        if answers or len(other) > 1:
+            raise _bad(f"the record has both {other[0]!r} and {(*other[1:], *answers)[0]!r}; keep one of them")
+        return _replaced(common, record[other[0]], (columns[0] if columns else "", other[0]))
+    if len(answers) == 1:
+        (only,) = answers
+        raise _bad(f"the record has only {only!r}; a pair needs both 'chosen' and 'rejected'")
+    chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
+    if common is None:
+        return _split(chosen, rejected, ("chosen", "rejected"))
+    return RawPair(
+        beginning=common,
+        chosen=_without(common, chosen),
+        rejected=_without(common, rejected),
+        columns=(columns[0], "chosen", "rejected"),
+    )
+
+
+def _bad(detail: str) -> SampleRejected:
+    return SampleRejected("bad_pair", detail)
+
+
+def _messages(value: Any, column: str, speaker: str) -> list[Any]:
+    """Turns a text into one message by ``speaker``, and a single message into a list."""
+    if isinstance(value, str):
+        return [{"role": speaker, "content": value}]
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _bad(f"{column!r} is neither text nor a message nor a list of messages")
+    return value
+
+
+def _speech(message: Any) -> Any:
+    """Who speaks and what they say, whatever the names of the fields."""
+    if not isinstance(message, dict):
+        return message
+    role = message.get("role", message.get("from"))
+    alias = _ALIASES.get(role) if isinstance(role, str) else None
+    said = [message.get(name) or None for name in ("tool_calls", "function_call", *THINKING_FIELDS)]
+    return alias or role, message.get("content", message.get("value")), said
+
+
+def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
+    """Removes the beginning from an answer that repeats it, as some data sets do."""
+    head = answer[: len(beginning)]
+    if len(answer) > len(beginning) and [_speech(turn) for turn in head] == [_speech(turn) for turn in beginning]:
+        return answer[len(beginning) :]
+    return answer
+
+
+def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> RawPair:
+    """Two whole conversations; their shared messages before the first difference are the beginning."""
+    shared = 0
+    most = min(len(chosen), len(rejected)) - 1
+    while shared < most and _speech(chosen[shared]) == _speech(rejected[shared]):
+        shared += 1
+    if shared == 0:
+        raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
+    beginning, one, other = chosen[:shared], chosen[shared:], rejected[shared:]
+    return RawPair(beginning=beginning, chosen=one, rejected=other, columns=(columns[0], *columns))
+
+
+def _replaced(whole: list[Any] | None, rejected: Any, columns: tuple[str, str]) -> RawPair:
+    """``messages`` that end with the chosen answer, and the rejected answer that replaces it."""
+    first, column = columns
+    if whole is None:
+        raise _bad(f"the record has {column!r} but no 'messages', which must end with the chosen answer")
+    if column == "rejected_messages":
+        return _split(whole, _messages(rejected, column, "assistant"), columns)
+    answer = _messages(rejected, column, "assistant")
+    if isinstance(rejected, str | dict):  # in the place of the last message
+        return RawPair(beginning=whole[:-1], chosen=whole[-1:], rejected=answer, columns=(first, *columns))
+    asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
+    end = asked[-1] if asked else 0  # in the place of all that follows the last question
+    return RawPair(beginning=whole[:end], chosen=whole[end:], rejected=answer, columns=(first, *columns))
+
 
 _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
 """Columns that are read from every record, whatever its layout."""
@@ -46,7 +169,7 @@ class ParsedRecord:
         warnings: names of oddities that were accepted.
         ignored: filled columns, and fields as ``messages[].name``, that nothing reads; sorted.
         chosen, rejected: for a preference record, the turns of each answer; empty for any other.
-        extras: additional values of the trained tokens, see `energon_packing.convert.extras`.
+        extras: additional values of the trained tokens, see `energon_packing.convert.columns`.
         layout: name of the layout that the record has.
     """
 
@@ -100,6 +223,39 @@ class ParsedRecord:
             extras=self.extras,
         )
         return conversation.to_record()
+
+
+def media_of_frames(frames: Sequence[tuple[str, MediaFile]], *, fps: float | None, times: tuple[float, ...]) -> Media:
+    """A video made of checked images.
+
+    Args:
+        frames: name in the store and file of each frame, in order.
+        fps: frames per second.
+        times: seconds of each frame, or empty; for two or more frames, they set the rate and override ``fps``.
+
+    Raises:
+        SampleRejected: ``unequal_frames`` if the frames differ in size.
+    """
+    size = frames[0][1].width, frames[0][1].height
+    for number, (_, file) in enumerate(frames):
+        if (file.width, file.height) != size:
+            raise SampleRejected(
+                "unequal_frames",
+                f"frame {number} of a list is {file.width}x{file.height} pixels, but the first is {size[0]}x{size[1]}",
+            )
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else fps or DEFAULT_FRAME_FPS
+    rate = min(max(rate, SMALLEST_NUMBER), LARGEST_NUMBER)
+    return Media(
+        kind="video",
+        name=frames[0][0],
+        width=size[0],
+        height=size[1],
+        frames=len(frames),
+        fps=rate,
+        duration=min(max(len(frames) / rate, SMALLEST_NUMBER), LARGEST_NUMBER),
+        frame_names=tuple(name for name, _ in frames),
+        frame_times=times,
+    )
 
 
 def parse_record(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import PairCounts
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.layout import MEDIA_DIRECTORY, TEXT_DIRECTORY
-from energon_packing.convert.near_names import near_name
 from energon_packing.remote_files import read, remote_address
 
 CONVERSION_VERSION = 6

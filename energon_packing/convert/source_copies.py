@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from energon_packing.convert.chunks import SourceFile
-from energon_packing.convert.tar_samples import unpacked_tar
+from energon_packing.convert.tars import unpacked_tar
 from energon_packing.errors import UserError
 from energon_packing.remote_files import fetch
 

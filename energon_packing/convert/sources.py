@@ -19,13 +19,20 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.json_array import iterate_array
-from energon_packing.convert.json_values import parse_json, parse_quickly
+from energon_packing.convert.chunks import (
+    Chunk,
+    DigestingReader,
+    Form,
+    RawRecord,
+    SourceFile,
+    UnpackingReader,
+    broken,
+    one_line,
+)
+from energon_packing.convert.json_text import iterate_array, parse_json, parse_quickly
 from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
-from energon_packing.convert.source_readers import DigestingReader, UnpackingReader
-from energon_packing.convert.table_files import find_rows, read_rows
-from energon_packing.convert.tar_samples import UnpackedCopy, find_samples, read_samples, unpacked_tar
+from energon_packing.convert.tables import find_rows, read_rows
+from energon_packing.convert.tars import UnpackedCopy, find_samples, read_samples, unpacked_tar
 from energon_packing.errors import SampleRejected, UserError
 
 _LINES = ("lines", "text")

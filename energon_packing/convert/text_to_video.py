@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from energon_packing.conversation import Media
+from energon_packing.convert.fields import unread
 from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.record_media import refuse_own_view
 from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.convert.unread import unread
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.record import StoredTensor, TextToVideo
 

@@ -15,9 +15,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Protocol
 
-from energon_packing.convert.audit import ChunkAudit
+from energon_packing.convert.audit import Assignment, ChunkAudit, Task, Worker
 from energon_packing.convert.media_checks import Recall
-from energon_packing.convert.worker import Assignment, Task, Worker
 from energon_packing.errors import UserError
 
 _AHEAD = 4
@@ -83,7 +82,7 @@ class WorkerProcesses:
                 ours, theirs = Pipe()
                 code = (
                     f"import sys; sys.path[:] = {sys.path!r}; "
-                    f"from energon_packing.convert.worker import serve; serve({theirs.fileno()}, {os.getpid()})"
+                    f"from energon_packing.convert.audit import serve; serve({theirs.fileno()}, {os.getpid()})"
                 )
                 # Blocked in the child from its first instruction on: Ctrl-C is for the parent, which ends its workers.
                 before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -14,7 +14,7 @@ from source_files import openai, rejects, run, sharegpt, write_image, write_json
 
 from energon_packing.cli.main import cli
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.convert.near_names import near_name
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.records import parse_record
 from energon_packing.convert.text_to_video import parse_text_to_video
 from energon_packing.errors import SampleRejected, UserError

@@ -11,10 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.convert.config import normalised_split, parse_split
-from energon_packing.convert.key_names import MAX_KEY_LENGTH, key_hash
-from energon_packing.convert.key_set import KeySet
-from energon_packing.convert.keys import KeyAssigner
-from energon_packing.convert.splits import SplitAssigner, assign_splits, position_of
+from energon_packing.convert.keys import (
+    MAX_KEY_LENGTH,
+    KeyAssigner,
+    KeySet,
+    SplitAssigner,
+    assign_splits,
+    key_hash,
+    position_of,
+)
 from energon_packing.errors import ConfigError
 
 IDS = st.one_of(

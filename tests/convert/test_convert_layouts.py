@@ -16,8 +16,7 @@ from source_files import openai, run, sharegpt, write_image, write_json, write_l
 
 from energon_packing.cli.main import cli
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
-from energon_packing.convert.column_map import ColumnMap, parse_names
-from energon_packing.convert.config import RecordFormat
+from energon_packing.convert.config import ColumnMap, RecordFormat, parse_names
 from energon_packing.convert.layouts.registry import LAYOUTS
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import ConfigError, SampleRejected, UserError

@@ -237,7 +237,7 @@ def test_a_broken_gzip_file_gives_what_comes_before_the_damage(tmp_path: Path) -
 
 
 def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packing.convert.source_readers._ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("energon_packing.convert.chunks._ALWAYS_ALLOWED", 1 << 16)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": "' + b"0" * (1 << 25) + b'"}\n'))
     assert bad(path)[-1][1] == "corrupt_source"

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packing.convert.json_values import STRICT, parse_json, parse_quickly
-from energon_packing.convert.plain_records import plain_record
-from energon_packing.convert.record_text import encode_record
+from energon_packing.convert.json_text import STRICT, parse_json, parse_quickly
+from energon_packing.convert.record_text import encode_record, plain_record
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import SampleRejected
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from source_files import sharegpt, write_json, write_lines
 
-from energon_packing.convert import json_array
+from energon_packing.convert import json_text
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import content_digest, find_sources
 from energon_packing.convert.sources import find_chunks, read_chunk, read_records
@@ -175,8 +175,8 @@ def test_every_array_reads_as_json_loads_reads_it_at_every_block_size(
     except UnicodeEncodeError:
         return  # a lone surrogate cannot be written as UTF-8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "BLOCK_BYTES", block)
-        elements = list(json_array.iterate_array(io.BytesIO(data), max_element=10_000))
+        patch.setattr(json_text, "BLOCK_BYTES", block)
+        elements = list(json_text.iterate_array(io.BytesIO(data), max_element=10_000))
     assert [element.error for element in elements] == [None] * len(values)
     assert json.dumps([element.value for element in elements]) == json.dumps(json.loads(data))
 

@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from source_files import openai, rejects, run, sharegpt, write_image, write_json
 
 from energon_packing.convert import ConvertConfig, convert
-from energon_packing.convert.plain_pickles import read_files, read_frame_lists
 from energon_packing.convert.source_list import find_sources
 from energon_packing.convert.sources import find_chunks, read_records
-from energon_packing.convert.tar_samples import unpacked_tar
+from energon_packing.convert.tars import read_files, read_frame_lists, unpacked_tar
 from energon_packing.errors import SampleRejected, UserError
 
 
@@ -240,7 +239,7 @@ def test_a_damaged_compressed_tar_gives_what_comes_before_the_damage(tmp_path: P
 
 
 def test_a_compressed_tar_that_is_a_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packing.convert.source_readers._ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("energon_packing.convert.chunks._ALWAYS_ALLOWED", 1 << 16)
     path = pack(write_tar(tmp_path / "a.tar", {"k.json": openai(), "k.bin": bytes(1 << 25)}), ".tar.gz")
     (source,) = find_sources((path,))
     scratch = tmp_path / "scratch"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.fields import says_nothing
 
 TURN_COLUMNS = ("messages", "conversations")
 """Columns that hold a list of turns."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from energon_packing.convert.fields import says_nothing
 from energon_packing.convert.layouts.layout import Layout, Restated, without
-from energon_packing.convert.tool_calls import parse_function_call_text
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.turns import parse_function_call_text
 from energon_packing.errors import SampleRejected
 
 _PAIR = ("chosen_messages", "rejected_messages")

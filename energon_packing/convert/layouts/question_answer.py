@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from energon_packing.convert.fields import says_nothing
 from energon_packing.convert.layouts.layout import Layout, Restated, filled, without
-from energon_packing.convert.unread import says_nothing
 from energon_packing.errors import SampleRejected
 
 

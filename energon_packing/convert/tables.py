@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.json_values import parse_json
+from energon_packing.convert.json_text import parse_json
 from energon_packing.errors import SampleRejected, UserError
 
 _BATCH_BYTES = 1 << 20

@@ -18,11 +18,11 @@ from energon_packing.convert.config import (
     ColumnMap,
     ConvertConfig,
     MissingPlaceholder,
-    RecordFormat,
     parse_names,
     parse_split,
 )
 from energon_packing.convert.dataset_info import read_dataset_info
+from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorKind
@@ -62,7 +62,7 @@ Examples:
 @click.option(
     "--format",
     "record_format",
-    type=click.Choice(get_args(RecordFormat)),
+    type=click.Choice(["auto", *LAYOUTS.names()]),
     default="auto",
     show_default=True,
     help="Layout of the records; auto detects that of each record, text-to-video aside.",

@@ -5,7 +5,6 @@ Other names for columns, fields of a message and roles: a record under the names
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from typing import Any, Literal, get_args
 
 from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.fields import ROLE_OF, says_nothing
+from energon_packing.convert.layouts.layout import LAYOUTS
+from energon_packing.convert.layouts.layout import Layout as RecordLayout
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
@@ -138,18 +139,8 @@ def parse_names(option: str, text: str) -> dict[str, str]:
 _EXAMPLE = {"--columns": "messages=dialog,images=pics", "--roles": "human=person,gpt=bot"}
 
 
-RecordFormat = Literal[
-    "auto",
-    "sharegpt",
-    "openai",
-    "alpaca",
-    "query-response",
-    "prompt-completion",
-    "llamafactory-v1",
-    "qwen-vl",
-    "text",
-    "text-to-video",
-]
+RecordFormat = str
+"""``auto``, or the name of one of `energon_packing.convert.layouts.layout.LAYOUTS`."""
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
 MissingPlaceholder = Literal["reject", "prepend", "append"]
@@ -247,24 +238,19 @@ class ConvertConfig:
         object.__setattr__(self, "split", normalised_split(self.split))
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")
-        for name, allowed in (
-            ("format", RecordFormat),
-            ("layout", Layout),
-            ("check_media", MediaCheck),
-            ("missing_placeholder", MissingPlaceholder),
-        ):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+        if self.format != "auto":
+            LAYOUTS.find(self.format)
+        choices = {"layout": Layout, "check_media": MediaCheck, "missing_placeholder": MissingPlaceholder}
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in get_args(allowed):
+                raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(get_args(allowed))}")
         for name in ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_media_bytes >= 8 << 30:
             raise ConfigError(f"max_media_bytes is {self.max_media_bytes}; a tar member must stay below 8 GiB")
-        ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)  # refuses what cannot be
-        if self.executor == "ray" and self.dry_run:
-            raise ConfigError("a dry run keeps its notes on this machine alone; leave out --executor ray")
+        if self.executor_config.cluster and self.dry_run:
+            raise ConfigError(f"a dry run keeps its notes on this machine alone; leave out --executor {self.executor}")
         if not SMALLEST_NUMBER <= self.frame_fps <= LARGEST_NUMBER:
             raise ConfigError(f"frame_fps is {self.frame_fps}; it must be a number above 0")
         object.__setattr__(self, "extra_columns", tuple(self.extra_columns))
@@ -280,25 +266,35 @@ class ConvertConfig:
             )
         if self.kto_label is not None and (not self.kto_label or self.kto_label in RECORD_COLUMNS):
             raise ConfigError(f"kto_label is {self.kto_label!r}; name the column of labels, such as 'label'")
-        if self.format == "text-to-video" and (self.column_map or self.kto_label):
-            raise ConfigError("column_map and kto_label are for conversations; text-to-video reads neither")
+        if self.own_layout is not None and self.own_layout.parse and (self.column_map or self.kto_label):
+            raise ConfigError(f"column_map and kto_label are for conversations; {self.format} reads neither")
 
     @property
-    def processes(self) -> int:
-        """Processes of this machine; 1 is the calling one."""
-        return max(1, min(8, os.cpu_count() or 1) if self.workers is None else self.workers)
+    def executor_config(self) -> ExecutorConfig:
+        """Who works.
+
+        Raises:
+            ConfigError: nobody could.
+        """
+        return ExecutorConfig(kind=self.executor, workers=self.workers, address=self.address)
+
+    @property
+    def own_layout(self) -> RecordLayout | None:
+        """The layout that all records have; None if each is looked at."""
+        return None if self.format == "auto" else LAYOUTS.find(self.format)
 
     def fingerprint_options(self) -> dict[str, object]:
         """The options that decide the data set's content; resuming with different ones is refused, naming them."""
-        names = ("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media")
-        options: dict[str, object] = {name: getattr(self, name) for name in names}
-        options.update({name: getattr(self, name) for name in ("max_pixels", "max_media_bytes", "max_record_bytes")})
-        options.update({"frame_fps": self.frame_fps, "extra_columns": list(self.extra_columns)})
-        options.update({name: getattr(self, name) for name in ("kto_label", "missing_placeholder")})
-        options["column_map"] = self.column_map.to_json()
-        options["media_root"] = None if self.media_root is None else absolute(self.media_root)
-        options["split"] = dict(self.split)
-        return options
+        names = (
+            *("format", "layout", "samples_per_shard", "media_shard_bytes", "check_media", "max_pixels"),
+            *("max_media_bytes", "max_record_bytes", "frame_fps", "extra_columns", "kto_label", "missing_placeholder"),
+        )
+        return {name: getattr(self, name) for name in names} | {
+            "extra_columns": list(self.extra_columns),
+            "column_map": self.column_map.to_json(),
+            "media_root": None if self.media_root is None else absolute(self.media_root),
+            "split": dict(self.split),
+        }
 
 
 def normalised_split(split: Mapping[str, float]) -> dict[str, float]:

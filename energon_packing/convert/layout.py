@@ -36,11 +36,9 @@ from typing import Any
 
 import yaml
 
-from energon_packing.convert.config import Layout, RecordFormat
+from energon_packing.convert.config import Layout
+from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
-
-SUBFLAVORS = {"energon_packing": "v1"}
-"""Marks every sample of a converted data set; cookers select samples by it."""
 
 TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
 """The mark of text-to-video samples, which no conversation cooker takes."""
@@ -94,11 +92,6 @@ def dataset_entry(path: str | Path) -> str:
     )
 
 
-def subflavors_of(record_format: RecordFormat) -> dict[str, str]:
-    """The mark of the samples that a conversion with this format writes."""
-    return dict(TEXT_TO_VIDEO_SUBFLAVORS if record_format == "text-to-video" else SUBFLAVORS)
-
-
 def write_metadataset(
     directory: Path, splits: Iterable[str], *, with_media: bool, subflavors: Mapping[str, str] = SUBFLAVORS
 ) -> None:
@@ -142,6 +135,7 @@ SampleRow = tuple[int, str, int, int, int]
 PartRow = tuple[int, int, str, int, int]
 """Number of the shard, index of the sample, name of the part, bytes before its content and of it."""
 _FORMAT_OF_VERSION = "7.4.1"
+_ROWS = 4096
 _NO_TIME = "1970-01-01 00:00:00"
 # As Energon 7 writes them. SQLite keeps these texts, spaces included.
 _TABLES = (
@@ -206,23 +200,28 @@ class IndexWriter:
         """
         self._meta = directory / META_DIRECTORY
         self._meta.mkdir()
-        self._database: sqlite3.Connection = open_scratch(self._meta / "index.sqlite")
+        self._database = open_scratch(self._meta / "index.sqlite")
+        self._samples: list[SampleRow] = []
+        self.parts: list[PartRow] = []
+        self.media: list[tuple[str, str, str]] = []
+        """Name of an entry in the data set, its type and content, see `media_files.MediaFile.metadata`."""
         for table in _TABLES:
             self._database.execute(table)
 
-    def add(
-        self, samples: Iterable[SampleRow], parts: Iterable[PartRow], media: Iterable[tuple[str, str, str]] = ()
-    ) -> None:
-        """Adds rows.
+    def add(self, row: SampleRow) -> None:
+        """Adds the row of a sample, after those of its parts.
 
-        Args:
-            samples: in order.
-            parts: in order.
-            media: entry name in the data set, type and content, see `media_table.media_metadata`.
+        The rows of all tables are written after a fixed number of samples: SQLite gives out pages in that order.
         """
-        self._database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
-        self._database.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
-        self._database.executemany("INSERT OR REPLACE INTO media_metadata VALUES (?, ?, ?)", media)
+        self._samples.append(row)
+        if len(self._samples) == _ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        for table, rows in (("samples", self._samples), ("sample_parts", self.parts), ("media_metadata", self.media)):
+            values = ", ".join("?" * (3 if table == "media_metadata" else 5))
+            self._database.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({values})", rows)
+            rows.clear()  # type: ignore[attr-defined]
 
     def finish(
         self,
@@ -240,6 +239,7 @@ class IndexWriter:
             identity: 16 bytes or more that depend on the content; `index.uuid` is made from them.
             subflavors: the mark of the samples.
         """
+        self._flush()
         self._database.execute(
             "INSERT INTO media_filters (strategy, patterns, created_at_utc) VALUES ('EXTENSION', '', ?)", (_NO_TIME,)
         )

@@ -26,9 +26,9 @@ from energon_packing.conversation import PREFERENCE, Conversation, Media, Turn
 from energon_packing.convert.columns import check_columns, extra_columns_read, parse_extras, read_kto_label
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
 from energon_packing.convert.fields import THINKING_FIELDS, kind_of, near_name
-from energon_packing.convert.layouts.layout import TURN_COLUMNS
-from energon_packing.convert.layouts.registry import find_layout, unknown_layout
-from energon_packing.convert.media_files import MediaFile, media_of_file
+from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
+from energon_packing.convert.layouts.layout import LAYOUTS, TURN_COLUMNS, Layout, find_layout, unknown_layout
+from energon_packing.convert.media_files import MediaFile
 from energon_packing.convert.record_media import (
     READ_COLUMNS,
     FileReference,
@@ -189,6 +189,11 @@ class ParsedRecord:
         return "pair" if self.chosen else "unwanted" if self.extras.get(PREFERENCE, 0) < 0 else ""
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each image or video."""
+        return tuple(reference.kind for reference in self.references)
+
+    @property
     def media(self) -> tuple[FileReference, ...]:
         """The files that the record names, in order, including each file in a list of frames."""
         return tuple(file for reference in self.references for file in reference.files)
@@ -212,7 +217,7 @@ class ParsedRecord:
                 media.append(media_of_frames(own, fps=reference.fps, times=reference.times))
             else:
                 ((name, file),) = own
-                media.append(media_of_file(name, file))
+                media.append(file.media(name))
         conversation = Conversation(
             key=key,
             turns=self.turns,
@@ -292,19 +297,20 @@ def parse_record(
     if column_map:
         value, left = column_map.apply(value)
     found_layout = find_layout(value, layout)
-    restated = found_layout.restate(value)
-    value = restated.record
+    warnings: list[str] = []
+    if found_layout.restate is not None:
+        restated = found_layout.restate(value)
+        value, warnings = restated.record, list(restated.warnings)
     pair = find_pair(value)
-    columns: tuple[str, ...]
     if pair is None:
-        messages, fields, column = _find_turns(value, layout)
-        columns = (column,)
+        messages, *columns = _find_turns(value, layout)
     else:
-        messages, fields = _of_list(pair.beginning, layout, value)
-        columns = pair.columns
+        messages, columns = pair.beginning, list(pair.columns)
+        if not messages:
+            raise SampleRejected("bad_pair", "there is no message before the two answers")
+    fields = _fields(messages, value, layout)
     media = RecordMedia.of(value, frame_fps)
     media.ignored |= left
-    warnings: list[str] = list(restated.warnings)
     turns = read_turns(messages, fields, media, warnings, columns[0])
     turns = _with_system_column(value, turns)
     read = {*_READ_COLUMNS, *columns, *extra_columns_read(extra_columns, pair=pair is not None)}
@@ -348,55 +354,50 @@ def _hint(ignored: set[str]) -> str:
     return "".join(f"; the column {name!r} is not read, did you mean {near!r}?" for name, near in meant)
 
 
-Fields = tuple[str, str]
-"""Names of the role and of the content of a message."""
-
-
-def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], Fields, str]:
-    """The list of turns, the names of the two fields of a turn, and the column that holds the list."""
+def _find_turns(value: Mapping[str, Any], layout: RecordFormat) -> tuple[list[Any], str]:
+    """The list of turns, and the column that holds it."""
     for column in TURN_COLUMNS:
         turns = value.get(column)
         if not isinstance(turns, list):
             continue
         if not turns:
             raise SampleRejected("empty_conversation", f"the record's {column} list is empty")
-        if (fields := turn_fields(turns[0], layout)) is not None:
-            return turns, fields, column
+        if layout_of_turn(turns[0], layout) is not None:
+            return turns, column
     raise _unknown_layout(value, layout)
 
 
-def _of_list(turns: list[Any], layout: RecordFormat, value: Mapping[str, Any]) -> tuple[list[Any], Fields]:
-    """The beginning of a pair, which may come from any column."""
-    if not turns:
-        raise SampleRejected("bad_pair", "there is no message before the two answers")
-    if (fields := turn_fields(turns[0], layout)) is None:
+def _fields(turns: list[Any], value: Mapping[str, Any], layout: RecordFormat) -> tuple[str, str]:
+    """Names of the role and of the content of a message, told from the first."""
+    if (found := layout_of_turn(turns[0], layout)) is None or found.fields is None:
         raise _unknown_layout(value, layout)
-    return turns, fields
-
-
-def turn_fields(message: Any, layout: RecordFormat) -> Fields | None:
-    """The field names of a message, inferred from one message; None if they do not fit the layout."""
-    first = message if isinstance(message, dict) else {}
-    if "from" in first and "role" not in first and layout != "openai":
-        return "from", "value"
-    if "role" in first and layout != "sharegpt":
-        return "role", "content"
-    return None
+    return found.fields
 
 
 def _unknown_layout(value: Mapping[str, Any], layout: RecordFormat) -> SampleRejected:
-    wanted = {
-        "sharegpt": "'conversations' of from/value",
-        "openai": "'messages' of role/content",
-    }
-    return unknown_layout(value, wanted.get(layout, " or ".join(wanted.values())))
+    own = LAYOUTS.find(layout) if layout in (SHAREGPT.name, OPENAI.name) else None
+    return unknown_layout(value, "" if own is None else own.expects)
+
+
+def layout_of_turn(message: Any, layout: str) -> Layout | None:
+    """The layout of a conversation, inferred from one message; None if it does not fit.
+
+    Args:
+        message: the first of them.
+        layout: the name of one rejects the other; any other fits both.
+    """
+    if not isinstance(message, dict):
+        return None
+    found = SHAREGPT if "from" in message and "role" not in message else OPENAI if "role" in message else None
+    return None if found is not None and layout in (SHAREGPT.name, OPENAI.name) and layout != found.name else found
 
 
 def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column: str) -> list[Turn]:
     """The turns of one answer of a pair: text only, beginning with the assistant."""
     media = RecordMedia.of({}, DEFAULT_FRAME_FPS)
-    fields = turn_fields(messages[0], "auto") if messages else None
-    turns = read_turns(messages, fields or ("role", "content"), media, warnings, column)
+    found = layout_of_turn(messages[0], "auto") if messages else None
+    fields = ("role", "content") if found is None or found.fields is None else found.fields
+    turns = read_turns(messages, fields, media, warnings, column)
     ignored |= media.ignored
     if media.references:
         raise SampleRejected("bad_pair", "an answer of the pair contains media; put them before both answers")

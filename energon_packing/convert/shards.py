@@ -75,11 +75,6 @@ def padding(size: int) -> bytes:
     return _PADDING[size % BLOCK]
 
 
-def stored_size(size: int) -> int:
-    """Bytes that a member of ``size`` bytes takes in the tar, its header and padding included."""
-    return BLOCK + size + -size % BLOCK
-
-
 def ending(size: int) -> bytes:
     """What follows the last member of a tar whose members take ``size`` bytes."""
     end = 2 * BLOCK
@@ -94,24 +89,24 @@ _FALLOC_FL_KEEP_SIZE = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """A media file to copy.
+    """A checked media file to store.
 
     Attributes:
-        name: of the member.
-        path: of the checked file.
-        digest: its first 32 hexadecimal digits of SHA-256.
+        name: of the member; in a media store, it begins with the digest of the content.
+        path: of the file.
+        digest: the first 32 hexadecimal digits of its SHA-256; by default those of the name.
         stamp: of the check.
+        metadata: type and content in Energon's table of media; None for what Energon has none for.
     """
 
     name: str
     path: str
-    digest: str
     stamp: Stamp
+    metadata: tuple[str, str] | None = None
+    digest: str = ""
 
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.stamp.size
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", self.digest or self.name.partition(".")[0])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,10 +133,6 @@ class ShardPiece:
     end: int = 0
     last: bool = False
 
-    def begin_sample(self) -> None:
-        """The next member begins a sample."""
-        self.offsets.append(self.end)
-
     def add_record(self, name: str, size: int, spool: int, offset: int) -> int:
         """Adds a member whose content a spool file holds; returns where its content begins in the tar."""
         self.records.append((name, size, spool, offset))
@@ -150,11 +141,11 @@ class ShardPiece:
     def add_file(self, file: StoredFile) -> int:
         """Adds a media file; returns where its content begins in the tar."""
         self.files.setdefault(len(self.records) - 1, []).append(file)
-        return self._add(file.size)
+        return self._add(file.stamp.size)
 
     def _add(self, size: int) -> int:
         content = self.end + BLOCK
-        self.end += stored_size(size)
+        self.end += BLOCK + size + -size % BLOCK
         return content
 
     def next_piece(self) -> ShardPiece:
@@ -162,23 +153,18 @@ class ShardPiece:
         return ShardPiece(name=self.name, start=self.end, first=self.first + len(self.offsets), end=self.end)
 
 
-def spool_file(spools: Path, number: int) -> Path:
-    """The file of a worker for the JSON of good records.
-
-    Args:
-        spools: the same for all workers.
-        number: of the worker.
-    """
-    return spools.with_name(f"{spools.name}-{number}")
+def spool_file(scratch: Path, number: int) -> Path:
+    """The file of the worker of a number for the JSON of good records, in the working directory of a conversion."""
+    return scratch / f"records-{number}"
 
 
-def write_piece(piece: ShardPiece, directory: Path, spools: Path) -> None:
+def write_piece(piece: ShardPiece, directory: Path, scratch: Path) -> None:
     """Writes a piece of a tar, and of Energon's index of its samples (``.tar.idx``).
 
     Args:
         piece: what is in it.
         directory: of the tar.
-        spools: where the files that hold its records are, see `spool_file`.
+        scratch: where the files that hold its records are, see `spool_file`.
 
     Raises:
         UserError: a media file changed or vanished after it was checked.
@@ -194,7 +180,7 @@ def write_piece(piece: ShardPiece, directory: Path, spools: Path) -> None:
                 _copy(tar, file)
             for number, (name, size, spool, offset) in enumerate(piece.records):
                 if spool not in streams:
-                    streams[spool] = spool_file(spools, spool).open("rb", buffering=_BUFFER)
+                    streams[spool] = spool_file(scratch, spool).open("rb", buffering=_BUFFER)
                     places[spool] = 0
                 if places[spool] != offset:
                     streams[spool].seek(offset)
@@ -295,18 +281,40 @@ def _copy(tar: _Blocks, file: StoredFile) -> None:
         UserError: the file changed or vanished after it was checked.
     """
     changed = UserError(f"{file.path} changed while the conversion ran; start it again when nobody writes to it")
-    tar.add(header(file.name, file.size))
+    tar.add(header(file.name, file.stamp.size))
     try:
         stream = open_regular(file.path)
     except OSError as error:
         raise changed from error
     with stream:
         if file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno())):
-            whole = tar.add_from(stream, file.size, None)
+            whole = tar.add_from(stream, file.stamp.size, None)
             whole &= file.stamp.same_file(os.fstat(stream.fileno()))
         else:
             digest = hashlib.sha256()
-            whole = tar.add_from(stream, file.size, digest) and digest.hexdigest()[:32] == file.digest
+            whole = tar.add_from(stream, file.stamp.size, digest) and digest.hexdigest()[:32] == file.digest
     if not whole:
         raise changed
-    tar.add(padding(file.size))
+    tar.add(padding(file.stamp.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """A `energon_packing.executors.work.Work`: writes pieces of shards, each with its directory.
+
+    Attributes:
+        scratch: where the files that hold the records are.
+    """
+
+    scratch: Path
+
+    def begin(self) -> None:
+        """Nothing to open."""
+
+    def do(self, task: tuple[Path, ShardPiece]) -> None:
+        """Writes one; raises as `write_piece` does."""
+        write_piece(task[1], task[0], self.scratch)
+
+    def name(self, task: tuple[Path, ShardPiece]) -> str:
+        """Of the shard."""
+        return f"writing {task[1].name}"

@@ -13,17 +13,15 @@ encoded images and of frames. Nothing is unpacked to a path that a member names,
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import pickletools
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
-from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, UnpackingReader, broken, one_line
+from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, broken, one_line
 from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
 from energon_packing.convert.record_media import COLUMNS
@@ -113,103 +111,47 @@ _PICKLED: Mapping[str, MediaKind] = {"jpgs": "image", "videos": "video", "mp4s":
 Sample = tuple[str, tuple[MemberBytes, ...]]
 
 
-class UnpackedCopy:
-    """Reads a compressed tar as if it were unpacked, and writes all that it reads to a file.
-
-    Members are read by other processes and in any order, for which a compressed file has no means.
-    """
-
-    def __init__(self, reader: UnpackingReader, path: Path) -> None:
-        """
-        Args:
-            reader: of the compressed tar.
-            path: of the file; made, its directory included.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        path.parent.mkdir(exist_ok=True)
-        self.path = path
-        self.reader = reader
-        self._stream = path.open("wb")
-
-    def __enter__(self) -> UnpackedCopy:
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._stream.close()
-
-    def read(self, size: int) -> bytes:
-        """Reads up to ``size`` bytes; fewer at the end, or where the file is damaged."""
-        block = self.reader.read(size)
-        self._stream.write(block)
-        return block
-
-    def flush(self) -> None:
-        """Lets other processes read what has been read here."""
-        self._stream.flush()
-
-
-def unpacked_tar(scratch: Path, source: SourceFile) -> Path:
-    """Where the unpacked copy of a compressed tar is."""
-    return scratch / "unpacked" / f"{sha256(os.fsencode(source.path)).hexdigest()}.tar"
-
-
 def find_samples(
-    source: SourceFile, chunk_bytes: Callable[[], int], copy: UnpackedCopy | None = None
+    source: SourceFile, chunk_bytes: Callable[[], int], damage: SampleRejected | None = None
 ) -> Iterator[Chunk]:
     """Divides a tar into chunks of samples; see `sources.find_chunks`.
 
     Args:
         source: the tar.
         chunk_bytes: how large the next chunk should be.
-        copy: reads it if it is compressed.
+        damage: why what follows in the tar could not be unpacked.
 
     Raises:
-        OSError: the file cannot be opened, or its copy not be written.
+        OSError: the file cannot be opened.
     """
     samples: list[Sample] = []
     first = size = position = 0
-    error: SampleRejected | None = None
-    found = _samples(source.path if copy is None else copy)
-    while True:
+    error = damage
+    found = _samples(source.path)
+    sample: Sample | None = ("", ())
+    while sample is not None:
         try:
             sample = next(found, None)
         except tarfile.TarError as problem:
-            error = SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
+            error = damage or SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
-        if copy is not None:
-            copy.flush()
-            error = copy.reader.error or error
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
-            yield Chunk(
-                source=source,
-                form="samples",
-                start=0,
-                end=0,
-                first=first,
-                position=position if copy is None else copy.reader.packed_position,
-                samples=tuple(samples),
-            )
+            yield Chunk(source=source, form="samples", start=0, end=position, first=first, samples=tuple(samples))
             first += len(samples)
             samples, size = [], 0
-        if sample is None:
-            break
-        samples.append(sample)
-        size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
-        position = max(member.offset + member.size for member in sample[1])
+        if sample is not None:
+            samples.append(sample)
+            size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
+            position = max(member.offset + member.size for member in sample[1])
     if error is None and first == 0:
         error = SampleRejected("empty_file", f"{source.name}: the tar has no samples")
     if error is not None:
         yield Chunk(source=source, form="samples", start=0, end=0, first=first, error=error)
 
 
-def _samples(source: Path | UnpackedCopy) -> Iterator[Sample]:
+def _samples(path: Path) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
-    path = source if isinstance(source, Path) else source.path
-    with (
-        tarfile.open(source, "r:") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r|")  # type: ignore[call-overload]
-    ) as tar:
+    with tarfile.open(path, "r:") as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[union-attr]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]

@@ -80,7 +80,7 @@ def _message(message: Any, number: int) -> Any:
     return read
 
 
-V1 = Layout(
+LAYOUT = Layout(
     name="llamafactory-v1",
     expects="'messages' whose content is a list of type/value",
     matches=matches,

@@ -27,4 +27,4 @@ def _restate(record: Mapping[str, Any]) -> Restated:
     return Restated(record={**without(record, "text"), "messages": [message]})
 
 
-TEXT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)
+LAYOUT = Layout(name="text", expects="'text'", matches=_matches, restate=_restate)

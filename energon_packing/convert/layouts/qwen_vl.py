@@ -66,7 +66,7 @@ def _parts(text: Any) -> Any:
     ]
 
 
-QWEN_VL = Layout(
+LAYOUT = Layout(
     name="qwen-vl",
     expects="turns with <img>path</img> in their text",
     matches=matches,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.convert.fields import says_nothing
+from energon_packing.convert.fields import kind_of, says_nothing
 from energon_packing.convert.layouts.layout import Layout, Restated, filled, without
 from energon_packing.errors import SampleRejected
 
@@ -23,12 +23,8 @@ def _text(record: Mapping[str, Any], column: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise SampleRejected("non_string_value", f"the column {column!r} is {_kind(value)}, expected text")
+        raise SampleRejected("non_string_value", f"the column {column!r} is {kind_of(value)}, expected text")
     return value
-
-
-def _kind(value: Any) -> str:
-    return {"list": "a list", "dict": "an object", "bool": "a truth value"}.get(type(value).__name__, "a number")
 
 
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -74,12 +70,12 @@ def _restate_prompt(record: Mapping[str, Any]) -> Restated:
         elif isinstance(value, list):
             messages += value
         else:
-            kind = _kind(value)
+            kind = kind_of(value)
             raise SampleRejected("non_string_value", f"the column {column!r} is {kind}, expected text or messages")
     return Restated(record={**without(record, "prompt", "completion"), "messages": messages})
 
 
-ALPACA = Layout(
+_ALPACA = Layout(
     name="alpaca",
     expects="'instruction', 'input' and 'output', or 'chosen' and 'rejected'",
     matches=lambda record: (
@@ -88,7 +84,7 @@ ALPACA = Layout(
     ),
     restate=_restate_alpaca,
 )
-QUERY_RESPONSE = Layout(
+_QUERY_RESPONSE = Layout(
     name="query-response",
     expects="'query' and 'response'",
     matches=lambda record: (
@@ -96,9 +92,10 @@ QUERY_RESPONSE = Layout(
     ),
     restate=_restate_query,
 )
-PROMPT_COMPLETION = Layout(
+_PROMPT_COMPLETION = Layout(
     name="prompt-completion",
     expects="'prompt' and 'completion'",
     matches=lambda record: filled(record, "prompt", "completion"),
     restate=_restate_prompt,
 )
+DECLARED = (_ALPACA, _QUERY_RESPONSE, _PROMPT_COMPLETION)

@@ -57,6 +57,16 @@ def parse_quickly(text: bytes) -> Any:
     return None if _DIGITS_OF_64_BITS in text.translate(_DIGITS_TO_ZERO) else value
 
 
+def parse_part(text: str) -> Any:
+    """What `json.loads` returns for a text that a record holds, in half of its time.
+
+    Raises:
+        ValueError, RecursionError: as `json.loads`.
+    """
+    value = parse_quickly(text.encode("utf-8", "surrogatepass"))
+    return json.loads(text) if value is None else value
+
+
 BLOCK_BYTES = 1 << 18
 
 _NUMBER = re.compile(r"[-+.0-9eE]*")

@@ -259,7 +259,7 @@ def _build(
     scratch = build.parent  # goes when the data set is published
     if config.media_root is not None and remote_address(config.media_root) is None:
         config = replace(config, media_root=config.media_root.absolute())
-    executor = config.executor_config.executor()
+    executor = config.executor_config.executor(1 if config.workers == 1 else None)
     with ExitStack() as stack:
         media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
         stack.callback(media.close)

@@ -7,7 +7,6 @@ The content of one message -> text and media in reading order.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +26,7 @@ from energon_packing.convert.fields import (
     thinking_of,
     unread,
 )
+from energon_packing.convert.json_text import parse_part
 from energon_packing.convert.record_media import FRAME_TIMING, RecordMedia, reference_of, refuse_own_view
 from energon_packing.errors import SampleRejected
 
@@ -47,7 +47,7 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
         if not value.strip():
             return None
         try:
-            value = json.loads(value)
+            value = parse_part(value)
         except (ValueError, RecursionError) as error:
             raise SampleRejected("bad_tools", f"the tools column is not JSON: {error}") from error
     if value is None:
@@ -78,7 +78,7 @@ def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, An
         SampleRejected: ``bad_tool_call``.
     """
     try:
-        value = json.loads(text)
+        value = parse_part(text)
     except (ValueError, RecursionError) as error:
         raise SampleRejected("bad_tool_call", f"the function call is not JSON: {error}") from error
     calls = value if isinstance(value, list) else [value]
@@ -132,7 +132,7 @@ def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]
         raise SampleRejected("bad_tool_call", "a function call has no name")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_part(arguments)
         except (ValueError, RecursionError) as error:
             raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are not JSON: {error}") from error
     if not isinstance(arguments, dict):

@@ -50,9 +50,8 @@ class ColumnMap:
 
     def __post_init__(self) -> None:
         for what, given, known in (("columns", self.columns, (*COLUMNS, *FIELDS)), ("roles", self.roles, ROLE_OF)):
-            for name in given:
-                if name not in known:
-                    raise ConfigError(f"{what} names {name!r}; write NAME=THEIRS with one of {', '.join(known)}")
+            if unknown := [name for name in given if name not in known]:
+                raise ConfigError(f"{what} names {unknown[0]!r}; write NAME=THEIRS with one of {', '.join(known)}")
         by_role: dict[str, str] = {}
         for name, theirs in self.roles.items():
             if ROLE_OF[by_role.setdefault(theirs, name)] != ROLE_OF[name]:
@@ -94,14 +93,11 @@ class ColumnMap:
         found.update({name: record[column] for name, column in theirs.items() if column in record})
         if self.roles or any(name in self.columns for name in FIELDS):
             for name in _MESSAGES:
-                if name in found:
-                    found[name] = self._messages(found[name])
+                if isinstance(value := found.get(name), list):
+                    found[name] = [self._message(message) for message in value]
+                elif isinstance(value, dict):
+                    found[name] = self._message(value)
         return found, left
-
-    def _messages(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._message(message) for message in value]
-        return self._message(value)
 
     def _message(self, message: Any) -> Any:
         if not isinstance(message, dict):
@@ -119,24 +115,30 @@ class ColumnMap:
         return {"columns": dict(self.columns), "roles": dict(self.roles), "only": self.only, "layout": self.layout}
 
 
-def parse_names(option: str, text: str) -> dict[str, str]:
+_EXAMPLES = {
+    "split": "train=0.98,val=0.02",
+    "--columns": "messages=dialog,images=pics",
+    "--roles": "human=person,gpt=bot",
+}
+
+
+def parse_names(option: str, text: str, *, stray_commas: bool = True) -> dict[str, str]:
     """Reads ``messages=dialog,images=pics``.
 
     Raises:
         ConfigError: the text is not of that form, or names something twice.
     """
     names: dict[str, str] = {}
-    for entry in filter(None, text.split(",")):
-        name, equals, theirs = (part.strip() for part in entry.partition("="))
-        if not (name and equals and theirs):
-            raise ConfigError(f"{option} {text!r} cannot be read at {entry!r}; write for example {_EXAMPLE[option]}")
+    for entry in text.split(","):
+        name, _, theirs = (part.strip() for part in entry.partition("="))
+        if not entry and stray_commas:
+            continue
+        if not (name and theirs):
+            raise ConfigError(f"{option} {text!r} cannot be read at {entry!r}; write for example {_EXAMPLES[option]}")
         if name in names:
             raise ConfigError(f"{option} {text!r} names {name!r} twice")
         names[name] = theirs
     return names
-
-
-_EXAMPLE = {"--columns": "messages=dialog,images=pics", "--roles": "human=person,gpt=bot"}
 
 
 RecordFormat = str
@@ -229,12 +231,10 @@ class ConvertConfig:
         # The dataclass is frozen, so convert paths that were passed as strings here.
         object.__setattr__(self, "sources", tuple(Path(source) for source in sources))
         object.__setattr__(self, "out", Path(self.out))
-        if self.media_root is not None:
-            object.__setattr__(self, "media_root", Path(self.media_root))
+        object.__setattr__(self, "media_root", None if self.media_root is None else Path(self.media_root))
         for name, paths in (("SRC", self.sources), ("--out", (self.out,)), ("--media-root", (self.media_root,))):
-            for path in paths:
-                if path is not None:
-                    check_remote(name, path, _INSTEAD)
+            for path in filter(None, paths):
+                check_remote(name, path, _INSTEAD)
         object.__setattr__(self, "split", normalised_split(self.split))
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")
@@ -328,17 +328,8 @@ def parse_split(text: str) -> dict[str, float]:
     Raises:
         ConfigError: the text is not of that form, or names a split twice.
     """
-    split: dict[str, float] = {}
-    for entry in text.split(","):
-        name, equals, share = entry.partition("=")
-        name = name.strip()
-        try:
-            value = float(share)
-        except ValueError:
-            equals = ""
-        if not equals:
-            raise ConfigError(f"split {text!r} cannot be read at {entry!r}; write for example train=0.98,val=0.02")
-        if name in split:
-            raise ConfigError(f"split {text!r} names {name!r} twice")
-        split[name] = value
-    return normalised_split(split)
+    names = parse_names("split", text, stray_commas=False)
+    try:
+        return normalised_split({name: float(share) for name, share in names.items()})
+    except ValueError as error:
+        raise ConfigError(f"split {text!r} cannot be read: {error}; write for example {_EXAMPLES['split']}") from error

@@ -81,7 +81,7 @@ class Element:
         value: the parsed JSON; None if `error` is set.
         error: why this element could not be read.
         last: True if nothing after this element could be separated, so that reading ended.
-        start, end: bytes of the stream before the element and up to its end; 0 unless places were asked for.
+        start, end: bytes of the stream before the element and up to its end.
     """
 
     value: Any = None
@@ -143,13 +143,12 @@ class _Text:
                 return ""
 
 
-def iterate_array(stream: Readable, *, max_element: int, places: bool = False) -> Iterator[Element]:
+def iterate_array(stream: Readable, *, max_element: int) -> Iterator[Element]:
     """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
 
     Args:
         stream: UTF-8.
         max_element: the most characters per element; bounds the memory.
-        places: also count bytes, for `Element.start` and `Element.end`.
     """
     source = _Text(stream)
     if source.peek() != "[":
@@ -158,9 +157,9 @@ def iterate_array(stream: Readable, *, max_element: int, places: bool = False) -
     source.at += 1
     if source.peek() != "]":
         while True:
-            start = source.place() if places else 0
+            start = source.place()
             element = _element(source, max_element)
-            yield replace(element, start=start, end=source.place()) if places else element
+            yield replace(element, start=start, end=source.place())
             if element.last:
                 return
             mark = source.peek()

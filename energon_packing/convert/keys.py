@@ -64,13 +64,8 @@ def safe_key(text: str) -> str:
 
 
 def key_digest(key: str) -> bytes:
-    """16 bytes of a key's SHA-256: 8 decide its split (`splits.position_of`), 8 stand for it in a `KeySet`."""
+    """16 bytes of a key's SHA-256: 8 decide its split (`positions_of`), 8 stand for it in a `KeySet`."""
     return hashlib.sha256(key.encode("utf-8")).digest()[:16]
-
-
-def key_hash(key: str) -> int:
-    """What stands for a key in a `KeySet`."""
-    return int.from_bytes(key_digest(key)[8:], "big")
 
 
 Hashes = NDArray[np.uint64]
@@ -85,9 +80,6 @@ class KeySet:
 
     def __init__(self) -> None:
         self._runs: list[Hashes] = []
-
-    def __contains__(self, value: int) -> bool:
-        return bool(self.holds(np.array([value], np.uint64))[0])
 
     def holds(self, values: Hashes) -> NDArray[np.bool_]:
         """Whether each of the values is in the set. Shape [n] -> [n]."""
@@ -123,21 +115,12 @@ class KeyAssigner:
         self._taken = KeySet()
         self._next_suffix: dict[str, int] = {}
 
-    def assign(self, record: Any, source_name: str, number: int) -> tuple[str, list[str]]:
-        """The key of one record and its warnings: those of `wanted_key`, and ``duplicate_id`` (another record already
-        has the key; a suffix was added)."""
-        key, named, warnings = wanted_key(record, source_name, number)
-        changed = self.assign_all([key], np.array([key_hash(key)], np.uint64))
-        if changed and named:
-            warnings.append("duplicate_id")
-        return changed.get(0, key), warnings
-
     def assign_all(self, keys: Sequence[str], hashes: Hashes) -> dict[int, str]:
         """Takes the keys of records that follow each other.
 
         Args:
             keys: that they ask for.
-            hashes: `key_hash` of each. Shape [n].
+            hashes: the last 8 bytes of the `key_digest` of each. Shape [n].
 
         Returns:
             Index of a record -> the key that it gets in place of one that is taken.
@@ -158,11 +141,15 @@ class KeyAssigner:
 
     def _free(self, key: str, new: set[int]) -> str:
         suffix = self._next_suffix.get(key, 2)
-        while (value := key_hash(candidate := f"{key}-{suffix}")) in new or value in self._taken:
+        while True:
+            candidate = f"{key}-{suffix}"
             suffix += 1
+            value = int.from_bytes(key_digest(candidate)[8:], "big")
+            if value not in new and not self._taken.holds(np.array([value], np.uint64))[0]:
+                break
         if len(self._next_suffix) >= _MOST_SUFFIXES:
             self._next_suffix.clear()
-        self._next_suffix[key] = suffix + 1
+        self._next_suffix[key] = suffix
         new.add(value)
         return candidate
 
@@ -170,13 +157,8 @@ class KeyAssigner:
 Positions = NDArray[np.float64]
 
 
-def position_of(key: str) -> float:
-    """A number in [0, 1) that depends on the key alone."""
-    return float(positions_of(key_digest(key))[0])
-
-
 def positions_of(digests: bytes) -> Positions:
-    """`position_of` each of some keys, from their `key_digest` one after the other. Shape [n]."""
+    """A number in [0, 1) for each key, from their `key_digest` one after the other. Shape [n]."""
     return (np.frombuffer(digests, ">u8")[::2] >> np.uint64(11)) / float(1 << 53)
 
 
@@ -201,7 +183,7 @@ class SplitAssigner:
         """The splits of the next samples, as indices into `names`.
 
         Args:
-            positions: `position_of` their keys. Shape [n].
+            positions: see `positions_of`. Shape [n].
         """
         assigned = np.searchsorted(self._ends, positions, side="right").astype(np.int64)
         for index, count in enumerate(np.bincount(assigned, minlength=len(self.names)).tolist()):
@@ -235,17 +217,3 @@ class SplitAssigner:
             self.counts[fullest] -= 1
             self.counts[empty] += 1
         return moved
-
-
-def assign_splits(positions: Sequence[float], split: Mapping[str, float]) -> list[str]:
-    """The name of the split of each sample.
-
-    Args:
-        positions: `position_of` every key.
-        split: name -> share, adding up to 1.
-    """
-    assigner = SplitAssigner(split)
-    assigned = assigner.add(np.array(positions, np.float64)).tolist()
-    for number, index in assigner.finish().items():
-        assigned[number] = index
-    return [assigner.names[index] for index in assigned]

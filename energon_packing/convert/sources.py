@@ -17,9 +17,10 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -192,7 +193,9 @@ def _look(
         return "lines", 0, SampleRejected("bad_json", f"{source.name}:1: the file is UTF-16; save it as UTF-8")
     start = len(_BOM) if head == _BOM else 0
     stream.seek(start)
-    first = _first_character(stream)
+    first = b""
+    while not first and (block := stream.read(4096)):
+        first = block.lstrip(b" \t\r\n")[:1]
     stream.seek(start)
     if first == b"":
         return "lines", 0, SampleRejected("empty_file", f"{source.name}: the file is empty")
@@ -200,9 +203,8 @@ def _look(
         return "text", start, None
     if first == b"[":
         return "array", start, None
-    if suffix == ".json" and not _has_whole_line(stream, max_record_bytes):
-        return "object", start, None
-    return "lines", start, None
+    is_object = suffix == ".json" and not _has_whole_line(stream, max_record_bytes)
+    return "object" if is_object else "lines", start, None
 
 
 def _find_lines(
@@ -232,7 +234,7 @@ def _find_elements(
     start: int | None = None
     first = end = number = 0
     error: SampleRejected | None = None
-    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes, places=True)):
+    for number, element in enumerate(iterate_array(reader, max_element=max_record_bytes)):
         if element.last:
             where = f"{source.name}[{number}]"
             error = SampleRejected(
@@ -324,53 +326,29 @@ def read_chunk(chunk: Chunk, *, max_record_bytes: int) -> Iterator[RawRecord]:
             yield broken(source, number, where, element.error)
 
 
-def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int = 1 << 18) -> Iterator[RawRecord]:
-    """Yields every record of a file in order; a broken one has `RawRecord.error` set, and reading continues if it can.
-
-    A JSON array that breaks off yields one error at that place, because later elements cannot be separated.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
-        yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
-
-
-def _first_character(stream: BinaryIO) -> bytes:
-    while block := stream.read(4096):
-        if stripped := block.lstrip(b" \t\r\n"):
-            return stripped[:1]
-    return b""
-
-
 def _has_whole_line(stream: BinaryIO, limit: int) -> bool:
     """Whether one of the first two lines is a complete JSON object: JSON Lines in a file with the suffix ``.json``.
 
     Two lines are checked because the first may be broken; in an indented object neither is complete.
     """
-    lines = 0
-    while lines < 2 and (line := stream.readline(limit)):
-        if not line.strip():
-            continue
-        lines += 1
-        try:
+    lines = (line for line in iter(lambda: stream.readline(limit), b"") if line.strip())
+    for line in islice(lines, 2):
+        with suppress(ValueError, RecursionError):
             if isinstance(json.loads(line), dict):
                 return True
-        except (ValueError, RecursionError):
-            continue
     return False
 
 
 def _read_lines(chunk: Chunk, stream: BinaryIO, max_record_bytes: int) -> Iterator[RawRecord]:
     source, left = chunk.source, chunk.end - chunk.start
     parsed = _document if chunk.form == "text" else _parsed_line
-    number = chunk.first - 1
     if left <= min(_AT_ONCE, max_record_bytes):
-        lines = stream.read(left).split(b"\n")  # half of the time of reading them one by one
-        for number, line in enumerate(lines, chunk.first):
+        # Half of the time of reading them one by one.
+        for number, line in enumerate(stream.read(left).split(b"\n"), chunk.first):
             if line and not line.isspace():
                 yield parsed(source, number, line)
         return
+    number = chunk.first - 1
     while left > 0 and (line := stream.readline(min(left, max_record_bytes + 1))):
         left -= len(line)
         number += 1

@@ -233,7 +233,6 @@ def _add_media(value: dict[str, Any], key: str, members: tuple[MemberBytes, ...]
     for member in members:
         suffix = _suffix(key, member)
         extension = suffix.rpartition(".")[2]
-        kind: MediaKind
         if suffix == "json":
             continue
         if extension in _IMAGES or extension in _VIDEOS:

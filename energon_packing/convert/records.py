@@ -43,7 +43,7 @@ from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 _ALIASES = {"human": "user", "gpt": "assistant"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RawPair:
     """The unparsed messages of a pair: the beginning and the two answers.
 
@@ -79,19 +79,18 @@ def find_pair(record: Mapping[str, Any]) -> RawPair | None:
             raise _bad(f"'chosen_messages' with {other[0]!r} is not supported; rename them to 'chosen' and 'rejected'")
         if answers or len(other) > 1:
             raise _bad(f"the record has both {other[0]!r} and {(*other[1:], *answers)[0]!r}; keep one of them")
-        return _replaced(common, record[other[0]], (columns[0] if columns else "", other[0]))
+        if common is None:
+            raise _bad(f"the record has {other[0]!r} but no 'messages', which must end with the chosen answer")
+        return RawPair(*_replaced(common, record[other[0]], other[0]), columns=(columns[0], columns[0], other[0]))
     if len(answers) == 1:
         (only,) = answers
         raise _bad(f"the record has only {only!r}; a pair needs both 'chosen' and 'rejected'")
     chosen, rejected = (_messages(answers[name], name, "assistant") for name in ("chosen", "rejected"))
     if common is None:
-        return _split(chosen, rejected, ("chosen", "rejected"))
-    return RawPair(
-        beginning=common,
-        chosen=_without(common, chosen),
-        rejected=_without(common, rejected),
-        columns=(columns[0], "chosen", "rejected"),
-    )
+        common, chosen, rejected = _split(chosen, rejected)
+    else:
+        chosen, rejected = _without(common, chosen), _without(common, rejected)
+    return RawPair(common, chosen, rejected, columns=((*columns, "chosen")[0], "chosen", "rejected"))
 
 
 def _bad(detail: str) -> SampleRejected:
@@ -127,7 +126,11 @@ def _without(beginning: list[Any], answer: list[Any]) -> list[Any]:
     return answer
 
 
-def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> RawPair:
+_Parts = tuple[list[Any], list[Any], list[Any]]
+"""The beginning, the chosen and the rejected answer."""
+
+
+def _split(chosen: list[Any], rejected: list[Any]) -> _Parts:
     """Two whole conversations; their shared messages before the first difference are the beginning."""
     shared = 0
     most = min(len(chosen), len(rejected)) - 1
@@ -135,23 +138,19 @@ def _split(chosen: list[Any], rejected: list[Any], columns: tuple[str, str]) -> 
         shared += 1
     if shared == 0:
         raise _bad("the chosen and the rejected conversation share no beginning, and the record has no 'prompt'")
-    beginning, one, other = chosen[:shared], chosen[shared:], rejected[shared:]
-    return RawPair(beginning=beginning, chosen=one, rejected=other, columns=(columns[0], *columns))
+    return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def _replaced(whole: list[Any] | None, rejected: Any, columns: tuple[str, str]) -> RawPair:
+def _replaced(whole: list[Any], rejected: Any, column: str) -> _Parts:
     """``messages`` that end with the chosen answer, and the rejected answer that replaces it."""
-    first, column = columns
-    if whole is None:
-        raise _bad(f"the record has {column!r} but no 'messages', which must end with the chosen answer")
-    if column == "rejected_messages":
-        return _split(whole, _messages(rejected, column, "assistant"), columns)
     answer = _messages(rejected, column, "assistant")
-    if isinstance(rejected, str | dict):  # in the place of the last message
-        return RawPair(beginning=whole[:-1], chosen=whole[-1:], rejected=answer, columns=(first, *columns))
-    asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
-    end = asked[-1] if asked else 0  # in the place of all that follows the last question
-    return RawPair(beginning=whole[:end], chosen=whole[end:], rejected=answer, columns=(first, *columns))
+    if column == "rejected_messages":
+        return _split(whole, answer)
+    end = len(whole) - 1  # in the place of the last message
+    if not isinstance(rejected, str | dict):  # in the place of all that follows the last question
+        asked = [at for at, turn in enumerate(whole, 1) if isinstance(turn, dict) and _speech(turn)[0] == "user"]
+        end = asked[-1] if asked else 0
+    return whole[:end], whole[end:], answer
 
 
 _READ_COLUMNS = frozenset(("id", "system", "tools", "extras", *READ_COLUMNS))
@@ -402,8 +401,8 @@ def _answer(messages: list[Any], warnings: list[str], ignored: set[str], column:
     if media.references:
         raise SampleRejected("bad_pair", "an answer of the pair contains media; put them before both answers")
     if not turns or turns[0].role != "assistant":
-        found = f"a {turns[0].role} turn" if turns else "nothing"
-        raise SampleRejected("bad_pair", f"an answer of the pair begins with {found}, expected an assistant turn")
+        begins = f"a {turns[0].role} turn" if turns else "nothing"
+        raise SampleRejected("bad_pair", f"an answer of the pair begins with {begins}, expected an assistant turn")
     return turns
 
 

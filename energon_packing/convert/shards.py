@@ -14,6 +14,7 @@ import os
 import sys
 import tarfile
 from array import array
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,8 +83,6 @@ def ending(size: int) -> bytes:
 
 
 _BUFFER = 1 << 20
-_LEAST = 1 << 17
-"""Bytes that a file is read into at least, if it has as many."""
 _FALLOC_FL_KEEP_SIZE = 1
 
 
@@ -170,38 +169,33 @@ def write_piece(piece: ShardPiece, directory: Path, scratch: Path) -> None:
         UserError: a media file changed or vanished after it was checked.
     """
     path = directory / piece.name
-    streams: dict[int, BinaryIO] = {}
     places: dict[int, int] = {}  # of the streams; asking them is a system call
-    try:
-        with _opened_at(path, piece.start) as stream:
-            _reserve(stream.fileno(), piece.start, piece.end - piece.start)
-            tar = _Blocks(stream)
-            for file in piece.files.get(-1, ()):
+    with ExitStack() as stack:
+        streams: dict[int, BinaryIO] = {}
+        tar = stack.enter_context(_opened_at(path, piece.start))
+        _reserve(tar.fileno(), piece.start, piece.end - piece.start)
+        for file in piece.files.get(-1, ()):
+            _copy(tar, file)
+        for number, (name, size, spool, offset) in enumerate(piece.records):
+            if spool not in streams:
+                stream = spool_file(scratch, spool).open("rb", buffering=_BUFFER)
+                streams[spool] = stack.enter_context(stream)
+            if places.get(spool) != offset:
+                streams[spool].seek(offset)
+            places[spool] = offset + size
+            tar.write(b"".join((header(name, size), streams[spool].read(size), padding(size))))
+            for file in piece.files.get(number, ()):
                 _copy(tar, file)
-            for number, (name, size, spool, offset) in enumerate(piece.records):
-                if spool not in streams:
-                    streams[spool] = spool_file(scratch, spool).open("rb", buffering=_BUFFER)
-                    places[spool] = 0
-                if places[spool] != offset:
-                    streams[spool].seek(offset)
-                places[spool] = offset + size
-                tar.add(b"".join((header(name, size), streams[spool].read(size), padding(size))))
-                for file in piece.files.get(number, ()):
-                    _copy(tar, file)
-            if piece.last:
-                tar.add(ending(piece.end))
-            tar.flush()
-    finally:
-        for spooled in streams.values():
-            spooled.close()
+        if piece.last:
+            tar.write(ending(piece.end))
     offsets = array("Q", [*piece.offsets, piece.end] if piece.last else piece.offsets)
     with _opened_at(path.with_suffix(".tar.idx"), piece.first * offsets.itemsize) as index:
-        _write(index, memoryview(offsets.tobytes()))
+        index.write(offsets.tobytes())
 
 
 def _opened_at(path: Path, place: int) -> BinaryIO:
     """A file to write to from a place on, whatever other pieces it has."""
-    stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0)
+    stream = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=_BUFFER)
     stream.seek(place)
     return stream
 
@@ -216,86 +210,36 @@ def _reserve(descriptor: int, start: int, size: int) -> None:
         libc.fallocate(descriptor, _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(start), ctypes.c_int64(size))
 
 
-class _Blocks:
-    """Writes what follows each other in large blocks; a call for each member would cost more than its bytes."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._block = memoryview(bytearray(_BUFFER))
-        self._end = 0
-
-    def add(self, data: bytes) -> None:
-        """Adds bytes."""
-        if len(data) > _BUFFER - self._end:
-            self.flush()
-        if len(data) > _BUFFER:
-            _write(self._stream, memoryview(data))
-            return
-        self._block[self._end : self._end + len(data)] = data
-        self._end += len(data)
-
-    def add_from(self, source: BinaryIO, size: int, digest: Any) -> bool:
-        """Adds bytes of a file.
-
-        Args:
-            source: to read from.
-            size: bytes to read.
-            digest: gets them too; None for nothing.
-
-        Returns:
-            Whether there were as many.
-        """
-        while size:
-            if _BUFFER - self._end < min(size, _LEAST):
-                self.flush()
-            free = self._block[self._end : self._end + size]
-            if not (read := source.readinto(free)):  # type: ignore[attr-defined]
-                return False
-            if digest is not None:
-                digest.update(free[:read])
-            self._end += read
-            size -= read
-        return True
-
-    def flush(self) -> None:
-        """Writes what was added."""
-        _write(self._stream, self._block[: self._end])
-        self._end = 0
-
-
-def _write(stream: BinaryIO, data: memoryview) -> None:
-    while data:
-        data = data[stream.write(data) :]
-
-
-def _copy(tar: _Blocks, file: StoredFile) -> None:
+def _copy(tar: BinaryIO, file: StoredFile) -> None:
     """Copies a checked file and verifies that it has not changed since the check.
 
     It is hashed once more unless a change would show in its time stamp.
-
-    Args:
-        tar: to write to.
-        file: what to copy.
 
     Raises:
         UserError: the file changed or vanished after it was checked.
     """
     changed = UserError(f"{file.path} changed while the conversion ran; start it again when nobody writes to it")
-    tar.add(header(file.name, file.stamp.size))
+    left = file.stamp.size
+    tar.write(header(file.name, left))
     try:
         stream = open_regular(file.path)
     except OSError as error:
         raise changed from error
     with stream:
-        if file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno())):
-            whole = tar.add_from(stream, file.stamp.size, None)
-            whole &= file.stamp.same_file(os.fstat(stream.fileno()))
-        else:
-            digest = hashlib.sha256()
-            whole = tar.add_from(stream, file.stamp.size, digest) and digest.hexdigest()[:32] == file.digest
-    if not whole:
+        digest = None if file.stamp.settled and file.stamp.same_file(os.fstat(stream.fileno())) else hashlib.sha256()
+        while left and (block := stream.read(min(left, _BUFFER))):
+            tar.write(block)
+            left -= len(block)
+            if digest is not None:
+                digest.update(block)
+        same = (
+            file.stamp.same_file(os.fstat(stream.fileno()))
+            if digest is None
+            else digest.hexdigest()[:32] == file.digest
+        )
+    if left or not same:
         raise changed
-    tar.add(padding(file.stamp.size))
+    tar.write(padding(file.stamp.size))
 
 
 @dataclass(frozen=True, slots=True)

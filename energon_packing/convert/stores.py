@@ -28,7 +28,6 @@ Pieces = Generator[tuple[Path, ShardPiece], None, None]
 """Pieces of shards to write, and the directory of each."""
 _PIECE_BYTES = 32 << 20
 _PIECE_SAMPLES = 2048
-_MOST_RECENT = 50_000
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +95,6 @@ class MediaTable:
             "CREATE TABLE media (digest TEXT PRIMARY KEY, name TEXT, path TEXT, size INTEGER, changed INTEGER,"
             " checked INTEGER, kind TEXT, content TEXT)"
         )
-        self._recent: set[str] = set()
         self.files = 0
         """Distinct files so far."""
 
@@ -110,11 +108,6 @@ class MediaTable:
         Raises:
             UserError: the store has the content under another extension, so that Energon could not tell them apart.
         """
-        if file.name in self._recent:
-            return
-        if len(self._recent) >= _MOST_RECENT:
-            self._recent.clear()
-        self._recent.add(file.name)
         digest = file.name.partition(".")[0]
         values = (digest, file.name, file.path, *stamp, *(file.metadata or (None, None)))
         query = "INSERT OR IGNORE INTO media VALUES (?, ?, ?, ?, ?, ?, ?, ?)"

@@ -8,7 +8,7 @@ The content of one message -> text and media in reading order.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -244,8 +244,46 @@ def _fields(part: dict[str, Any]) -> str:
 
 
 _CALLS = ("tool_calls", "function_call")
-_IMAGES = ("image", "images", "image_url", "video", "videos", "video_url")
-_PART_OF_A_TURN = ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training")
+_CHANGE_THE_MEANING: tuple[tuple[Collection[str], Callable[[Any, Mapping[str, Any]], bool], str], ...] = (
+    (AUDIO, lambda value, message: True, "but audio is not supported"),
+    (
+        ("image", "images", "image_url", "video", "videos", "video_url"),
+        lambda value, message: True,
+        "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record",
+    ),
+    (
+        ("tools", "functions"),
+        lambda value, message: True,
+        "which is not read; tool definitions belong in the record's column 'tools'",
+    ),
+    (_CALLS, lambda value, message: True, "but only an assistant calls tools"),
+    (
+        ("train_detail", "mask", "masked", "loss_mask", "train_mask", "loss_scale", "training"),
+        lambda value, message: True,
+        "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained",
+    ),
+    (
+        LABELS,
+        lambda value, message: is_preference_label(value),
+        "a preference label, which is not supported; a weight of 0 excludes a message from training",
+    ),
+    (
+        ("channel",),
+        lambda value, message: bool(value != "final"),
+        "{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'",
+    ),
+    (
+        ("tool_plan",),
+        lambda value, message: True,
+        "which is not read; thinking belongs in 'reasoning_content'",
+    ),
+    (
+        ("reasoning_details",),
+        lambda value, message: not any(message.get(name) for name in THINKING_FIELDS),
+        "which is not read; thinking belongs in 'reasoning_content'",
+    ),
+)
+"""Fields of a message, when they may not be left out, and why."""
 
 
 def read_turns(
@@ -355,8 +393,10 @@ def _check_fields(
     if message.keys() <= read:
         return
     for name, value in message.items():
-        if name not in read and not says_nothing(value) and (why := _changes_meaning(name, value, message)) is not None:
-            raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
+        for names, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
+            if name in names and applies(value, message):
+                why = why.format(value=value)
+                raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
     media.ignore(message, read, f"{column}[]")
 
 
@@ -369,24 +409,3 @@ def _fields_read(names: tuple[str, str], role: Role) -> frozenset[str]:
     elif role == "tool":
         read.add("tool_call_id")
     return frozenset(read)
-
-
-def _changes_meaning(name: str, value: Any, message: Mapping[str, Any]) -> str | None:
-    """Why a filled field may not be left out; None if it may."""
-    if name in AUDIO:
-        return "but audio is not supported"
-    if name in _IMAGES:
-        return "which is not read; name the file in a content part, or in the column 'images' or 'videos' of the record"
-    if name in ("tools", "functions"):
-        return "which is not read; tool definitions belong in the record's column 'tools'"
-    if name in _CALLS:
-        return "but only an assistant calls tools"
-    if name in _PART_OF_A_TURN:
-        return "which is not read; 'weight', 'loss', 'loss_weight' or 'train' of a message sets how much it is trained"
-    if name in LABELS and is_preference_label(value):
-        return "a preference label, which is not supported; a weight of 0 excludes a message from training"
-    if name == "channel" and value != "final":
-        return f"{value!r:.60}; thinking belongs in 'reasoning_content', calls in 'tool_calls'"
-    if name == "tool_plan" or (name == "reasoning_details" and not any(message.get(n) for n in THINKING_FIELDS)):
-        return "which is not read; thinking belongs in 'reasoning_content'"
-    return None

@@ -20,12 +20,12 @@ from click.testing import CliRunner
 from energon_reading import read_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_files import openai, rejects, run, sharegpt, write_image, write_lines
+from source_files import openai, read_records, rejects, run, sharegpt, write_image, write_lines
 
 from energon_packing.cli.main import cli
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import find_sources
-from energon_packing.convert.sources import find_chunks, read_chunk, read_records
+from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.errors import UserError
 
 RECORDS = [openai(f"k{number}", f"Question {number}?", "Answer \u2028 " * (number % 7 + 1)) for number in range(300)]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_files import sharegpt, write_json, write_lines
+from source_files import read_records, sharegpt, write_json, write_lines
 
 from energon_packing.convert import json_text
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import content_digest, find_sources
-from energon_packing.convert.sources import find_chunks, read_chunk, read_records
+from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.errors import UserError
 
 

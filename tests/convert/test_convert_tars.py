@@ -19,12 +19,12 @@ import zstandard
 from energon_reading import read_dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from source_files import openai, rejects, run, sharegpt, write_image, write_json
+from source_files import openai, read_records, rejects, run, sharegpt, write_image, write_json
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.source_list import find_sources
-from energon_packing.convert.sources import find_chunks, read_records
-from energon_packing.convert.tars import read_files, read_frame_lists, unpacked_tar
+from energon_packing.convert.sources import find_chunks, unpacked
+from energon_packing.convert.tars import read_files, read_frame_lists
 from energon_packing.errors import SampleRejected, UserError
 
 
@@ -211,7 +211,7 @@ def test_the_unpacked_copy_of_a_tar_goes_when_the_next_source_begins(tmp_path: P
 
     def look(stage: str, done: int, total: int) -> None:
         if stage in ("read", "write"):
-            most.append(len(list((tmp_path / "out.partial/unpacked").glob("*.tar"))))
+            most.append(len(list((tmp_path / "out.partial/unpacked").glob("*"))))
 
     convert(ConvertConfig(sources=tuple(sources), out=tmp_path / "out", workers=1), look)
     assert most[0] == 1
@@ -239,14 +239,14 @@ def test_a_damaged_compressed_tar_gives_what_comes_before_the_damage(tmp_path: P
 
 
 def test_a_compressed_tar_that_is_a_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packing.convert.chunks._ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("energon_packing.convert.sources._ALWAYS_ALLOWED", 1 << 16)
     path = pack(write_tar(tmp_path / "a.tar", {"k.json": openai(), "k.bin": bytes(1 << 25)}), ".tar.gz")
     (source,) = find_sources((path,))
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 1 << 12, scratch=scratch))
     assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
-    assert unpacked_tar(scratch, source).stat().st_size < 1 << 25
+    assert unpacked(scratch, source).stat().st_size < 1 << 25
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------

@@ -21,9 +21,8 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo.generate import make_data
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.executors.choice import ExecutorConfig
-from energon_packing.executors.in_order import in_order
 from energon_packing.executors.local import LocalProcesses
-from energon_packing.executors.work import CallingProcess
+from energon_packing.executors.work import CallingProcess, in_order
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 NEEDS_RAY = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'energon-packing[ray]'")

@@ -9,9 +9,10 @@ from typing import Any
 
 import av
 import numpy as np
+import pytest
 from PIL import Image
 
-from energon_packing.convert import ConversionReport, ConvertConfig, convert
+from energon_packing.convert import ConversionReport, ConvertConfig, convert, media_checks
 from energon_packing.convert.chunks import RawRecord, SourceFile
 from energon_packing.convert.sources import find_chunks, read_chunk
 
@@ -75,3 +76,16 @@ def read_records(source: SourceFile, *, max_record_bytes: int, chunk_bytes: int 
     """Yields every record of a file in order."""
     for chunk in find_chunks(source, max_record_bytes=max_record_bytes, chunk_bytes=lambda: chunk_bytes):
         yield from read_chunk(chunk, max_record_bytes=max_record_bytes)
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the files that are checked in this process from now on."""
+    checked: list[str] = []
+    opened = media_checks.open_regular
+
+    def counting(path: str) -> Any:
+        checked.append(Path(path).name)
+        return opened(path)
+
+    monkeypatch.setattr(media_checks, "open_regular", counting)
+    return checked

@@ -245,7 +245,7 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
 def test_a_named_layout_refuses_every_other_one(name: Any) -> None:
     reason, detail = refused({"zeta": 1}, name)
     assert reason == "unknown_layout"
-    assert LAYOUTS[name].expects in detail
+    assert LAYOUTS.find(name).expects in detail
     assert "zeta" in detail
 
 

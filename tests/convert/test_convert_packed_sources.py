@@ -20,12 +20,12 @@ from click.testing import CliRunner
 from energon_reading import read_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_files import openai, read_records, rejects, run, sharegpt, write_image, write_lines
+from source_files import openai, read_records, rejects, run, write_image, write_lines
 
 from energon_packing.cli.main import cli
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import find_sources
-from energon_packing.convert.sources import find_chunks, read_chunk
+from energon_packing.convert.sources import find_chunks, read_chunk, unpacked
 from energon_packing.errors import UserError
 
 RECORDS = [openai(f"k{number}", f"Question {number}?", "Answer \u2028 " * (number % 7 + 1)) for number in range(300)]
@@ -120,7 +120,7 @@ def test_where_chunks_end_has_no_influence_on_the_records(tmp_path: Path, way: A
             sizes.append(sizes.pop(0))
             return sizes[-1]
 
-        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size))
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size, scratch=tmp_path))
         read: dict[int, list[RawRecord]] = {}
         order = range(len(chunks) - 1, -1, -1) if backwards else range(len(chunks))
         for number in order:
@@ -237,45 +237,14 @@ def test_a_broken_gzip_file_gives_what_comes_before_the_damage(tmp_path: Path) -
 
 
 def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packing.convert.chunks._ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("energon_packing.convert.sources._ALWAYS_ALLOWED", 1 << 16)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": "' + b"0" * (1 << 25) + b'"}\n'))
     assert bad(path)[-1][1] == "corrupt_source"
     (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12))
-    assert sum(len(chunk.content or b"") for chunk in chunks) < 1 << 25
+    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12, scratch=tmp_path))
+    assert unpacked(tmp_path, source).stat().st_size < 1 << 25
     assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
-
-
-@pytest.mark.parametrize("length", [380_000, 399_000])
-def test_an_element_near_the_limit_takes_nothing_from_those_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    monkeypatch.setattr("energon_packing.convert.sources._LARGEST_UNPACKED", 100_000)  # of 8 MiB, so the rest is small
-    records = [
-        {"t": "\U0001f600" * length},
-        {"t": "\U0001f642" * length},
-        *({"n": n, "x": "y" * 300} for n in range(600)),
-    ]
-    path = tmp_path / "a.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(records, ensure_ascii=False).encode(), 1))
-    (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=400_000, chunk_bytes=lambda: 10))
-    found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=400_000)]
-    assert [record.error for record in found] == [None] * 602
-    assert [record.value for record in found] == records
-
-
-def test_a_long_line_of_a_gzip_file_is_never_held(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    lines = [json.dumps(sharegpt("a")), json.dumps({"x": "y" * (1 << 25)}), json.dumps(sharegpt("b"))]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 1 << 12))
-    assert max(len(chunk.content or b"") for chunk in chunks) < 10 << 20
-    records = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=1 << 20)]
-    assert [record.number for record in records if record.error is None] == [1, 3]
-    assert [record.error.reason for record in records if record.error is not None] == ["record_too_large"]
 
 
 @pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])

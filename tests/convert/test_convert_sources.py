@@ -229,14 +229,14 @@ def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_fi
     path = tmp_path_factory.mktemp("chunks") / f"x{suffix}"
     path.write_bytes((text + "\n").encode("utf-8", "surrogateescape"))
     (source,) = find_sources((path,))
-    digests: list[str] = []
-    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digest=digests.append)
+    digests: dict[str, str] = {}
+    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digests=digests)
     found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=2000)]
     whole = read_records(source, max_record_bytes=2000, chunk_bytes=1 << 20)
     assert [(r.number, r.where, r.value, str(r.error)) for r in found] == [
         (r.number, r.where, r.value, str(r.error)) for r in whole
     ]
-    assert digests == [content_digest(path)]
+    assert digests == {str(path): content_digest(path)}
 
 
 def test_utf16_is_named_as_such(tmp_path: Path) -> None:

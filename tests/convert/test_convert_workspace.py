@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from source_files import run, sharegpt, write_image, write_json
+from source_files import count_checks, run, sharegpt, write_image, write_json
 
-from energon_packing.convert import ConvertConfig, convert, media_files, pipeline
+from energon_packing.convert import ConvertConfig, convert, pipeline
 from energon_packing.convert.report import read_report
 from energon_packing.errors import UserError
 
@@ -27,18 +27,6 @@ def source(tmp_path: Path) -> Path:
         write_image(tmp_path / f"src/{seed}.png", seed=seed)
     records = [sharegpt(f"k{seed}", "<image>", image=f"{seed}.png") for seed in range(6)]
     return write_json(tmp_path / "src/a.json", records)
-
-
-def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    checked: list[str] = []
-    original = media_files.check_media
-
-    def counting(path: Path, kind: Any, config: Any) -> Any:
-        checked.append(Path(path).name)
-        return original(path, kind, config)
-
-    monkeypatch.setattr(media_files, "check_media", counting)
-    return checked
 
 
 def stamps(out: Path) -> dict[str, int]:

@@ -220,7 +220,7 @@ def test_few_tasks_or_no_workers_need_no_processes():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kind": "slurm"}, "--executor is 'slurm'; it must be one of local, ray"),
+        ({"kind": "slurm"}, "--executor is 'slurm', an unknown executor; known: local, ray"),
         ({"workers": -1}, "--workers is -1"),
         ({"address": "10.0.0.1:6379"}, "add --executor ray"),
         ({"kind": "ray", "workers": 0}, "with --executor ray, --workers must be at least 1"),

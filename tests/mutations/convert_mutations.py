@@ -152,14 +152,14 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a worker's second chunk gets the place of its first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("convert/worker_pool.py", "done[worker.given.popleft()] = value", "done[worker.given.pop()] = value"),),
+        edits=(("executors/work.py", "done[number] = task, result", "done[first + len(done)] = task, result"),),
     ),
     Mutation(
         trap=51,
         name="records of all workers are looked for in the file of the first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("convert/audit.py", "            audit.spool = self._number\n", "            audit.spool = 0\n"),),
+        edits=(("convert/audit.py", "ChunkAudit(spool=self._number", "ChunkAudit(spool=0"),),
     ),
     Mutation(
         trap=40,
@@ -189,7 +189,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="LLaMA-Factory's rules, written down by themselves",
         edits=(
             (
-                "convert/layouts/question_answer.py",
+                "convert/layouts/instructions.py",
                 'messages = [*_history(record), {"role": "user", "content": question}]',
                 'messages = [{"role": "user", "content": question}]',
             ),
@@ -214,7 +214,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a record of two layouts is read as the first of them",
         test=LAYOUTS + "test_a_record_of_two_layouts_is_refused_with_both_names",
         oracle="the record",
-        edits=(("convert/layouts/registry.py", "    if len(found) > 1:\n", "    if len(found) > 8:\n"),),
+        edits=(("convert/layouts/layout.py", "    if len(matching) > 1:\n", "    if len(matching) > 8:\n"),),
     ),
     Mutation(
         trap=51,
@@ -228,7 +228,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a loss of a whole record is an ignored column",
         test=COLUMNS + "test_a_column_that_changes_the_meaning_is_refused_by_name[loss-False-weighs]",
         oracle="the record",
-        edits=(("convert/columns.py", '    "loss",\n', ""),),
+        edits=(("convert/columns.py", '*("loss", "train_mask"', '*("train_mask"'),),
     ),
     Mutation(
         trap=67,
@@ -338,7 +338,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="convert does not count pairs",
         test=COUNTED + "[TRL implicit prompt]",
         oracle="the records",
-        edits=(("convert/pipeline.py", 'pairs=reading.mentions["pair"]', "pairs=0"),),
+        edits=(("convert/pipeline.py", 'pairs=mentions["pair"]', "pairs=0"),),
     ),
     Mutation(
         trap=67,

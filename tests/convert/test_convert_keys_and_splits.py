@@ -71,20 +71,6 @@ def test_a_record_without_id_is_named_by_file_and_line() -> None:
     assert wanted_key({"id": {}}, "x.json", 0) == ("x-0", False, ["unusable_id"])
 
 
-@given(st.sets(st.text(min_size=1, max_size=8), min_size=3, max_size=60), st.floats(0.0, 1.0), st.floats(0.001, 1.0))
-def test_every_split_gets_a_sample_where_there_are_enough(keys: set[str], train: float, val: float) -> None:
-    total = train + val + 0.01
-    split = normalised_split({"train": train / total, "val": val / total, "test": 0.01 / total})
-    assigned = assign_splits([position_of(key) for key in sorted(keys)], split)
-    assert len(assigned) == len(keys)
-    assert set(assigned) == set(split)
-
-
-def test_one_sample_goes_to_one_split() -> None:
-    assert len(assign_splits([0.5], {"train": 0.98, "val": 0.02})) == 1
-    assert assign_splits([], {"train": 1.0}) == []
-
-
 def test_shares_are_met_and_more_data_moves_no_old_sample() -> None:
     split = parse_split("train=0.9,val=0.1")
     keys = [f"k{number}" for number in range(4000)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import gc
 import gzip
 import json
-import os
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -128,18 +126,6 @@ def test_where_chunks_end_has_no_influence_on_the_records(tmp_path: Path, way: A
         assert [record for number in range(len(chunks)) for record in read[number]] == expected
 
     check()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, way: Any) -> None:
-    source = way(tmp_path / "a", RECORDS)
-    written = []
-    for workers in (1, 3):
-        out = tmp_path / "out"
-        report = run(source, out, workers=workers, overwrite=True)
-        assert (report.read, report.written) == (300, 300)
-        written.append({path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()})
-    assert written[0] == written[1]
 
 
 def test_a_saved_data_set_is_read_and_its_own_files_are_not(tmp_path: Path) -> None:
@@ -392,42 +378,6 @@ def test_a_table_without_rows_is_named(tmp_path: Path) -> None:
     assert bad(path) == [(0, "empty_file")]
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
-def test_a_missing_package_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, package, None)
-    (tmp_path / name).write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=rf"{package}.*energon-packing\[convert\]"):
-        run(tmp_path / name, tmp_path / "out")
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_no_table_stays_open_after_a_conversion(tmp_path: Path, way: Any, damaged: bool) -> None:
-    path = way(tmp_path / "a", RECORDS)
-    if damaged:
-        content = path.read_bytes()
-        path.write_bytes(content[:2000] + bytes(500) + content[2500:])
-    run((path, write_lines(tmp_path / "b.jsonl", RECORDS)), tmp_path / "out", max_rejects=1.0)
-    gc.collect()
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert not any(os.path.samestat(path.stat(), os.stat(link)) for link in open_files())
-
-
-def open_files() -> list[int]:
-    """Descriptors of this process that are open."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            os.fstat(int(name))
-            found.append(int(name))
-        except OSError:  # of the listing itself
-            continue
-    return found
-
-
 def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_empty(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist(RECORDS)
@@ -441,15 +391,6 @@ def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_emp
         for chunk in reversed(chunks):
             found = [record.value for record in read_chunk(chunk, max_record_bytes=1 << 20)]
             assert found == RECORDS[chunk.start : chunk.end]
-
-
-def test_a_resumed_conversion_of_a_table_is_skipped(tmp_path: Path) -> None:
-    path = as_parquet(tmp_path / "a", RECORDS)
-    run(path, tmp_path / "out")
-    assert run(path, tmp_path / "out", resume=True).skipped
-    as_parquet(tmp_path / "a", RECORDS[:-1])
-    with pytest.raises(UserError, match="has changed"):
-        run(path, tmp_path / "out", resume=True)
 
 
 def test_a_damaged_source_exits_with_1_until_that_is_allowed(tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from source_files import count_checks, rejects, sharegpt, write_image, write_json, write_lines, write_video
+from source_files import count_checks, rejects, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.convert import ConversionReport, ConvertConfig, chunks, convert, media_checks, shards, stores
 from energon_packing.convert import layout as layout_files
@@ -59,26 +58,6 @@ def test_one_two_and_four_workers_write_the_same_bytes_of_every_file(demo: Path,
     assert {"index.sqlite", "index.uuid", "conversion.json", "rejects.jsonl"} <= {Path(name).name for name in alone}
     for workers in (0, 2, 4):
         assert converted(demo, tmp_path / "out", workers=workers, **options)[1] == alone
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_text_to_video_does_not_depend_on_the_workers(tmp_path: Path, layout: str) -> None:
-    root = tmp_path / "src"
-    for frames in (4, 5, 6):
-        write_video(root / f"{frames}.mp4", frames=frames)
-    rng = np.random.default_rng(0)
-    for number in range(4):
-        np.save(root / f"{number}.latents.npy", rng.random((16, 2, 4, 4), np.float32))
-    records = [{"id": f"v{n}", "caption": "a ball", "video": f"{4 + n % 3}.mp4"} for n in range(9)]
-    records += [{"caption": "a cat", "latents": f"{n % 4}.latents.npy"} for n in range(9)]
-    records += [{"caption": "nothing", "video": "none.mp4"}, {"caption": "cut", "latents": "4.mp4"}]
-    source = write_lines(root / "a.jsonl", records)
-    options: dict[str, Any] = {"layout": layout, "format": "text-to-video", "samples_per_shard": 5}
-    report, alone = converted(source, tmp_path / "out", workers=1, **options)
-    assert (report.written, sum(report.rejected.values())) == (18, 2)
-    assert (report.videos, report.tensors) == (9, 9)
-    assert converted(source, tmp_path / "out", workers=3, **options)[1] == alone
 
 
 @pytest.fixture(scope="module")
@@ -210,17 +189,6 @@ def test_a_worker_that_dies_costs_its_task_once(many: Path, whole: tuple[Path, d
     assert killed == ["read", "write"]
     assert digests(place / "out") == alone
     shutil.rmtree(place / "out")
-    assert set(children(os.getpid())) <= before
-
-
-def test_an_interruption_ends_every_worker(many: Path, tmp_path: Path) -> None:
-    before = set(children(os.getpid()))
-
-    def interrupt(stage: str, done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        convert(ConvertConfig(sources=(many,), out=tmp_path / "out", workers=3), interrupt)
     assert set(children(os.getpid())) <= before
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from energon_packing.conversation import PREFERENCE, Turn, read_extras
-from energon_packing.convert.fields import says_nothing, unread
+from energon_packing.convert.fields import expect, says_nothing, unread
 from energon_packing.convert.record_media import MediaReference, refuse_own_view
 from energon_packing.errors import SampleRejected
 
@@ -158,10 +158,8 @@ def parse_extras(record: Mapping[str, Any], columns: Sequence[str], *, pair: boo
     Raises:
         SampleRejected: ``bad_extra`` for an invalid value, ``conflicting_columns`` if a name has two values.
     """
-    values = record.get("extras")
-    if values is not None and not isinstance(values, dict):
-        raise _bad_extra(f"the extras column is a {type(values).__name__}, expected name -> value")
-    values = dict(values or {})
+    given = {} if record.get("extras") is None else record["extras"]
+    values = dict(expect(given, dict, "bad_extra", "the extras column is", "name -> value"))
     for name in columns:
         if (value := _column(record, name, pair)) is None:
             continue

@@ -41,6 +41,24 @@ def kind_of(value: Any) -> str:
     return (names | others).get(type(value).__name__, "a number")
 
 
+def expect(value: Any, kind: type | tuple[type, ...], reason: str, what: str, expected: str) -> Any:
+    """Returns a value of a type.
+
+    Args:
+        value: of any type.
+        kind: the types that it may have.
+        reason: of the rejection.
+        what: the value, and ``is``, for the message.
+        expected: in words.
+
+    Raises:
+        SampleRejected: it has another one.
+    """
+    if not isinstance(value, kind):
+        raise SampleRejected(reason, f"{what} {kind_of(value)}, expected {expected}")
+    return value
+
+
 def unread(value: Mapping[str, Any], read: Collection[str], place: str = "") -> set[str]:
     """Names of an object's non-empty fields other than ``read``.
 
@@ -134,11 +152,10 @@ def thinking_of(message: Mapping[str, Any], text: str, number: int) -> str | Non
     given: dict[str, str] = {}
     for name in THINKING_FIELDS:
         value = message.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise SampleRejected("non_string_value", f"turn {number} has {name} that is {kind_of(value)}, not text")
-        if value.strip():
+        if (
+            value is not None
+            and expect(value, str, "non_string_value", f"turn {number} has {name} that is", "text").strip()
+        ):
             given[name] = value
     if not given:
         return None

@@ -221,7 +221,7 @@ class IndexWriter:
         for table, rows in (("samples", self._samples), ("sample_parts", self.parts), ("media_metadata", self.media)):
             values = ", ".join("?" * (3 if table == "media_metadata" else 5))
             self._database.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({values})", rows)
-            rows.clear()  # type: ignore[attr-defined]
+            rows.clear()
 
     def finish(
         self,

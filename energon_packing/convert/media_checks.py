@@ -240,7 +240,7 @@ class MediaChecker:
         if isinstance(outcome, SampleRejected):
             entry["rejected"] = [outcome.reason, outcome.detail]
         else:  # `dataclasses.asdict`, without its copies
-            entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}  # type: ignore[attr-defined]
+            entry["file"] = {name: getattr(outcome, name) for name in outcome.__slots__}
         if self._journal is not None:
             # One write each, so that the lines of several processes do not mix. The line break before it ends a line
             # that a killed process has left unfinished.

@@ -8,13 +8,14 @@ Images and videos of a record whose text has no placeholder for them: put before
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from energon_packing.conversation import MediaKind, MediaPart, Part, Turn
 from energon_packing.convert.config import MissingPlaceholder
-from energon_packing.convert.fields import kind_of, says_nothing, unread
+from energon_packing.convert.fields import expect, says_nothing, unread
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
@@ -27,10 +28,9 @@ def frame_rate(value: Any) -> float | None:
     """
     if value is None:
         return None
-    try:
+    number = 0.0
+    with suppress(ValueError):
         number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
-    except ValueError:
-        number = 0.0
     if not SMALLEST_NUMBER <= number <= LARGEST_NUMBER:
         raise SampleRejected(
             "bad_frames", f"the frame rate of a list of frames is {value!r:.80}, expected a number above 0"
@@ -306,9 +306,7 @@ def _path(entry: Any, name: str) -> MediaPath:
             return EmbeddedBytes(content=entry["bytes"], name=path if isinstance(path, str) else "")
         if isinstance(path, str):
             entry = path
-    if not isinstance(entry, str):
-        raise SampleRejected("non_string_value", f"{name!r} holds {kind_of(entry)}, expected a path")
-    return entry
+    return expect(entry, str, "non_string_value", f"{name!r} holds", "a path")  # type: ignore[no-any-return]
 
 
 def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder, warnings: list[str]) -> list[Turn]:

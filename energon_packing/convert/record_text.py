@@ -121,7 +121,8 @@ def _turns(messages: list[Any], role_field: str, content_field: str) -> bytes | 
     answered: set[str] = set()
     ignored: set[str] = set()
     for message, name, beginning in zip(messages, names, begun, strict=True):
-        text, calls, further, known = message.get(content_field), (), b"", 2
+        text, further, known = message.get(content_field), b"", 2
+        calls: tuple[dict[str, Any], ...] = ()
         if name == "function_call":
             calls, text = parse_function_call_text(text, ignored), None
         elif beginning is _TURN["assistant"] and (given := message.get("tool_calls")):

@@ -25,7 +25,7 @@ from typing import Any
 from energon_packing.conversation import PREFERENCE, Conversation, Media, Turn
 from energon_packing.convert.columns import check_columns, extra_columns_read, parse_extras, read_kto_label
 from energon_packing.convert.config import DEFAULT_FRAME_FPS, ColumnMap, MissingPlaceholder, RecordFormat
-from energon_packing.convert.fields import THINKING_FIELDS, kind_of, near_name
+from energon_packing.convert.fields import THINKING_FIELDS, expect, near_name
 from energon_packing.convert.layouts.conversations import OPENAI, SHAREGPT
 from energon_packing.convert.layouts.layout import LAYOUTS, TURN_COLUMNS, Layout, find_layout, unknown_layout
 from energon_packing.convert.media_files import MediaFile
@@ -290,8 +290,7 @@ def parse_record(
             ``unsupported_field``, ``conflicting_thinking``, ``unknown_part``, ``two_system_prompts``,
             ``conflicting_columns``, ``bad_pair``, ``bad_extra``, ``bad_frames``, ``bad_label``.
     """
-    if not isinstance(value, dict):
-        raise SampleRejected("unknown_layout", f"the record is {kind_of(value)}, expected an object")
+    expect(value, dict, "unknown_layout", "the record is", "an object")
     left: set[str] = set()
     if column_map:
         value, left = column_map.apply(value)
@@ -410,8 +409,7 @@ def _with_system_column(value: Mapping[str, Any], turns: list[Turn]) -> list[Tur
     system = value.get("system")
     if system is None or system == "":
         return turns
-    if not isinstance(system, str):
-        raise SampleRejected("non_string_value", f"the system column is {kind_of(system)}, expected text")
+    expect(system, str, "non_string_value", "the system column is", "text")
     if turns and turns[0].role == "system":
         if turns[0].parts == (system,):
             return turns

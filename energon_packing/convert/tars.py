@@ -22,6 +22,7 @@ from typing import Any
 
 from energon_packing.conversation import MediaKind
 from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.fields import expect
 from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
 from energon_packing.convert.record_media import COLUMNS
@@ -56,19 +57,16 @@ def read_files(content: bytes, where: str) -> list[bytes]:
 
 def read_frame_lists(content: bytes, where: str) -> list[list[bytes]]:
     """A pickled list of videos, each a list of frames; raises as `read_files` does."""
-    videos = _list(_read(content, where), where)
-    if sum(len(video) for video in videos if isinstance(video, list | tuple)) > len(content):
+    videos = [_list(video, where) for video in _list(_read(content, where), where)]
+    if sum(map(len, videos)) > len(content):
         raise SampleRejected("unsafe_pickle", f"{where}: the pickle repeats lists of frames beyond its own size")
-    lists = [_list(video, where) for video in videos]
-    files = iter(_files([frame for frames in lists for frame in frames], where))
-    return [[next(files) for _ in frames] for frames in lists]
+    files = iter(_files([frame for frames in videos for frame in frames], where))
+    return [[next(files) for _ in frames] for frames in videos]
 
 
 def _read(content: bytes, where: str) -> Any:
-    count = 0
     try:
-        for instruction, argument, _ in pickletools.genops(content):
-            count += 1
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(content), 1):
             if instruction.name not in _ALLOWED:
                 raise SampleRejected(
                     "unsafe_pickle",
@@ -82,22 +80,15 @@ def _read(content: bytes, where: str) -> Any:
         raise SampleRejected("corrupt_media", f"{where}: the pickle is damaged: {str(error)[:200]}") from error
 
 
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list | tuple):
-        raise SampleRejected("corrupt_media", f"{where}: the pickle holds {type(value).__name__}, expected a list")
-    return list(value)
+def _list(value: Any, where: str) -> Any:
+    return expect(value, (list, tuple), "corrupt_media", f"{where}: the pickle holds", "a list")
 
 
 def _files(values: list[Any], where: str) -> list[bytes]:
     """Each of these as bytes. A pickle may name one value many times in two bytes each; it is copied once."""
-    copied = {id(value): _bytes(value, where) for value in values}
+    what = f"{where}: the pickle holds"
+    copied = {id(v): bytes(expect(v, (bytes, bytearray), "corrupt_media", what, "bytes")) for v in values}
     return [copied[id(value)] for value in values]
-
-
-def _bytes(value: Any, where: str) -> bytes:
-    if not isinstance(value, bytes | bytearray):
-        raise SampleRejected("corrupt_media", f"{where}: the pickle holds {type(value).__name__}, expected bytes")
-    return bytes(value)
 
 
 _MOST_SAMPLES = 1024
@@ -153,7 +144,7 @@ def _samples(path: Path) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
     with tarfile.open(path, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[union-attr]  # or the list would grow with the tar
+            tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue

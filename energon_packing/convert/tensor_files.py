@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import SampleRejected
@@ -51,7 +51,7 @@ class TensorFile:
         return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
-def check_tensor(stream: BinaryIO, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
+def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
     """Reads and checks one open file; ``check_media: full`` checks every value.
 
     Text embeddings are always read, because their length matters.

@@ -20,6 +20,7 @@ from energon_packing.convert.fields import (
     ROLE_OF,
     ROLE_OF_TEXT,
     THINKING_FIELDS,
+    expect,
     kind_of,
     loss_weight,
     says_nothing,
@@ -44,27 +45,25 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
         SampleRejected: ``bad_tools``.
     """
     if isinstance(value, str):
-        if not value.strip():
-            return None
-        try:
-            value = parse_part(value)
-        except (ValueError, RecursionError) as error:
-            raise SampleRejected("bad_tools", f"the tools column is not JSON: {error}") from error
+        value = _parsed(value, "bad_tools", "the tools column is") if value.strip() else None
     if value is None:
         return None
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise SampleRejected("bad_tools", f"the tools column is {type(value).__name__}, expected a list of definitions")
     tools = []
-    for tool in value:
-        if not isinstance(tool, dict):
-            raise SampleRejected("bad_tools", f"a tool definition is {type(tool).__name__}, expected an object")
-        definition = tool.get("function") if "function" in tool else tool
+    listed = [value] if isinstance(value, dict) else value
+    for tool in expect(listed, list, "bad_tools", "the tools column is", "a list of definitions"):
+        wrapped = "function" in expect(tool, dict, "bad_tools", "a tool definition is", "an object")
+        definition = tool["function"] if wrapped else tool
         if not isinstance(definition, dict) or not isinstance(definition.get("name"), str):
             raise SampleRejected("bad_tools", "a tool definition has no name")
-        tools.append(tool if "function" in tool else {"type": "function", "function": tool})
+        tools.append(tool if wrapped else {"type": "function", "function": tool})
     return tuple(tools) or None
+
+
+def _parsed(text: str, reason: str, what: str) -> Any:
+    try:
+        return parse_part(text)
+    except (ValueError, RecursionError) as error:
+        raise SampleRejected(reason, f"{what} not JSON: {error}") from error
 
 
 def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, Any], ...]:
@@ -77,10 +76,7 @@ def parse_function_call_text(text: str, ignored: set[str]) -> tuple[dict[str, An
     Raises:
         SampleRejected: ``bad_tool_call``.
     """
-    try:
-        value = parse_part(text)
-    except (ValueError, RecursionError) as error:
-        raise SampleRejected("bad_tool_call", f"the function call is not JSON: {error}") from error
+    value = _parsed(text, "bad_tool_call", "the function call is")
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise SampleRejected("bad_tool_call", "the function call is an empty list")
@@ -97,14 +93,9 @@ def parse_tool_calls(value: Any, ignored: set[str]) -> tuple[dict[str, Any], ...
     Raises:
         SampleRejected: ``bad_tool_call``.
     """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise SampleRejected("bad_tool_call", f"tool_calls is {type(value).__name__}, expected a list")
     calls = []
-    for call in value:
-        if not isinstance(call, dict):
-            raise SampleRejected("bad_tool_call", f"a tool call is {type(call).__name__}, expected an object")
+    for call in expect(() if value is None else value, (list, tuple), "bad_tool_call", "tool_calls is", "a list"):
+        expect(call, dict, "bad_tool_call", "a tool call is", "an object")
         if call.get("type", "function") != "function":
             raise SampleRejected("bad_tool_call", f"a tool call has type {call['type']!r}, expected 'function'")
         calls.append(_call(call.get("function", call), ignored, call.get("id")))
@@ -119,29 +110,23 @@ def call_id(value: Any) -> str | None:
     Raises:
         SampleRejected: ``bad_tool_call`` if it is not text.
     """
-    if value is not None and not isinstance(value, str):
-        raise SampleRejected("bad_tool_call", f"the id of a tool call is {type(value).__name__}, expected text")
-    return value or None
+    return expect("" if value is None else value, str, "bad_tool_call", "the id of a tool call is", "text") or None
 
 
 def _call(value: Any, ignored: set[str], outer_id: Any = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise SampleRejected("bad_tool_call", f"a function call is {type(value).__name__}, expected an object")
+    expect(value, dict, "bad_tool_call", "a function call is", "an object")
     name, arguments = value.get("name"), value.get("arguments")
     if not isinstance(name, str) or not name:
         raise SampleRejected("bad_tool_call", "a function call has no name")
     if isinstance(arguments, str):
-        try:
-            arguments = parse_part(arguments)
-        except (ValueError, RecursionError) as error:
-            raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are not JSON: {error}") from error
+        arguments = _parsed(arguments, "bad_tool_call", f"the arguments of {name!r} are")
     if not isinstance(arguments, dict):
-        found = "missing" if "arguments" not in value else f"{type(arguments).__name__}"
-        raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {found}, expected an object")
+        what = kind_of(arguments) if "arguments" in value else "missing"
+        raise SampleRejected("bad_tool_call", f"the arguments of {name!r} are {what}, expected an object")
     ignored |= unread(value, ("id", "type", "name", "arguments"))
-    found_id = call_id(value.get("id") if outer_id is None else outer_id)
+    id_of_call = call_id(value.get("id") if outer_id is None else outer_id)
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return call if found_id is None else {"id": found_id, **call}
+    return call if id_of_call is None else {"id": id_of_call, **call}
 
 
 _TEXTS = ("input_text", "output_text")
@@ -164,15 +149,9 @@ def read_content(content: Any, number: int, media: RecordMedia, column: str) -> 
     if type(content) is str and "<image>" not in content and "<video>" not in content:
         return (content,) if content else ()
     pieces: list[Part] = []
-    if isinstance(content, str):
-        split_text(content, media, pieces)
-    elif isinstance(content, list):
-        for part in content:
-            _read_part(part, number, media, column, pieces)
-    else:
-        raise SampleRejected(
-            "non_string_value", f"turn {number} is {kind_of(content)}, expected text or a list of parts"
-        )
+    parts = expect(content, (str, list), "non_string_value", f"turn {number} is", "text or a list of parts")
+    for part in [parts] if isinstance(parts, str) else parts:
+        _read_part(part, number, media, column, pieces)
     return joined(pieces)
 
 
@@ -329,8 +308,7 @@ def read_turns(
 def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordMedia, column: str) -> Turn:
     """One turn; see `read_turns`, ``number`` counts from 0."""
     role_field, content_field = fields
-    if not isinstance(message, dict):
-        raise SampleRejected("non_string_value", f"turn {number} is {kind_of(message)}, expected an object")
+    expect(message, dict, "non_string_value", f"turn {number} is", "an object")
     role_name = message.get(role_field)
     role = ROLE_OF.get(role_name) if isinstance(role_name, str) else None
     if role is None:
@@ -340,10 +318,7 @@ def read_turn(message: Any, number: int, fields: tuple[str, str], media: RecordM
     calls: tuple[dict[str, Any], ...] = ()
     in_calls: set[str] = set()
     if role_name == "function_call":
-        if not isinstance(content, str):
-            raise SampleRejected(
-                "non_string_value", f"turn {number} ({role_name}) is {kind_of(content)}, expected text"
-            )
+        expect(content, str, "non_string_value", f"turn {number} ({role_name}) is", "text")
         calls, content = parse_function_call_text(content, in_calls), ""
     elif role == "assistant":
         calls = parse_tool_calls(message.get("tool_calls"), in_calls)
@@ -393,8 +368,8 @@ def _check_fields(
     if message.keys() <= read:
         return
     for name, value in message.items():
-        for names, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
-            if name in names and applies(value, message):
+        for columns, applies, why in _CHANGE_THE_MEANING if name not in read and not says_nothing(value) else ():
+            if name in columns and applies(value, message):
                 why = why.format(value=value)
                 raise SampleRejected("unsupported_field", f"turn {number} ({role}) has the field {name!r}, {why}")
     media.ignore(message, read, f"{column}[]")

@@ -12,19 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.convert.fields import kind_of, says_nothing
+from energon_packing.convert.fields import expect, says_nothing
 from energon_packing.convert.layouts.layout import Layout, Restated, filled, without
 from energon_packing.errors import SampleRejected
 
 
 def _text(record: Mapping[str, Any], column: str) -> str:
     """A column of text; empty if it is missing or null."""
-    value = record.get(column)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise SampleRejected("non_string_value", f"the column {column!r} is {kind_of(value)}, expected text")
-    return value
+    value = "" if record.get(column) is None else record[column]
+    return expect(value, str, "non_string_value", f"the column {column!r} is", "text")  # type: ignore[no-any-return]
 
 
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -64,14 +60,8 @@ def _restate_query(record: Mapping[str, Any]) -> Restated:
 def _restate_prompt(record: Mapping[str, Any]) -> Restated:
     messages: list[Any] = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
-        value = record[column]
-        if isinstance(value, str):
-            messages.append({"role": role, "content": value})
-        elif isinstance(value, list):
-            messages += value
-        else:
-            kind = kind_of(value)
-            raise SampleRejected("non_string_value", f"the column {column!r} is {kind}, expected text or messages")
+        value = expect(record[column], (str, list), "non_string_value", f"the column {column!r} is", "text or messages")
+        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
     return Restated(record={**without(record, "prompt", "completion"), "messages": messages})
 
 

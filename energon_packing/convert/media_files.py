@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ import orjson
 
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
+from energon_packing.convert.layouts.layout import FileKind
 from energon_packing.errors import SampleRejected
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
@@ -126,21 +127,6 @@ class StoredMedia(Protocol):
     def metadata(self) -> tuple[str, str] | None: ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileKind:
-    """A kind of files that records name.
-
-    Attributes:
-        check: reads and checks an open file, whose path and bytes are given. Raises `SampleRejected`.
-        made: what `check` returns, a dataclass that its fields make again.
-        corrupt: reason of a file that is empty, or that its decoder fails on.
-    """
-
-    check: Callable[[BinaryIO, str, int, str, ConvertConfig], Any]
-    made: Callable[..., Any]
-    corrupt: str
-
-
 def resolve_media(reference: str, root: Path) -> str:
     """The file that a record names, with all links resolved, inside its root.
 
@@ -246,8 +232,7 @@ def check_media(stream: BinaryIO, path: str, size: int, kind: MediaKind, config:
 
 
 MEDIA_KINDS: Mapping[str, FileKind] = {
-    kind: FileKind(check=check_media, made=MediaFile, corrupt="corrupt_media")  # type: ignore[arg-type]
-    for kind in ("image", "video")
+    kind: FileKind(check=check_media, made=MediaFile, corrupt="corrupt_media") for kind in ("image", "video")
 }
 
 _BLOCK = bytearray(1 << 16)

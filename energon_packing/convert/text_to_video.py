@@ -15,8 +15,8 @@ from typing import Any, Literal
 from energon_packing.conversation import Media
 from energon_packing.convert.fields import unread
 from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.convert.layouts.layout import Layout
-from energon_packing.convert.media_files import MEDIA_KINDS, FileKind, MediaFile
+from energon_packing.convert.layouts.layout import FileKind, Layout
+from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
 from energon_packing.convert.record_media import refuse_own_view
 from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
@@ -149,7 +149,7 @@ def _column(value: Mapping[str, Any], column: Column) -> str | None:
     return entry
 
 
-_TENSOR = FileKind(check=check_tensor, made=TensorFile, corrupt="corrupt_tensor")  # type: ignore[arg-type]
+_TENSOR = FileKind(check=check_tensor, made=TensorFile, corrupt="corrupt_tensor")
 LAYOUT = Layout(
     name="text-to-video",
     expects="'video' or 'latents'",

@@ -9,14 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from energon_packing.convert.fields import says_nothing
 from energon_packing.errors import SampleRejected
 from energon_packing.registry import Registry
-
-if TYPE_CHECKING:
-    from energon_packing.convert.media_files import FileKind
 
 TURN_COLUMNS = ("messages", "conversations")
 """Columns that hold a list of turns."""
@@ -38,6 +35,22 @@ class Restated:
 
     record: Mapping[str, Any]
     warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileKind:
+    """A kind of files that records name.
+
+    Attributes:
+        check: reads and checks an open file: the stream, its path, bytes and kind, and the `ConvertConfig`. Returns a
+            `energon_packing.convert.media_files.StoredMedia`; raises `SampleRejected`.
+        made: what `check` returns, a dataclass that its fields make again.
+        corrupt: reason of a file that is empty, or that its decoder fails on.
+    """
+
+    check: Callable[..., Any]
+    made: Callable[..., Any]
+    corrupt: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

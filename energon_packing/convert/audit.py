@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import Chunk, RawRecord
 from energon_packing.convert.config import ConvertConfig
@@ -18,7 +17,6 @@ from energon_packing.convert.keys import key_digest, wanted_key
 from energon_packing.convert.layout import media_names
 from energon_packing.convert.media_checks import EmbeddedFiles, MediaChecker, Stamp
 from energon_packing.convert.media_files import StoredMedia
-from energon_packing.convert.record_media import FileReference
 from energon_packing.convert.record_text import encode_record, plain_record
 from energon_packing.convert.records import parse_record
 from energon_packing.convert.shards import spool_file
@@ -67,25 +65,9 @@ class ChunkAudit:
     files: dict[str, tuple[StoredMedia, Stamp]] = field(default_factory=dict)
 
 
-class Parsed(Protocol):
-    """A parsed record, of whatever kind of sample; see `energon_packing.convert.records.ParsedRecord`."""
-
-    layout: str
-    ignored: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def judged(self) -> str: ...
-
-    @property
-    def kinds(self) -> Sequence[str]: ...
-
-    @property
-    def media(self) -> Sequence[FileReference]: ...
-
-    def record(self, key: str, names: Sequence[str], files: Sequence[Any]) -> dict[str, Any]: ...
-
-
+Parsed = Any
+"""A `energon_packing.convert.records.ParsedRecord`, or what stands for one of another kind of sample: it has its
+``layout``, ``warnings``, ``ignored``, ``judged``, ``kinds``, ``media`` and ``record``."""
 _Good = tuple[bytes, tuple[str, ...], str, str]
 """A record as JSON, the columns that nothing reads, the name of its layout, and `ParsedRecord.judged`."""
 

@@ -14,11 +14,12 @@ an integer above 64 bits, and has no limit per element. Here each element has th
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -95,17 +96,39 @@ class Element:
 _LENIENT = json.JSONDecoder(parse_constant=str, parse_int=str, parse_float=str)
 
 
-class Readable(Protocol):
-    """What an array is read from."""
+class DigestingReader:
+    """Reads a file and computes the SHA-256 of all of it on the way."""
 
-    def read(self, size: int, /) -> bytes:
-        """Reads up to ``size`` bytes; none at the end."""
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.position = 0
+        """Bytes read so far."""
+
+    def read(self, size: int) -> bytes:
+        """Reads up to ``size`` bytes; fewer at the end only."""
+        return self._take(self._stream.read(size))
+
+    def readline(self, size: int) -> bytes:
+        """Reads to the end of the line, at most ``size`` bytes."""
+        return self._take(self._stream.readline(size))
+
+    def _take(self, block: bytes) -> bytes:
+        self._digest.update(block)
+        self.position += len(block)
+        return block
+
+    def hexdigest(self) -> str:
+        """Reads what is left and returns the digest of the file."""
+        while self.read(1 << 20):
+            pass
+        return self._digest.hexdigest()
 
 
 class _Text:
     """A window over the decoded file: `text` from `at` on is still unread."""
 
-    def __init__(self, stream: Readable) -> None:
+    def __init__(self, stream: BinaryIO | DigestingReader) -> None:
         self._stream = stream
         # A byte that is not UTF-8 becomes a lone surrogate: only its record is rejected, not the whole file.
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
@@ -143,7 +166,7 @@ class _Text:
                 return ""
 
 
-def iterate_array(stream: Readable, *, max_element: int) -> Iterator[Element]:
+def iterate_array(stream: BinaryIO | DigestingReader, *, max_element: int) -> Iterator[Element]:
     """Yields the elements of the array that begins at the stream's position (whitespace may precede it).
 
     Args:

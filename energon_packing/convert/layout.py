@@ -33,6 +33,7 @@ import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -123,7 +124,8 @@ def media_names(layout: Layout, names: list[str]) -> list[str]:
 
 def open_scratch(path: Path) -> sqlite3.Connection:
     """Opens a new database without any protection against an interruption, in one transaction to its end."""
-    database = sqlite3.connect(path, isolation_level=None)
+    # Nobody else opens it, so that it needs no locks, which network file systems may lack.
+    database = sqlite3.connect(f"file:{quote(str(path))}?nolock=1", uri=True, isolation_level=None)
     for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE", "cache_size = -16384"):
         database.execute(f"PRAGMA {pragma}")
     database.execute("BEGIN")

@@ -143,11 +143,8 @@ class Stamp(NamedTuple):
         return self.changed < self.checked - 2_000_000_000
 
 
-class Checked(NamedTuple):
-    """The result of a check."""
-
-    outcome: StoredMedia | SampleRejected
-    stamp: Stamp
+Checked = tuple[StoredMedia | SampleRejected, Stamp]
+"""The result of a check, and when it was made."""
 
 
 class MediaChecker:
@@ -184,7 +181,7 @@ class MediaChecker:
         self._index.executemany("INSERT OR REPLACE INTO checks VALUES (?, ?)", self._news())
         for key in wanted:
             row = self._index.execute("SELECT entry FROM checks WHERE place = ?", (key,)).fetchone()
-            if row is not None and (checked := self._read(key, row[0])) and checked.stamp.same_file(_status(key)):
+            if row is not None and (checked := self._read(key, row[0])) and checked[1].same_file(_status(key)):
                 self._recent[key] = checked
 
     def _news(self) -> Iterator[tuple[str, str]]:
@@ -207,12 +204,12 @@ class MediaChecker:
         if checked is None:
             status, now = _status(key), time.time_ns()
             stamp = Stamp(status.st_size, status.st_mtime_ns, now)
-            checked = self._recent[key] = Checked(self._check(path, kind), stamp)
-            self._note(key, checked)
-        if isinstance(checked.outcome, SampleRejected):
+            checked = self._recent[key] = self._check(path, kind), stamp
+            self._note(key, *checked)
+        if isinstance(outcome := checked[0], SampleRejected):
             # A new one each time: a raised exception collects traceback frames.
-            raise SampleRejected(checked.outcome.reason, checked.outcome.detail)
-        return checked.outcome, checked.stamp
+            raise SampleRejected(outcome.reason, outcome.detail)
+        return checked
 
     def _check(self, path: str, kind: str) -> StoredMedia | SampleRejected:
         most, of = self._config.max_media_bytes, self._kinds[kind]
@@ -223,7 +220,7 @@ class MediaChecker:
                     return SampleRejected(of.corrupt, "the file is empty")
                 if size > most:
                     return SampleRejected("media_too_large", f"{size} bytes, more than the limit of {most}")
-                return of.check(stream, path, size, kind, self._config)  # type: ignore[no-any-return]
+                return of.check(stream, path, size, kind, self._config)
         except SampleRejected as error:
             return SampleRejected(error.reason, error.detail)
         except UserError:
@@ -234,9 +231,8 @@ class MediaChecker:
             why = f"{Path(path).name} cannot be checked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             return SampleRejected(of.corrupt, why)
 
-    def _note(self, key: str, checked: Checked) -> None:
-        outcome = checked.outcome
-        entry: dict[str, Any] = {"place": key, "stamp": tuple(checked.stamp)}
+    def _note(self, key: str, outcome: StoredMedia | SampleRejected, stamp: Stamp) -> None:
+        entry: dict[str, Any] = {"place": key, "stamp": tuple(stamp)}
         if isinstance(outcome, SampleRejected):
             entry["rejected"] = [outcome.reason, outcome.detail]
         else:  # `dataclasses.asdict`, without its copies
@@ -251,7 +247,7 @@ class MediaChecker:
             found = json.loads(entry)
             made = self._kinds[key.partition(" ")[0]].made
             outcome = made(**found["file"]) if "file" in found else SampleRejected(*found["rejected"])
-            return Checked(outcome, Stamp(*found["stamp"]))
+            return outcome, Stamp(*found["stamp"])
         except (ValueError, KeyError, TypeError):
             return None
 

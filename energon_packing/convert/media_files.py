@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -107,24 +107,9 @@ class MediaFile:
         return Media(name=name, **shown)
 
 
-class StoredMedia(Protocol):
-    """A checked file of any kind.
-
-    Attributes:
-        name: see `MediaFile`; equal files share one entry.
-        path: the file, all links resolved.
-        transparent: whether to warn of it.
-        metadata: its row in Energon's table of media; None for what Energon has none for.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def transparent(self) -> bool: ...
-    @property
-    def metadata(self) -> tuple[str, str] | None: ...
+StoredMedia = Any
+"""A `MediaFile`, or a checked file of another kind: it has its ``name``, ``path``, ``transparent`` and ``metadata``
+(None for what Energon has no table for)."""
 
 
 def resolve_media(reference: str, root: Path) -> str:

@@ -306,7 +306,7 @@ def _path(entry: Any, name: str) -> MediaPath:
             return EmbeddedBytes(content=entry["bytes"], name=path if isinstance(path, str) else "")
         if isinstance(path, str):
             entry = path
-    return expect(entry, str, "non_string_value", f"{name!r} holds", "a path")  # type: ignore[no-any-return]
+    return expect(entry, str, "non_string_value", f"{name!r} holds", "a path")
 
 
 def place_missing(turns: list[Turn], media: RecordMedia, how: MissingPlaceholder, warnings: list[str]) -> list[Turn]:

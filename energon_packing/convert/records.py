@@ -297,8 +297,7 @@ def parse_record(
     found_layout = find_layout(value, layout)
     warnings: list[str] = []
     if found_layout.restate is not None:
-        restated = found_layout.restate(value)
-        value, warnings = restated.record, list(restated.warnings)
+        value = found_layout.restate(value, warnings)
     pair = find_pair(value)
     if pair is None:
         messages, *columns = _find_turns(value, layout)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packing.convert.chunks import Chunk, Form, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.json_text import iterate_array, parse_json, parse_quickly
+from energon_packing.convert.json_text import DigestingReader, iterate_array, parse_json, parse_quickly
 from energon_packing.convert.source_list import TABLE_SUFFIXES, TAR_SUFFIX, TEXT_SUFFIX, content_digest, suffix_of
 from energon_packing.convert.tables import find_rows, read_rows
 from energon_packing.convert.tars import find_samples, read_samples
@@ -41,35 +41,6 @@ _LARGEST_RATIO = 200
 _ALWAYS_ALLOWED = 64 << 20
 _BLOCK = 1 << 16
 _LARGEST_WINDOW = 1 << 27
-
-
-class DigestingReader:
-    """Reads a file and computes the SHA-256 of all of it on the way."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._digest = hashlib.sha256()
-        self.position = 0
-        """Bytes read so far."""
-
-    def read(self, size: int) -> bytes:
-        """Reads up to ``size`` bytes; fewer at the end only."""
-        return self._take(self._stream.read(size))
-
-    def readline(self, size: int) -> bytes:
-        """Reads to the end of the line, at most ``size`` bytes."""
-        return self._take(self._stream.readline(size))
-
-    def _take(self, block: bytes) -> bytes:
-        self._digest.update(block)
-        self.position += len(block)
-        return block
-
-    def hexdigest(self) -> str:
-        """Reads what is left and returns the digest of the file."""
-        while self.read(1 << 20):
-            pass
-        return self._digest.hexdigest()
 
 
 def find_chunks(

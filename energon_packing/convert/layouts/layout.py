@@ -24,20 +24,6 @@ SUBFLAVORS = {"energon_packing": "v1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Restated:
-    """A record as a conversation.
-
-    Attributes:
-        record: the parsed JSON with ``messages``, ``conversations`` or a pair in place of the layout's own columns; all
-            other columns are unchanged.
-        warnings: names of oddities that were accepted.
-    """
-
-    record: Mapping[str, Any]
-    warnings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FileKind:
     """A kind of files that records name.
 
@@ -61,7 +47,9 @@ class Layout:
         name: for ``--format`` and the report.
         expects: what its records look like, for messages.
         matches: whether a record has this layout. Two layouts that match one record are refused by name.
-        restate: the record as a conversation; None where it is one.
+        restate: the record as a conversation, with ``messages``, ``conversations`` or a pair in place of the layout's
+            own columns and all other columns unchanged; the list receives names of oddities that were accepted. None
+            where the record is a conversation.
 
             Raises `SampleRejected` with any reason of `energon_packing.convert.records.parse_record`.
         fields: of a layout that is a conversation, the names of the role and of the content of a message.
@@ -74,7 +62,7 @@ class Layout:
     name: str
     expects: str
     matches: Callable[[Mapping[str, Any]], bool] = lambda record: False
-    restate: Callable[[Mapping[str, Any]], Restated] | None = None
+    restate: Callable[[Mapping[str, Any], list[str]], Mapping[str, Any]] | None = None
     fields: tuple[str, str] | None = None
     parse: Callable[[Any], Any] | None = None
     files: Mapping[str, FileKind] = field(default_factory=dict)

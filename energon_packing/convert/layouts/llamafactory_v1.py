@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from energon_packing.convert.fields import says_nothing
-from energon_packing.convert.layouts.layout import Layout, Restated, without
+from energon_packing.convert.layouts.layout import Layout, without
 from energon_packing.convert.turns import parse_function_call_text
 from energon_packing.errors import SampleRejected
 
@@ -34,13 +34,13 @@ def _has_values(message: Any) -> bool:
     )
 
 
-def _restate(record: Mapping[str, Any]) -> Restated:
+def _restate(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     if not says_nothing(record.get("extra_info")) and "kto" in str(record["extra_info"]):
         raise SampleRejected("unsupported_column", "the column 'extra_info' holds a preference label (KTO) of v1")
     if not all(isinstance(record.get(name), list) for name in _PAIR):
-        return Restated(record={**record, "messages": _messages(record["messages"])})
+        return {**record, "messages": _messages(record["messages"])}
     chosen, rejected = (_messages(record[name]) for name in _PAIR)
-    return Restated(record={**without(record, *_PAIR), "chosen": chosen, "rejected": rejected})
+    return {**without(record, *_PAIR), "chosen": chosen, "rejected": rejected}
 
 
 def _messages(messages: list[Any]) -> list[Any]:

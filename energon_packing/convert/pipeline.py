@@ -15,9 +15,10 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,7 +53,7 @@ from energon_packing.convert.workspace import (
     workspace,
 )
 from energon_packing.errors import UserError
-from energon_packing.executors.work import Executor, in_order
+from energon_packing.executors.work import in_order
 from energon_packing.remote_files import remote_address, shown, status
 
 OTHER_COLUMNS = "(other columns)"
@@ -260,12 +261,13 @@ def _build(
     if config.media_root is not None and remote_address(config.media_root) is None:
         config = replace(config, media_root=config.media_root.absolute())
     executor = config.executor_config.executor(1 if config.workers == 1 else None)
+    results = partial(in_order, executor, ahead=max(_AHEAD, 4 * (config.workers or 0)))
     with ExitStack() as stack:
         media = MediaTable(scratch / "media", one_store=config.layout == "polylithic")
         stack.callback(media.close)
         reading = ReadRecords(config, media, SamplePlan(scratch / "plan"))
         stack.callback(reading.plan.close)
-        fingerprint["sources"] = _read(config, sources, executor, reading, build, journal, tell)
+        fingerprint["sources"] = _read(config, sources, results, reading, build, journal, tell)
         if (unusable := reading.unusable_source()) is not None:
             shutil.rmtree(scratch)
             raise UserError(unusable)
@@ -275,7 +277,7 @@ def _build(
             media_bytes = sum(file.stamp.size for file in media.rows())
             stored = StoredShards(media_bytes=media_bytes, record_bytes=reading.record_bytes, shards=0)
         else:
-            stored = _write(config, reading, moved, splits, executor, build, fingerprint, tell)
+            stored = _write(config, reading, moved, splits, results, build, fingerprint, tell)
     mentions = reading.mentions
     entry = config.out / DATASET_FILE if config.layout == "polylithic" else config.out
     report = ConversionReport(
@@ -309,7 +311,7 @@ def _build(
 def _read(
     config: ConvertConfig,
     sources: list[SourceFile],
-    executor: Executor,
+    results: Callable[..., Generator[tuple[Any, Any], None, None]],
     reading: ReadRecords,
     build: Path,
     journal: Path,
@@ -333,7 +335,7 @@ def _read(
         (build / REJECTS_FILE).open("w", encoding="utf-8") as rejects,
         (build / WARNINGS_FILE).open("w", encoding="utf-8") as warnings,
         closing(Auditing(config, scratch, journal)) as work,
-        closing(in_order(executor, chunks(), work, ahead=_ahead(config))) as audits,
+        closing(results(chunks(), work)) as audits,
     ):
         done, before = 0, sources[0]
         for chunk, audit in audits:
@@ -350,16 +352,12 @@ def _read(
     return digests
 
 
-def _ahead(config: ConvertConfig) -> int:
-    return max(_AHEAD, 4 * (config.workers or 0))
-
-
 def _write(
     config: ConvertConfig,
     reading: ReadRecords,
     moved: Mapping[int, int],
     splits: Mapping[str, int],
-    executor: Executor,
+    results: Callable[..., Generator[tuple[Any, Any], None, None]],
     build: Path,
     fingerprint: Mapping[str, Any],
     tell: Progress,
@@ -372,8 +370,7 @@ def _write(
         # Closed here, whatever happens: they read from files that are closed right after.
         samples = stack.enter_context(closing(reading.plan.read(moved)))
         pieces = stack.enter_context(closing(store.pieces(samples)))
-        written = in_order(executor, pieces, Writing(build.parent), ahead=_ahead(config))
-        for (_, piece), _ in stack.enter_context(closing(written)):
+        for (_, piece), _ in stack.enter_context(closing(results(pieces, Writing(build.parent)))):
             done += len(piece.records)
             tell("write", done, total)
         tell("index", 0, 1)

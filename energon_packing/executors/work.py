@@ -122,22 +122,6 @@ class Attempts[Task]:
         self._again.append(attempt)
 
 
-@dataclass(slots=True)
-class _Numbered[Task, Result]:
-    """Work at tasks that have a number."""
-
-    work: Work[Task, Result]
-
-    def begin(self) -> None:
-        self.work.begin()
-
-    def do(self, task: tuple[int, Task]) -> Result:
-        return self.work.do(task[1])
-
-    def name(self, task: tuple[int, Task]) -> str:
-        return self.work.name(task[1])
-
-
 def in_order[Task, Result](
     executor: Executor, tasks: Iterable[Task], work: Work[Task, Result], *, ahead: int
 ) -> Results[Task, Result]:
@@ -149,18 +133,19 @@ def in_order[Task, Result](
         ahead: no more tasks than these are taken before the result of the first of them, so that results which wait
             for it stay few.
     """
-    done: dict[int, tuple[Task, Result]] = {}
-    first = 0  # whose result is the next to be yielded
+    given: deque[Task] = deque()  # in order, until they are yielded
+    done: dict[int, Result] = {}  # by the identity of the task
 
-    def numbered() -> Iterator[tuple[int, Task]]:
-        for number, task in enumerate(tasks):
-            while number >= first + ahead:
+    def bounded() -> Iterator[Task]:
+        for task in tasks:
+            while len(given) >= ahead:
                 yield NOT_YET
-            yield number, task
+            given.append(task)
+            yield task
 
-    with closing(executor.results(numbered(), _Numbered(work))) as results:
-        for (number, task), result in results:
-            done[number] = task, result
-            while first in done:
-                first += 1
-                yield done.pop(first - 1)
+    with closing(executor.results(bounded(), work)) as results:
+        for task, result in results:
+            done[id(task)] = result
+            while given and id(given[0]) in done:
+                first = given.popleft()
+                yield first, done.pop(id(first))

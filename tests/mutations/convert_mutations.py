@@ -152,7 +152,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         name="a worker's second chunk gets the place of its first",
         test=ORDER,
         oracle="the bytes that one process writes",
-        edits=(("executors/work.py", "done[number] = task, result", "done[first + len(done)] = task, result"),),
+        edits=(("executors/work.py", "given.append(task)", "given.appendleft(task)"),),
     ),
     Mutation(
         trap=51,

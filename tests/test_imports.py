@@ -38,10 +38,10 @@ HEAVY = (
 WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", "task_encoder")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("file_lock", "line_file", "pack_sums", "read_again"),
+    ("file_lock", "line_file", "pack_sums", "read_again", "registry"),
     (
         *("drop_budget", "executors", "ledger_report", "metrics_report", "quarantine"),
-        *("plain_yaml", "registry", "remote_files", "stored_record", "thd"),
+        *("plain_yaml", "remote_files", "stored_record", "thd"),
     ),
     ("conversation", "packing"),
     ("config",),

@@ -12,16 +12,17 @@ from rich.table import Table
 
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.convert.column_map import ColumnMap, parse_names
 from energon_packing.convert.config import (
     DEFAULT_FRAME_FPS,
     DEFAULT_SPLIT,
+    ColumnMap,
     ConvertConfig,
     MissingPlaceholder,
-    RecordFormat,
+    parse_names,
     parse_split,
 )
 from energon_packing.convert.dataset_info import read_dataset_info
+from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorKind
@@ -61,7 +62,7 @@ Examples:
 @click.option(
     "--format",
     "record_format",
-    type=click.Choice(get_args(RecordFormat)),
+    type=click.Choice(["auto", *LAYOUTS.names()]),
     default="auto",
     show_default=True,
     help="Layout of the records; auto detects that of each record, text-to-video aside.",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from energon_packing.executors.choice import ExecutorKind
+from energon_packing.executors.choice import EXECUTORS
 
 
 def executor_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,7 +21,7 @@ def executor_options(function: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--executor",
-            type=click.Choice(get_args(ExecutorKind)),
+            type=click.Choice(EXECUTORS.names()),
             default="local",
             show_default=True,
             help="Who works: processes of this machine, or a Ray cluster.",

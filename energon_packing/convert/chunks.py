@@ -7,8 +7,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.convert.embedded_files import MemberBytes
 from energon_packing.errors import SampleRejected
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemberBytes:
+    """The place of a file in a tar.
+
+    Attributes:
+        path: of the tar.
+        name: of the member.
+        offset, size: of its content, bytes.
+    """
+
+    path: str
+    name: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """The content."""
+        with open(self.path, "rb") as stream:
+            stream.seek(self.offset)
+            return stream.read(self.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +90,11 @@ class Chunk:
         source: the file.
         form: how the records are written: ``text`` is a document per line, ``rows`` are those of a table, ``samples``
             those of a tar.
-        start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows.
+        start, end: their bytes in the file, unpacked; the brackets of an array are left out. Of a table, its rows; of a
+            tar, nothing but progress.
         first: number of the first record: line of a JSON Lines file, from 1; index in an array, from 0.
         position: bytes of the file up to the end of the chunk, where they are not `end`; for progress alone.
-        content: the bytes themselves, of a compressed file, which only one process unpacks.
+        path: of the file that holds the bytes; None for the source itself, which is not compressed.
         samples: name of each sample of a tar, and its members.
         error: in place of records, why the one at `first` and all that follow cannot be told apart.
     """
@@ -84,7 +106,7 @@ class Chunk:
     first: int
     error: SampleRejected | None = None
     position: int = -1
-    content: bytes | None = None
+    path: Path | None = None
     samples: tuple[tuple[str, tuple[MemberBytes, ...]], ...] = ()
 
 

@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from energon_packing.convert.chunks import SourceFile
-from energon_packing.convert.tar_samples import unpacked_tar
+from energon_packing.convert.sources import unpacked
 from energon_packing.errors import UserError
 from energon_packing.remote_files import fetch
 
@@ -44,6 +44,6 @@ def fetch_source(source: SourceFile) -> None:
 
 def delete_copies(source: SourceFile, scratch: Path) -> None:
     """Deletes the copies of a source that has been read."""
-    unpacked_tar(scratch, source).unlink(missing_ok=True)
+    unpacked(scratch, source).unlink(missing_ok=True)
     if source.address is not None:
         source.path.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from energon_packing.convert.chunks import SourceFile
@@ -73,28 +73,17 @@ def _found_remote(source: Path) -> list[tuple[Path, str, int]]:
             files = [(each, each.rpartition("/")[2], status(each)) for each in matches(address)]
             found = [(Path(each), name, file.size) for each, name, file in files if file is not None]
         else:
-            files_of = listed(address)
-            saved = {name.rpartition("/")[0] for name, _ in files_of if _is_of_dataset(name, files_of)}
+            sizes = {Path(name): file.size for name, file in listed(address)}
             found = [
-                (source / name, name, file.size)
-                for name, file in sorted(files_of, key=lambda each: each[0].split("/"))
-                if _has_records(Path(name))
-                and not (Path(name).name in _OF_DATASETS and name.rpartition("/")[0] in saved)
+                (source / path, path.as_posix(), sizes[path])
+                for path in sorted(sizes)
+                if _has_records(path) and not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, sizes))
             ]
     except OSError as error:
         raise UserError(f"{address} cannot be read: {error.strerror or error}") from error
     if not found:
         raise UserError(f"{address} does not exist, or has no {_KINDS} file; name a file, or a directory of such files")
     return found
-
-
-def _is_of_dataset(name: str, files: Sequence[tuple[str, object]]) -> bool:
-    """Whether a file is one that a saved Hugging Face data set has; see `_is_saved_dataset`."""
-    directory, _, base = name.rpartition("/")
-    if base == "dataset_dict.json":
-        return True
-    beside = (other for other, _ in files if other.rpartition("/")[0] == directory)
-    return base == "state.json" and any(other.endswith(".arrow") for other in beside)
 
 
 def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str, int]]:
@@ -110,11 +99,21 @@ def _found(source: Path, shut: list[Path]) -> list[tuple[Path, str, int]]:
             for path, name, size in _found(match, shut)
         ]
     if source.is_dir():
-        found = sorted(path for path in _named_like_records(source) if _is_source(path, source, shut))
+        root = source.resolve()
+        paths = {path.relative_to(source): path for path in _named_like_records(source)}
+        found = [
+            (path, name.as_posix(), path.stat().st_size)
+            for name, path in sorted(paths.items(), key=lambda each: each[1])
+            if _has_records(name)
+            and path.is_file()
+            and not (path.name in _OF_DATASETS and _is_saved_dataset(path.parent, path.parent.iterdir()))
+            and path.resolve().is_relative_to(root)
+            and not _is_shut(path.resolve(), shut)
+        ]
         if not found:
             suffixes = ".json, .jsonl, .ndjson, .parquet, .arrow or .tar"
             raise UserError(f"{source} has no {suffixes} file; name the file of conversations")
-        return [(path, path.relative_to(source).as_posix(), path.stat().st_size) for path in found]
+        return found
     if source.is_file():
         if (size := source.stat().st_size) == 0:
             raise UserError(f"{source} is empty; it should hold conversations as a JSON array or as JSON Lines")
@@ -132,33 +131,27 @@ def _named_like_records(root: Path) -> Iterator[Path]:
                 yield Path(directory, name)
 
 
-def _is_source(path: Path, root: Path, shut: list[Path]) -> bool:
-    if not _has_records(path.relative_to(root)) or not path.is_file():
-        return False
-    if path.name in _OF_DATASETS and _is_saved_dataset(path.parent):
-        return False
-    real = path.resolve()
-    return real.is_relative_to(root.resolve()) and not _is_shut(real, shut)
-
-
 def _has_records(path: Path) -> bool:
     """Whether a file with this path in a named directory is read: its suffix says so, and no part of it is hidden."""
     suffix, compression = suffix_of(path)
     table = compression is None and suffix in TABLE_SUFFIXES
-    if not (table or suffix == TAR_SUFFIX or suffix in JSON_SUFFIXES):
-        return False
-    return not any(part.startswith(".") for part in path.parts)
+    read = table or suffix == TAR_SUFFIX or suffix in JSON_SUFFIXES
+    return read and not any(part.startswith(".") for part in path.parts)
 
 
 def _is_shut(real: Path, shut: list[Path]) -> bool:
     return any(real.is_relative_to(directory) for directory in shut)
 
 
-def _is_saved_dataset(directory: Path) -> bool:
-    """Whether `datasets.Dataset.save_to_disk`, or that of a dictionary of data sets, has written a directory."""
-    if (directory / "dataset_dict.json").is_file():
-        return True
-    return (directory / "state.json").is_file() and any(directory.glob("*.arrow"))
+def _is_saved_dataset(directory: Path, files: Iterable[Path]) -> bool:
+    """Whether `datasets.Dataset.save_to_disk`, or that of a dictionary of data sets, has written a directory.
+
+    Args:
+        directory: of the data set.
+        files: all of them, and perhaps others.
+    """
+    beside = [path.name for path in files if path.parent == directory]
+    return "dataset_dict.json" in beside or ("state.json" in beside and any(n.endswith(".arrow") for n in beside))
 
 
 def source_digest(source: SourceFile) -> str:

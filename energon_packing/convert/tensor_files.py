@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import SampleRejected
@@ -40,52 +40,40 @@ class TensorFile:
     dtype: str
     rows: int | None
 
+    transparent = False
+    metadata = None  # Energon has none for it, and the records hold its shape
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))  # a journal returns it as a list
-
-    @property
-    def extension(self) -> str:
-        """The extension of `name`, without the dot."""
-        return self.name.rsplit(".", 1)[1]
 
     def stored(self, name: str) -> StoredTensor:
         """The tensor as a record names it; ``name`` is its entry in the layout's media store."""
         return StoredTensor(name=name, tensor=self.tensor, shape=self.shape, dtype=self.dtype, rows=self.rows)
 
 
-def check_tensor(path: Path, role: TensorRole, config: ConvertConfig, *, descriptor: int) -> TensorFile:
-    """Reads and checks one file; ``check_media: full`` checks every value.
+def check_tensor(stream: Any, path: str, size: int, role: TensorRole, config: ConvertConfig) -> TensorFile:
+    """Reads and checks one open file; ``check_media: full`` checks every value.
 
     Text embeddings are always read, because their length matters.
 
-    Args:
-        path: gives the extension, and is part of the result.
-        descriptor: the open file, which is closed here.
-
     Raises:
-        SampleRejected: ``corrupt_tensor``, ``media_too_large``, ``unknown_tensor_format``, ``unsafe_pickle``,
-            ``no_such_tensor``, ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or infinite),
-            ``empty_context`` (nothing but zeros).
+        SampleRejected: ``corrupt_tensor``, ``unknown_tensor_format``, ``unsafe_pickle``, ``no_such_tensor``,
+            ``wrong_dtype``, ``wrong_shape``, ``not_finite`` (values that are NaN or infinite), ``empty_context``
+            (nothing but zeros).
     """
-    with os.fdopen(descriptor, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size == 0:
-            raise SampleRejected("corrupt_tensor", "the file is empty")
-        if size > config.max_media_bytes:
-            raise SampleRejected("media_too_large", f"{size} bytes, more than the limit of {config.max_media_bytes}")
-        suffix = path.suffix.lower().lstrip(".")
-        if suffix not in SUFFIXES:
-            raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
-        info = tensor_info(stream, suffix, NAMES[role])
-        shape = _shape(info, role)
-        rows = None
-        if role == "context" or config.check_media == "full":
-            stream.seek(0)
-            rows = _check_values(stream.read(size), suffix, info, role)
+    suffix = Path(path).suffix.lower().lstrip(".")
+    if suffix not in SUFFIXES:
+        raise SampleRejected("unknown_tensor_format", f"'.{suffix[:20]}' is not one of {', '.join(SUFFIXES)}")
+    digest = hashlib.file_digest(stream, "sha256").hexdigest()[:32]
+    info = tensor_info(stream, suffix, NAMES[role])
+    shape = _shape(info, role)
+    rows = None
+    if role == "context" or config.check_media == "full":
+        stream.seek(0)
+        rows = _check_values(stream.read(size), suffix, info, role)
     return TensorFile(
         kind=role,
-        path=str(path),
+        path=path,
         name=f"{digest}.{suffix}",
         size=size,
         tensor=info.tensor,

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from energon_packing.conversation import Media
-from energon_packing.convert.media_files import MediaFile
+from energon_packing.convert.fields import unread
+from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.convert.layouts.layout import FileKind, Layout
+from energon_packing.convert.media_files import MEDIA_KINDS, MediaFile
 from energon_packing.convert.record_media import refuse_own_view
-from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.convert.unread import unread
+from energon_packing.convert.tensor_files import TensorFile, check_tensor
 from energon_packing.errors import SampleRejected
 from energon_packing.wan.record import StoredTensor, TextToVideo
 
@@ -60,6 +62,11 @@ class ParsedVideoRecord:
     layout: str = "text-to-video"
     judged: str = ""
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each file."""
+        return tuple(reference.kind for reference in self.media)
+
     def record(self, key: str, names: Sequence[str], files: Sequence[MediaFile | TensorFile]) -> dict[str, Any]:
         """The JSON form of the sample.
 
@@ -74,15 +81,7 @@ class ParsedVideoRecord:
             if isinstance(file, TensorFile):
                 tensors[file.kind] = file.stored(name)
             else:
-                video = Media(
-                    kind="video",
-                    name=name,
-                    width=file.width,
-                    height=file.height,
-                    frames=file.frames,
-                    fps=file.fps,
-                    duration=file.duration,
-                )
+                video = file.media(name)
         sample = TextToVideo(
             key=key,
             caption=self.caption,
@@ -148,3 +147,13 @@ def _column(value: Mapping[str, Any], column: Column) -> str | None:
         what = f"a {type(entry).__name__}" if not isinstance(entry, list) else f"a list of {len(entry)}"
         raise SampleRejected("non_string_value", f"{filled[0]!r} holds {what}, expected text")
     return entry
+
+
+_TENSOR = FileKind(check=check_tensor, made=TensorFile, corrupt="corrupt_tensor")
+LAYOUT = Layout(
+    name="text-to-video",
+    expects="'video' or 'latents'",
+    parse=parse_text_to_video,
+    files={**MEDIA_KINDS, "latents": _TENSOR, "context": _TENSOR},
+    subflavors=TEXT_TO_VIDEO_SUBFLAVORS,
+)

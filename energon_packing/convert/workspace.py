@@ -70,10 +70,8 @@ def finished_report(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> di
     Raises:
         UserError: the data set there was made from something else, and `overwrite` is not set.
     """
-    if (found := read_report(config.out)) is None:
-        return None
-    difference = fingerprint_difference(found["fingerprint"], fingerprint)
-    if difference is None:
+    found = read_report(config.out)
+    if found is None or (difference := fingerprint_difference(found["fingerprint"], fingerprint)) is None:
         return found
     if not config.overwrite:
         raise UserError(f"--out {shown(config.out)} cannot be resumed: {difference}; add --overwrite to replace it")
@@ -115,18 +113,20 @@ def workspace(config: ConvertConfig, fingerprint: Mapping[str, Any]) -> Iterator
         check_out(config)  # another conversion may have finished since it was checked first
         _clear(partial, keep_journal=config.resume and _same_options(partial, fingerprint))
         (partial / _STATE).write_text(json.dumps(fingerprint), encoding="utf-8")
-        build = partial / "build"
-        build.mkdir()
-        yield build, partial / _JOURNAL
+        yield _built_in(partial)
 
 
 @contextmanager
 def dry_workspace() -> Iterator[tuple[Path, Path]]:
     """A directory like that of `workspace` for a conversion that writes nothing; deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="energon-packing-", ignore_cleanup_errors=True) as scratch:
-        build = Path(scratch) / "build"
-        build.mkdir()
-        yield build, Path(scratch) / _JOURNAL
+        yield _built_in(Path(scratch))
+
+
+def _built_in(partial: Path) -> tuple[Path, Path]:
+    build = partial / "build"
+    build.mkdir()
+    return build, partial / _JOURNAL
 
 
 def _same_options(partial: Path, fingerprint: Mapping[str, Any]) -> bool:

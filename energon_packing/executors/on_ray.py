@@ -6,12 +6,11 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from energon_packing.errors import UserError
-from energon_packing.executors.work import Attempt, Attempts, Results, Work
+from energon_packing.executors.work import Attempt, Attempts, Executor, ExecutorEntry, Results, Work
 
 _OBJECT_STORE_BYTES = 100 << 20
 """Of a cluster of our own. Only the work, tasks and results pass through it, which are small."""
@@ -49,31 +48,14 @@ class RayWorkers:
 
     def results[Task, Result](self, tasks: Iterable[Task], work: Work[Task, Result]) -> Results[Task, Result]:
         """See `Executor`."""
-        with self.connected():
-            actors: list[Any] = []
-            try:
-                yield from self._results(tasks, work, actors)
-            finally:
-                for actor in actors:
-                    with contextlib.suppress(self._ray.exceptions.RayError):
-                        self._ray.kill(actor)
-
-    @property
-    def count(self) -> int:
-        """Workers; asked while connected, where the cluster decides."""
-        return self._count or max(1, int(self._ray.cluster_resources().get("CPU", 1)))
-
-    @contextmanager
-    def connected(self) -> Iterator[None]:
-        """Stays connected to the cluster for several `results`; each connects by itself otherwise.
-
-        Raises:
-            UserError: there is no cluster at the address.
-        """
         connected = self._connect()  # False in a cluster of the calling program
+        actors: list[Any] = []
         try:
-            yield
+            yield from self._results(tasks, work, actors)
         finally:
+            for actor in actors:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    self._ray.kill(actor)
             if connected:
                 self._ray.shutdown()
 
@@ -112,7 +94,7 @@ class RayWorkers:
     ) -> Results[Task, Result]:
         ray = self._ray
         kind = ray.remote(num_cpus=1, max_restarts=0)(_Worker)
-        count = self.count
+        count = self._count or max(1, int(ray.cluster_resources().get("CPU", 1)))
         attempts = Attempts(tasks, work.name)
         described = ray.put(work)
         waiting: dict[Any, tuple[Any, Attempt[Task] | None]] = {}
@@ -124,10 +106,9 @@ class RayWorkers:
             actors.append(actor)
             waiting[actor.begin.remote(described)] = actor, None
 
-        first = attempts.take()
-        if first is None:
+        to_give = attempts.take()
+        if to_give is None:
             return
-        to_give: Attempt[Task] | None = first
         start()
         while True:
             to_give = to_give or attempts.take()
@@ -204,3 +185,10 @@ class _Worker:
         """Does a task."""
         assert self._work is not None, "the actor was not told what to do"
         return self._work.do(task)
+
+
+def _on_ray(workers: int | None, address: str | None, tasks: int | None) -> Executor:
+    return RayWorkers(workers if workers is None or tasks is None else max(1, min(workers, tasks)), address)
+
+
+EXECUTOR = {"ray": ExecutorEntry(make=_on_ray, cluster=True)}

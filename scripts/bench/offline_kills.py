@@ -36,7 +36,7 @@ from bench.forked_command import ForkedCommand
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, PlanConfig, RunConfig, to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
-from energon_packing.executors.choice import ExecutorKind
+from energon_packing.executors.choice import EXECUTORS, ExecutorKind
 from energon_packing.executors.on_ray import RayWorkers
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.measure import MeasureConfig, measure
@@ -242,7 +242,7 @@ def results(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         prepare(place, given.conversations)
-        for executor in given.executor or get_args(ExecutorKind):
+        for executor in given.executor or EXECUTORS.names():
             with _cluster() if executor == "ray" else contextlib.nullcontext() as address:
                 for command in given.command or get_args(Command):
                     for victim in given.victim or get_args(Victim):
@@ -308,7 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints one JSON line per command, executor and victim; 1 if a file ever differed or was left over."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--points", type=int, default=20, help="kills of each row")
-    parser.add_argument("--executor", choices=get_args(ExecutorKind), action="append")
+    parser.add_argument("--executor", choices=EXECUTORS.names(), action="append")
     parser.add_argument("--command", choices=get_args(Command), action="append")
     parser.add_argument("--victim", choices=get_args(Victim), action="append")
     parser.add_argument("--conversations", type=int, default=400)

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from energon_reading import read_dataset
 from PIL import Image
-from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
+from source_files import count_checks, openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
 
-from energon_packing.convert import media_files
 from energon_packing.convert.media_files import resolve_media
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
@@ -129,14 +128,7 @@ def test_odd_but_accepted_records_are_counted_and_listed(tmp_path: Path) -> None
 
 
 def test_each_distinct_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[str] = []
-    original = media_files.check_media
-
-    def counting(path: str, kind: Any, config: Any) -> Any:
-        checked.append(Path(path).name)
-        return original(path, kind, config)
-
-    monkeypatch.setattr(media_files, "check_media", counting)
+    checked = count_checks(monkeypatch)
     write_image(tmp_path / "a.jpg")
     write_image(tmp_path / "b.jpg", seed=1)
     (tmp_path / "bad.jpg").touch()

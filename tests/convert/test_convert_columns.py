@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines
 
 from energon_packing.cli.main import cli
-from energon_packing.convert import ConvertConfig, convert
-from energon_packing.convert.near_names import near_name
+from energon_packing.convert.fields import near_name
 from energon_packing.convert.records import parse_record
 from energon_packing.convert.text_to_video import parse_text_to_video
 from energon_packing.errors import SampleRejected, UserError
@@ -326,19 +325,6 @@ def test_the_report_counts_each_column_over_the_samples_whatever_the_workers(
     assert (line["key"], "'label'" in line["detail"]) == ("bad", True)
 
 
-def test_an_interrupted_conversion_counts_every_record_once(source: Path, tmp_path: Path) -> None:
-    def interrupt(stage: str, done: int, total: int) -> None:
-        if stage == "write":
-            raise KeyboardInterrupt
-
-    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1, resume=True)
-    with pytest.raises(KeyboardInterrupt):
-        convert(config, interrupt)
-    assert convert(config).ignored_columns == IGNORED
-    again = convert(config)
-    assert (again.skipped, again.ignored_columns) == (True, IGNORED)
-
-
 def test_the_command_says_what_it_ignored_and_what_was_probably_meant(source: Path, tmp_path: Path) -> None:
     arguments = ["convert", str(source), "--out", str(tmp_path / "out"), "--workers", "1"]
     result = CliRunner().invoke(cli, arguments)
@@ -365,16 +351,3 @@ def test_records_whose_columns_are_data_fill_neither_the_report_nor_the_screen(t
     assert len(found) == 1001
     assert found["z" * 80] == {"records": 1100}
     assert sum(entry["records"] for entry in found.values()) == 2200
-
-
-@pytest.mark.parametrize("name", ["mllm_demo.json", "mllm_video_demo.json", "glaive_toolcall_en_demo.json"])
-def test_demo_data_of_llama_factory_convert_whole_and_lose_nothing_else(tmp_path: Path, name: str) -> None:
-    if not (SHARED / name).is_file():
-        pytest.skip("LLaMA-Factory's demo data are not on this machine")
-    report = run(SHARED / name, tmp_path / "out", check_media="header")
-    assert (report.rejected, report.warnings, report.ignored_columns) == ({}, {}, {})
-    records = json.loads((SHARED / name).read_text(encoding="utf-8"))
-    assert report.written == len(records)
-    labelled = [{**record, "label": number % 2 == 0} for number, record in enumerate(records)]
-    for record in labelled:
-        assert refused(record)[0] == "unsupported_column"

@@ -104,14 +104,6 @@ def test_help_shows_examples_and_exit_codes() -> None:
     assert "Exit code 0" in result.stdout
 
 
-def test_importing_the_converter_loads_neither_torch_nor_energon() -> None:
-    code = (
-        "import sys, energon_packing.cli.convert; print([m for m in sys.modules if m in ('torch', 'megatron.energon')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
 def test_every_planted_defect_of_the_demo_data_is_found_and_nothing_else(tmp_path: Path) -> None:
     generate = pytest.importorskip("energon_packing.demo.generate")
     folder = generate.make_data(tmp_path / "demo", conversations=60)

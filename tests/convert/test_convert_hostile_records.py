@@ -190,9 +190,3 @@ def test_a_source_whose_name_is_not_utf_8_is_converted(tmp_path: Path) -> None:
     report = run(source, tmp_path / "out", split={"train": 1.0})
     assert report.layouts == {"a\\udcff.jsonl": {"sharegpt": 1}}
     assert run(source, tmp_path / "out", split={"train": 1.0}, resume=True).skipped
-
-
-@pytest.mark.parametrize("kind", [{"a": 1}, ["text"], 5, None])
-def test_a_part_whose_type_is_no_word_is_rejected(between, kind: Any) -> None:
-    part = {"type": kind, "value": "Hi."}
-    assert between({"messages": [{"role": "user", "content": [part]}]})["reason"] == "unknown_part"

@@ -16,9 +16,8 @@ from source_files import openai, run, sharegpt, write_image, write_json, write_l
 
 from energon_packing.cli.main import cli
 from energon_packing.conversation import PREFERENCE, Conversation, MediaPart
-from energon_packing.convert.column_map import ColumnMap, parse_names
-from energon_packing.convert.config import RecordFormat
-from energon_packing.convert.layouts.registry import LAYOUTS
+from energon_packing.convert.config import ColumnMap, RecordFormat, parse_names
+from energon_packing.convert.layouts.layout import LAYOUTS
 from energon_packing.convert.records import parse_record
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 
@@ -242,11 +241,11 @@ def test_a_record_of_two_layouts_is_refused_with_both_names(record: dict[str, An
     assert {parse_record(record, first).layout, parse_record(record, second).layout} == {first, second}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted(set(LAYOUTS) - {"sharegpt", "openai"}))
+@pytest.mark.parametrize("name", sorted(set(LAYOUTS.names()) - {"sharegpt", "openai", "text-to-video"}))
 def test_a_named_layout_refuses_every_other_one(name: Any) -> None:
     reason, detail = refused({"zeta": 1}, name)
     assert reason == "unknown_layout"
-    assert LAYOUTS[name].expects in detail
+    assert LAYOUTS.find(name).expects in detail
     assert "zeta" in detail
 
 

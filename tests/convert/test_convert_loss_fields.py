@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from source_files import openai, sharegpt
 
 from energon_packing.conversation import Conversation
-from energon_packing.convert.loss_fields import LOSS_FIELDS
+from energon_packing.convert.fields import LOSS_FIELDS
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.errors import SampleRejected
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import gc
 import gzip
 import json
-import os
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -20,12 +18,12 @@ from click.testing import CliRunner
 from energon_reading import read_dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_files import openai, rejects, run, sharegpt, write_image, write_lines
+from source_files import openai, read_records, rejects, run, write_image, write_lines
 
 from energon_packing.cli.main import cli
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import find_sources
-from energon_packing.convert.sources import find_chunks, read_chunk, read_records
+from energon_packing.convert.sources import find_chunks, read_chunk, unpacked
 from energon_packing.errors import UserError
 
 RECORDS = [openai(f"k{number}", f"Question {number}?", "Answer \u2028 " * (number % 7 + 1)) for number in range(300)]
@@ -120,7 +118,7 @@ def test_where_chunks_end_has_no_influence_on_the_records(tmp_path: Path, way: A
             sizes.append(sizes.pop(0))
             return sizes[-1]
 
-        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size))
+        chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=size, scratch=tmp_path))
         read: dict[int, list[RawRecord]] = {}
         order = range(len(chunks) - 1, -1, -1) if backwards else range(len(chunks))
         for number in order:
@@ -128,18 +126,6 @@ def test_where_chunks_end_has_no_influence_on_the_records(tmp_path: Path, way: A
         assert [record for number in range(len(chunks)) for record in read[number]] == expected
 
     check()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, way: Any) -> None:
-    source = way(tmp_path / "a", RECORDS)
-    written = []
-    for workers in (1, 3):
-        out = tmp_path / "out"
-        report = run(source, out, workers=workers, overwrite=True)
-        assert (report.read, report.written) == (300, 300)
-        written.append({path.relative_to(out): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()})
-    assert written[0] == written[1]
 
 
 def test_a_saved_data_set_is_read_and_its_own_files_are_not(tmp_path: Path) -> None:
@@ -237,45 +223,14 @@ def test_a_broken_gzip_file_gives_what_comes_before_the_damage(tmp_path: Path) -
 
 
 def test_a_gzip_bomb_ends_at_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packing.convert.source_readers._ALWAYS_ALLOWED", 1 << 16)
+    monkeypatch.setattr("energon_packing.convert.sources._ALWAYS_ALLOWED", 1 << 16)
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"a": "' + b"0" * (1 << 25) + b'"}\n'))
     assert bad(path)[-1][1] == "corrupt_source"
     (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12))
-    assert sum(len(chunk.content or b"") for chunk in chunks) < 1 << 25
+    chunks = list(find_chunks(source, max_record_bytes=1 << 16, chunk_bytes=lambda: 1 << 12, scratch=tmp_path))
+    assert unpacked(tmp_path, source).stat().st_size < 1 << 25
     assert "unpacks to more than" in (chunks[-1].error.detail if chunks[-1].error else "")
-
-
-@pytest.mark.parametrize("length", [380_000, 399_000])
-def test_an_element_near_the_limit_takes_nothing_from_those_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    monkeypatch.setattr("energon_packing.convert.sources._LARGEST_UNPACKED", 100_000)  # of 8 MiB, so the rest is small
-    records = [
-        {"t": "\U0001f600" * length},
-        {"t": "\U0001f642" * length},
-        *({"n": n, "x": "y" * 300} for n in range(600)),
-    ]
-    path = tmp_path / "a.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(records, ensure_ascii=False).encode(), 1))
-    (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=400_000, chunk_bytes=lambda: 10))
-    found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=400_000)]
-    assert [record.error for record in found] == [None] * 602
-    assert [record.value for record in found] == records
-
-
-def test_a_long_line_of_a_gzip_file_is_never_held(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    lines = [json.dumps(sharegpt("a")), json.dumps({"x": "y" * (1 << 25)}), json.dumps(sharegpt("b"))]
-    path.write_bytes(gzip.compress("\n".join(lines).encode()))
-    (source,) = find_sources((path,))
-    chunks = list(find_chunks(source, max_record_bytes=1 << 20, chunk_bytes=lambda: 1 << 12))
-    assert max(len(chunk.content or b"") for chunk in chunks) < 10 << 20
-    records = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=1 << 20)]
-    assert [record.number for record in records if record.error is None] == [1, 3]
-    assert [record.error.reason for record in records if record.error is not None] == ["record_too_large"]
 
 
 @pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])
@@ -423,42 +378,6 @@ def test_a_table_without_rows_is_named(tmp_path: Path) -> None:
     assert bad(path) == [(0, "empty_file")]
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")])
-def test_a_missing_package_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, package, None)
-    (tmp_path / name).write_bytes(b"PAR1")
-    with pytest.raises(UserError, match=rf"{package}.*energon-packing\[convert\]"):
-        run(tmp_path / name, tmp_path / "out")
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-@pytest.mark.parametrize("way", [as_parquet, as_arrow_file, as_arrow_stream])
-@pytest.mark.parametrize("damaged", [False, True])
-def test_no_table_stays_open_after_a_conversion(tmp_path: Path, way: Any, damaged: bool) -> None:
-    path = way(tmp_path / "a", RECORDS)
-    if damaged:
-        content = path.read_bytes()
-        path.write_bytes(content[:2000] + bytes(500) + content[2500:])
-    run((path, write_lines(tmp_path / "b.jsonl", RECORDS)), tmp_path / "out", max_rejects=1.0)
-    gc.collect()
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert not any(os.path.samestat(path.stat(), os.stat(link)) for link in open_files())
-
-
-def open_files() -> list[int]:
-    """Descriptors of this process that are open."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            os.fstat(int(name))
-            found.append(int(name))
-        except OSError:  # of the listing itself
-            continue
-    return found
-
-
 def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_empty(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist(RECORDS)
@@ -472,15 +391,6 @@ def test_a_row_in_the_middle_of_many_row_groups_is_found_whatever_groups_are_emp
         for chunk in reversed(chunks):
             found = [record.value for record in read_chunk(chunk, max_record_bytes=1 << 20)]
             assert found == RECORDS[chunk.start : chunk.end]
-
-
-def test_a_resumed_conversion_of_a_table_is_skipped(tmp_path: Path) -> None:
-    path = as_parquet(tmp_path / "a", RECORDS)
-    run(path, tmp_path / "out")
-    assert run(path, tmp_path / "out", resume=True).skipped
-    as_parquet(tmp_path / "a", RECORDS[:-1])
-    with pytest.raises(UserError, match="has changed"):
-        run(path, tmp_path / "out", resume=True)
 
 
 def test_a_damaged_source_exits_with_1_until_that_is_allowed(tmp_path: Path) -> None:

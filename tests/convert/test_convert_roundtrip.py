@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import tarfile
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from energon_reading import read_dataset
 from megatron.energon.media import deserialize_media_metadata
 from megatron.energon.media.extractor import MediaFilterConfig
-from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines, write_video
+from source_files import openai, run, sharegpt, write_image, write_json, write_lines, write_video
 
 from energon_packing.conversation import Conversation, MediaPart
 from energon_packing.convert import dataset_entry
@@ -146,20 +145,6 @@ def test_the_media_table_says_what_energons_own_extraction_says(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_input_gives_the_same_bytes_whatever_the_number_of_threads(
-    source: Path, tmp_path: Path, layout: str
-) -> None:
-    contents = []
-    for workers in (0, 1, 4):
-        out = tmp_path / f"out{workers}"
-        run(source, out, layout=layout, workers=workers)
-        files = [path for path in sorted(out.rglob("*")) if path.suffix in (".tar", ".jsonl", ".yaml")]
-        contents.append({str(path.relative_to(out)): path.read_bytes() for path in files})
-    assert contents[0] == contents[1] == contents[2]
-    assert any(name.endswith(".tar") for name in contents[0])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_are_cut_by_the_number_of_samples(tmp_path: Path, layout: str) -> None:
     path = write_json(tmp_path / "a.json", [sharegpt(f"k{number}") for number in range(25)])
     report = run(path, tmp_path / "out", layout=layout, samples_per_shard=4, split={"train": 1.0})
@@ -205,35 +190,3 @@ def test_an_entry_that_is_no_data_set_is_told_in_one_sentence(source: Path, tmp_
     ):
         with pytest.raises(UserError, match=words):
             dataset_entry(path)
-
-
-@needs_shared
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_public_demo_files_convert_without_a_reject_and_come_back_unchanged(tmp_path: Path, layout: str) -> None:
-    report = run(SHARED, tmp_path / "out", layout=layout)
-    assert (report.read, report.written, report.rejected) == (309, 309, {})
-    assert (report.images, report.videos, report.media_files) == (8, 3, 6)
-    assert rejects(tmp_path / "out") == []
-    samples = all_samples(report.entry)
-    assert len(samples) == 309
-    for file in ("mllm_demo", "mllm_video_demo"):
-        for number, record in enumerate(json.loads((SHARED / f"{file}.json").read_text())):
-            sample = samples[f"{file}-{number}"]
-            talk = Conversation.from_record(sample.key, sample.record)
-            paths = [*record.get("images", []), *record.get("videos", [])]
-            assert sample.media == [(SHARED / path).read_bytes() for path in paths]
-            texts = [
-                "".join(p if isinstance(p, str) else f"<{talk.media[p.index].kind}>" for p in turn.parts)
-                for turn in talk.turns
-            ]
-            assert texts == [message["content"] for message in record["messages"]]
-    for number, record in enumerate(json.loads((SHARED / "glaive_toolcall_en_demo.json").read_text())):
-        talk = Conversation.from_record("k", samples[f"glaive_toolcall_en_demo-{number}"].record)
-        for turn, original in zip(talk.turns, record["conversations"], strict=True):
-            if original["from"] == "function_call":
-                call = json.loads(original["value"])
-                assert turn.tool_calls[0]["function"] == {"name": call["name"], "arguments": call["arguments"]}
-            else:
-                assert turn.text == original["value"]
-        tools = json.loads(record["tools"]) if record["tools"] else []
-        assert [tool["function"] for tool in talk.tools or ()] == tools

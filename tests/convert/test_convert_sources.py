@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from source_files import sharegpt, write_json, write_lines
+from source_files import read_records, sharegpt, write_json, write_lines
 
-from energon_packing.convert import json_array
+from energon_packing.convert import json_text
 from energon_packing.convert.chunks import RawRecord
 from energon_packing.convert.source_list import content_digest, find_sources
-from energon_packing.convert.sources import find_chunks, read_chunk, read_records
+from energon_packing.convert.sources import find_chunks, read_chunk
 from energon_packing.errors import UserError
 
 
@@ -175,8 +175,8 @@ def test_every_array_reads_as_json_loads_reads_it_at_every_block_size(
     except UnicodeEncodeError:
         return  # a lone surrogate cannot be written as UTF-8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "BLOCK_BYTES", block)
-        elements = list(json_array.iterate_array(io.BytesIO(data), max_element=10_000))
+        patch.setattr(json_text, "BLOCK_BYTES", block)
+        elements = list(json_text.iterate_array(io.BytesIO(data), max_element=10_000))
     assert [element.error for element in elements] == [None] * len(values)
     assert json.dumps([element.value for element in elements]) == json.dumps(json.loads(data))
 
@@ -229,14 +229,14 @@ def test_chunks_of_any_size_hold_the_same_records_and_the_digest_of_the_whole_fi
     path = tmp_path_factory.mktemp("chunks") / f"x{suffix}"
     path.write_bytes((text + "\n").encode("utf-8", "surrogateescape"))
     (source,) = find_sources((path,))
-    digests: list[str] = []
-    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digest=digests.append)
+    digests: dict[str, str] = {}
+    chunks = find_chunks(source, max_record_bytes=2000, chunk_bytes=lambda: size, digests=digests)
     found = [record for chunk in chunks for record in read_chunk(chunk, max_record_bytes=2000)]
     whole = read_records(source, max_record_bytes=2000, chunk_bytes=1 << 20)
     assert [(r.number, r.where, r.value, str(r.error)) for r in found] == [
         (r.number, r.where, r.value, str(r.error)) for r in whole
     ]
-    assert digests == [content_digest(path)]
+    assert digests == {str(path): content_digest(path)}
 
 
 def test_utf16_is_named_as_such(tmp_path: Path) -> None:

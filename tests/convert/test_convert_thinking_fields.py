@@ -12,8 +12,8 @@ from jinja2 import Environment
 from source_files import openai
 
 from energon_packing.conversation import Conversation, MediaPart
+from energon_packing.convert.fields import THINKING_FIELDS
 from energon_packing.convert.records import parse_record
-from energon_packing.convert.thinking_fields import THINKING_FIELDS
 from energon_packing.errors import SampleRejected
 
 # What Qwen3's published template does with an assistant message behind the last question.

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from source_files import run, sharegpt, write_image, write_json
+from source_files import count_checks, run, sharegpt, write_image, write_json
 
-from energon_packing.convert import ConvertConfig, convert, media_files, pipeline
-from energon_packing.convert.report import read_report
+from energon_packing.convert import ConvertConfig, convert, pipeline
 from energon_packing.errors import UserError
 
 
@@ -27,18 +26,6 @@ def source(tmp_path: Path) -> Path:
         write_image(tmp_path / f"src/{seed}.png", seed=seed)
     records = [sharegpt(f"k{seed}", "<image>", image=f"{seed}.png") for seed in range(6)]
     return write_json(tmp_path / "src/a.json", records)
-
-
-def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    checked: list[str] = []
-    original = media_files.check_media
-
-    def counting(path: Path, kind: Any, config: Any) -> Any:
-        checked.append(Path(path).name)
-        return original(path, kind, config)
-
-    monkeypatch.setattr(media_files, "check_media", counting)
-    return checked
 
 
 def stamps(out: Path) -> dict[str, int]:
@@ -109,15 +96,6 @@ def test_overwrite_never_removes_its_own_sources(source: Path, tmp_path: Path) -
     assert inside.exists()
 
 
-def test_an_empty_directory_and_missing_parents_are_fine(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    run(source, tmp_path / "empty")
-    run(source, tmp_path / "a/b/c")
-    assert read_report(tmp_path / "a/b/c") is not None
-    with pytest.raises(UserError, match="is a file"):
-        run(source, source)
-
-
 @pytest.mark.parametrize("stage", ["read", "write", "index"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_an_interruption_at_any_stage_leaves_no_data_set_or_the_old_one(
@@ -175,17 +153,6 @@ def test_old_checks_are_forgotten_without_resume_or_under_other_options(
     checked = count_checks(monkeypatch)
     run(source, tmp_path / "out", **options)
     assert len(checked) == 6
-
-
-def test_a_file_that_changes_during_the_conversion_stops_it(source: Path, tmp_path: Path) -> None:
-    def meddle(stage: str, done: int, total: int) -> None:
-        if stage == "write" and done == 0:
-            write_image(source.parent / "5.png", seed=99)
-
-    config = ConvertConfig(sources=(source,), out=tmp_path / "out", workers=1)
-    with pytest.raises(UserError, match=r"5\.png changed"):
-        convert(config, meddle)
-    assert not (tmp_path / "out").exists()
 
 
 def test_two_conversions_to_one_place_do_not_mix(source: Path, tmp_path: Path) -> None:

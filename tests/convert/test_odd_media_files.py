@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from source_files import openai, rejects, run, sharegpt, write_image, write_json, write_lines
 
-from energon_packing.convert import media_files
+from energon_packing.convert import media_checks
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_checks import MediaChecker
 from energon_packing.demo import make_data
@@ -23,14 +23,14 @@ from energon_packing.errors import SampleRejected
 def test_an_error_that_nobody_foresaw_costs_the_file_and_names_it(tmp_path, monkeypatch, error):
     for name in ("a.png", "odd.png", "z.png"):
         write_image(tmp_path / name, seed=len(name) + ord(name[0]))
-    check = media_files.check_media
+    opened = media_checks.open_regular
 
-    def failing(path: str, *others: Any) -> Any:
+    def failing(path: str) -> Any:
         if path.endswith("odd.png"):
             raise error
-        return check(path, *others)
+        return opened(path)
 
-    monkeypatch.setattr(media_files, "check_media", failing)
+    monkeypatch.setattr(media_checks, "open_regular", failing)
     records = [sharegpt(name[:-4], "<image>?", image=name) for name in ("a.png", "odd.png", "z.png")]
     report = run(write_json(tmp_path / "chats.json", records), tmp_path / "out", max_rejects=1.0)
     assert (report.written, report.rejected) == (2, {"corrupt_media": 1})

@@ -260,14 +260,14 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         name="a call has the keys of all calls of its column",
         test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_parquet]",
         oracle="the same records as JSON Lines",
-        edits=(("convert/table_files.py", "                if part is not None:\n", "                if name:\n"),),
+        edits=(("convert/tables.py", "                if part is not None:\n", "                if name:\n"),),
     ),
     Mutation(
         trap=74,
         name="JSON of datasets is stored as its text",
         test=TABLES + "test_a_table_of_calls_and_definitions_is_stored_as_its_json_lines_are[structs-as_datasets_json]",
         oracle="the same records as JSON Lines",
-        edits=(("convert/table_files.py", '"extension_name", "") == "arrow.json"', '"extension_name", "") == "json"'),),
+        edits=(("convert/tables.py", '"extension_name", "") == "arrow.json"', '"extension_name", "") == "json"'),),
     ),
     Mutation(
         trap=75,

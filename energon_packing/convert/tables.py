@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
 from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.json_values import parse_json
+from energon_packing.convert.json_text import parse_json
 from energon_packing.errors import SampleRejected, UserError
 
 _BATCH_BYTES = 1 << 20
@@ -39,32 +39,33 @@ def _kind(path: Path) -> str:
 
 
 class _Table:
-    """A file of rows, read forward in batches."""
+    """A file of rows in parts, row groups of Parquet or batches of Arrow, read forward in batches.
+
+    Attributes:
+        parts: rows and bytes of each.
+    """
 
     def __init__(self, path: Path) -> None:
         """
         Raises:
             ValueError, OSError: the file is damaged, or cannot be read.
         """
-        self._path = path
         self._arrow = _pyarrow(path)
+        self._source = self._arrow.memory_map(str(path))
+        self._file: Any = None  # of Parquet
         self._batches: Iterator[Any] = iter(())
         self._batch: Any = None
-        self._at = 0  # number of the batch's first row
-        self._group_end = 0
-        self._file: Any = None
-        self._source = self._arrow.memory_map(str(path))
-        self._groups: list[tuple[int, int]] = []
+        self._at = self._part = 0  # number of the batch's first row, and of the part that reading began with
         if _kind(path) == "Parquet":
             import pyarrow.parquet
 
             self._file = pyarrow.parquet.ParquetFile(self._source, pre_buffer=False)
             metadata = self._file.metadata
-            groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-            self._groups = [(group.num_rows, group.total_byte_size) for group in groups]
+            groups = map(metadata.row_group, range(metadata.num_row_groups))
+            self.parts = [(group.num_rows, group.total_byte_size) for group in groups]
         else:
-            self._start_arrow()
-        self._starts = [0, *accumulate(rows for rows, _ in self._groups)]
+            self.parts = [(batch.num_rows, batch.nbytes) for batch in self._from(0)]
+        self._starts = [0, *accumulate(rows for rows, _ in self.parts)]
 
     def close(self) -> None:
         """Closes the file; what has been read from it stays."""
@@ -73,61 +74,36 @@ class _Table:
             self._file.close()
         self._source.close()
 
-    def _start_arrow(self) -> None:
+    def _from(self, part: int) -> Iterator[Any]:
+        """The batches of a row group of Parquet, or of Arrow all from a batch on."""
+        if self._file is not None:
+            rows, size = self.parts[part]
+            most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
+            return iter(self._file.iter_batches(batch_size=most, row_groups=[part]))
         self._source.seek(0)
         try:
             file = self._arrow.ipc.open_file(self._source)
-            self._batches = (file.get_batch(number) for number in range(file.num_record_batches))
         except self._arrow.ArrowInvalid:
             self._source.seek(0)
-            self._batches = iter(self._arrow.ipc.open_stream(self._source))
-        self._batch, self._at = None, 0
+            return islice(self._arrow.ipc.open_stream(self._source), part, None)
+        return map(file.get_batch, range(part, file.num_record_batches))
 
-    def parts(self) -> Iterator[tuple[int, int]]:
-        """Rows and bytes of each part of the file: a row group of Parquet, a batch of Arrow."""
-        if self._file is not None:
-            yield from self._groups
-        else:
-            self._start_arrow()
-            for batch in self._batches:
-                yield batch.num_rows, batch.nbytes
-            self._start_arrow()
-
-    def _seek(self, row: int) -> None:
-        """Goes to the batch that holds a row."""
-        if self._batch is None or row < self._at:
-            if self._file is None:
-                self._start_arrow()
-            else:
-                self._start_parquet(row)
-            self._batch = self._next()
-        while row >= self._at + self._batch.num_rows:
-            if self._file is not None and row >= self._group_end:
-                self._start_parquet(row)
-            else:
-                self._at += self._batch.num_rows
-            self._batch = self._next()
-
-    def _next(self) -> Any:
+    def _advance(self) -> None:
         if (batch := next(self._batches, None)) is None:
             raise ValueError("the file ends before its last row")
-        return batch
-
-    def _start_parquet(self, row: int) -> None:
-        """Begins the row group that holds a row."""
-        number = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
-        if number >= len(self._groups):
-            return
-        rows, size = self._groups[number]
-        most = max(1, min(_MOST_ROWS, _BATCH_BYTES * rows // max(size, 1)))
-        self._batches = self._file.iter_batches(batch_size=most, row_groups=[number])
-        self._at, self._group_end = self._starts[number], self._starts[number + 1]
+        self._batch = batch
 
     def rows(self, start: int, end: int) -> Iterator[tuple[int, Any]]:
-        """The rows from ``start`` to ``end`` in batches, each with the number of its first row."""
+        """Yields the rows from ``start`` to ``end`` in batches, each with the number of its first row."""
         row = start
         while row < end:
-            self._seek(row)
+            part = bisect_right(self._starts, row) - 1  # of several that begin there, empty ones, the last
+            if self._batch is None or row < self._at or (self._file is not None and part != self._part):
+                self._batches, self._part, self._at = self._from(part), part, self._starts[part]
+                self._advance()
+            while row >= self._at + self._batch.num_rows:
+                self._at += self._batch.num_rows
+                self._advance()
             first = row - self._at
             count = min(end - row, self._batch.num_rows - first)
             yield row, self._batch.slice(first, count)
@@ -165,7 +141,7 @@ def find_rows(source: SourceFile, chunk_bytes: Callable[[], int]) -> Iterator[Ch
     first = seen = 0
     try:
         with closing(_Table(source.path)) as table:
-            parts = list(table.parts())
+            parts = table.parts
     except (ValueError, OSError, OverflowError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise
@@ -237,13 +213,16 @@ def _values(batch: Any) -> tuple[list[Any], list[tuple[str, ...]]]:
     except (ValueError, OverflowError):
         columns = [_column_values(column) for column in batch.columns]
         rows = [dict(zip(batch.schema.names, row, strict=True)) for row in zip(*columns, strict=True)]
-    dropped: list[bool] = [False] * len(rows)
+    dropped: set[int] = set()
+    noted: list[str] = []
     for name, column in dict(zip(batch.schema.names, batch.columns, strict=True)).items():
-        if _is_merged(column) and (present := _present(column.type, name in _FREE)) is not None:
+        if _is_merged(column) and (present := _present(column.type, name in _FREE, noted)) is not None:
             for at, row in enumerate(rows):
-                row[name], free = present(row[name])
-                dropped[at] = dropped[at] or free
-    return rows, [("null_fields_dropped",) if found else () for found in dropped]
+                row[name] = present(row[name])
+                if noted:
+                    dropped.add(at)
+                    noted.clear()
+    return rows, [("null_fields_dropped",) if at in dropped else () for at in range(len(rows))]
 
 
 _FREE = frozenset(("arguments", "tools", "extras"))
@@ -272,7 +251,7 @@ def _is_json(kind: Any) -> bool:
     return getattr(kind, "extension_name", "") == "arrow.json"
 
 
-def _present(kind: Any, free: bool) -> Callable[[Any], tuple[Any, bool]] | None:
+def _present(kind: Any, free: bool, noted: list[str]) -> Callable[[Any], Any] | None:
     """What turns a value of an Arrow type into JSON's; None if nothing does.
 
     It leaves fields of structs out that are null: Arrow gives a struct the fields of all rows, so that the call
@@ -281,39 +260,29 @@ def _present(kind: Any, free: bool) -> Callable[[Any], tuple[Any, bool]] | None:
     Args:
         kind: the type.
         free: whether the value is part of a field in `_FREE`.
-
-    Returns:
-        A function of the value, which returns it and whether a null was dropped in a field of `_FREE`.
+        noted: grows when a null is dropped in such a field.
     """
     from pyarrow import types
 
     if _is_json(kind):
-        return lambda value: (_json(value), False)
+        return _json
     if types.is_struct(kind):
-        inner = {field.name: _present(field.type, free or field.name in _FREE) for field in kind}
+        inner = {field.name: _present(field.type, free or field.name in _FREE, noted) for field in kind}
 
-        def of_struct(value: Any) -> tuple[Any, bool]:
+        def of_struct(value: Any) -> Any:
             if value is None:
-                return None, False
-            held, dropped = {}, free and None in value.values()
+                return None
+            held = {}
             for name, part in value.items():
                 if part is not None:
-                    if (present := inner[name]) is not None:
-                        part, below = present(part)
-                        dropped = dropped or below
-                    held[name] = part
-            return held, dropped
+                    held[name] = part if (present := inner[name]) is None else present(part)
+                elif free:
+                    noted.append(name)
+            return held
 
         return of_struct
-    if _is_list(kind):
-        if (entry := _present(kind.value_type, free)) is None:
-            return None
-
-        def of_list(value: Any) -> tuple[Any, bool]:
-            found = [entry(part) for part in value or ()]
-            return None if value is None else [part for part, _ in found], any(dropped for _, dropped in found)
-
-        return of_list
+    if _is_list(kind) and (entry := _present(kind.value_type, free, noted)) is not None:
+        return lambda value: None if value is None else [entry(part) for part in value]
     return None
 
 

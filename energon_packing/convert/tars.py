@@ -1,4 +1,10 @@
-"""Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json``.
+"""Pickled lists of encoded files, as Bridge's ChatML data sets hold them, read without running anything in them.
+
+A pickle is a program. This reader looks through its instructions first and takes only those that make lists, tuples,
+bytes and texts; one that names a class or calls a function is refused, and so is one that asks for room that its own
+size does not explain.
+
+Samples of WebDatasets: members of a tar that share a name up to its first dot, of which one is ``.json``.
 
 Prepared Energon data sets are such tars, Bridge's ChatML ones too, whose ``.jpgs`` and ``.videos`` are pickled lists of
 encoded images and of frames. Nothing is unpacked to a path that a member names, and links are never followed.
@@ -6,22 +12,84 @@ encoded images and of frames. Nothing is unpacked to a path that a member names,
 
 from __future__ import annotations
 
-import os
+import io
+import pickle
+import pickletools
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from energon_packing.conversation import MediaKind
-from energon_packing.convert.chunks import Chunk, RawRecord, SourceFile, broken, one_line
-from energon_packing.convert.embedded_files import MemberBytes
-from energon_packing.convert.json_values import parse_json
+from energon_packing.convert.chunks import Chunk, MemberBytes, RawRecord, SourceFile, broken, one_line
+from energon_packing.convert.fields import expect
+from energon_packing.convert.json_text import parse_json
 from energon_packing.convert.layouts.layout import TURN_COLUMNS
-from energon_packing.convert.plain_pickles import read_files, read_frame_lists
 from energon_packing.convert.record_media import COLUMNS
-from energon_packing.convert.source_readers import UnpackingReader
 from energon_packing.errors import SampleRejected
+
+_ALLOWED = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE"),
+        *("EMPTY_LIST", "LIST", "APPEND", "APPENDS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+        *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+        *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    )
+)
+_PUTS = ("BINPUT", "LONG_BINPUT")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:  # never reached: no allowed instruction names a class
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def read_files(content: bytes, where: str) -> list[bytes]:
+    """A pickled list of files.
+
+    Raises:
+        SampleRejected: ``unsafe_pickle`` for one with other instructions, ``corrupt_media`` for one that is damaged or
+            holds anything else.
+    """
+    return _files(_list(_read(content, where), where), where)
+
+
+def read_frame_lists(content: bytes, where: str) -> list[list[bytes]]:
+    """A pickled list of videos, each a list of frames; raises as `read_files` does."""
+    videos = [_list(video, where) for video in _list(_read(content, where), where)]
+    if sum(map(len, videos)) > len(content):
+        raise SampleRejected("unsafe_pickle", f"{where}: the pickle repeats lists of frames beyond its own size")
+    files = iter(_files([frame for frames in videos for frame in frames], where))
+    return [[next(files) for _ in frames] for frames in videos]
+
+
+def _read(content: bytes, where: str) -> Any:
+    try:
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(content), 1):
+            if instruction.name not in _ALLOWED:
+                raise SampleRejected(
+                    "unsafe_pickle",
+                    f"{where}: the pickle has the instruction {instruction.name}; only lists of bytes are read, so "
+                    "store encoded files",
+                )
+            if instruction.name in _PUTS and isinstance(argument, int) and argument > count:
+                raise SampleRejected("unsafe_pickle", f"{where}: the pickle numbers its values up to {argument}")
+        return _Unpickler(io.BytesIO(content)).load()
+    except (pickle.UnpicklingError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError) as error:
+        raise SampleRejected("corrupt_media", f"{where}: the pickle is damaged: {str(error)[:200]}") from error
+
+
+def _list(value: Any, where: str) -> Any:
+    return expect(value, (list, tuple), "corrupt_media", f"{where}: the pickle holds", "a list")
+
+
+def _files(values: list[Any], where: str) -> list[bytes]:
+    """Each of these as bytes. A pickle may name one value many times in two bytes each; it is copied once."""
+    what = f"{where}: the pickle holds"
+    copied = {id(v): bytes(expect(v, (bytes, bytearray), "corrupt_media", what, "bytes")) for v in values}
+    return [copied[id(value)] for value in values]
+
 
 _MOST_SAMPLES = 1024
 _MOST_MEMBERS = 4096  # of one sample
@@ -34,105 +102,49 @@ _PICKLED: Mapping[str, MediaKind] = {"jpgs": "image", "videos": "video", "mp4s":
 Sample = tuple[str, tuple[MemberBytes, ...]]
 
 
-class UnpackedCopy:
-    """Reads a compressed tar as if it were unpacked, and writes all that it reads to a file.
-
-    Members are read by other processes and in any order, for which a compressed file has no means.
-    """
-
-    def __init__(self, reader: UnpackingReader, path: Path) -> None:
-        """
-        Args:
-            reader: of the compressed tar.
-            path: of the file; made, its directory included.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        path.parent.mkdir(exist_ok=True)
-        self.path = path
-        self.reader = reader
-        self._stream = path.open("wb")
-
-    def __enter__(self) -> UnpackedCopy:
-        return self
-
-    def __exit__(self, *ignored: object) -> None:
-        self._stream.close()
-
-    def read(self, size: int) -> bytes:
-        """Reads up to ``size`` bytes; fewer at the end, or where the file is damaged."""
-        block = self.reader.read(size)
-        self._stream.write(block)
-        return block
-
-    def flush(self) -> None:
-        """Lets other processes read what has been read here."""
-        self._stream.flush()
-
-
-def unpacked_tar(scratch: Path, source: SourceFile) -> Path:
-    """Where the unpacked copy of a compressed tar is."""
-    return scratch / "unpacked" / f"{sha256(os.fsencode(source.path)).hexdigest()}.tar"
-
-
 def find_samples(
-    source: SourceFile, chunk_bytes: Callable[[], int], copy: UnpackedCopy | None = None
+    source: SourceFile, chunk_bytes: Callable[[], int], damage: SampleRejected | None = None
 ) -> Iterator[Chunk]:
     """Divides a tar into chunks of samples; see `sources.find_chunks`.
 
     Args:
         source: the tar.
         chunk_bytes: how large the next chunk should be.
-        copy: reads it if it is compressed.
+        damage: why what follows in the tar could not be unpacked.
 
     Raises:
-        OSError: the file cannot be opened, or its copy not be written.
+        OSError: the file cannot be opened.
     """
     samples: list[Sample] = []
     first = size = position = 0
-    error: SampleRejected | None = None
-    found = _samples(source.path if copy is None else copy)
-    while True:
+    error = damage
+    found = _samples(source.path)
+    sample: Sample | None = ("", ())
+    while sample is not None:
         try:
             sample = next(found, None)
         except tarfile.TarError as problem:
-            error = SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
+            error = damage or SampleRejected("corrupt_source", f"{source.name}: is damaged: {one_line(problem)}")
             sample = None
-        if copy is not None:
-            copy.flush()
-            error = copy.reader.error or error
         if samples and (sample is None or len(samples) >= _MOST_SAMPLES or size >= chunk_bytes()):
-            yield Chunk(
-                source=source,
-                form="samples",
-                start=0,
-                end=0,
-                first=first,
-                position=position if copy is None else copy.reader.packed_position,
-                samples=tuple(samples),
-            )
+            yield Chunk(source=source, form="samples", start=0, end=position, first=first, samples=tuple(samples))
             first += len(samples)
             samples, size = [], 0
-        if sample is None:
-            break
-        samples.append(sample)
-        size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
-        position = max(member.offset + member.size for member in sample[1])
+        if sample is not None:
+            samples.append(sample)
+            size += sum(member.size for member in sample[1] if member.name.endswith(".json")) or 1
+            position = max(member.offset + member.size for member in sample[1])
     if error is None and first == 0:
         error = SampleRejected("empty_file", f"{source.name}: the tar has no samples")
     if error is not None:
         yield Chunk(source=source, form="samples", start=0, end=0, first=first, error=error)
 
 
-def _samples(source: Path | UnpackedCopy) -> Iterator[Sample]:
+def _samples(path: Path) -> Iterator[Sample]:
     key, members = "", list[MemberBytes]()
-    path = source if isinstance(source, Path) else source.path
-    with (
-        tarfile.open(source, "r:") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r|")  # type: ignore[call-overload]
-    ) as tar:
+    with tarfile.open(path, "r:") as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[union-attr]  # or the list would grow with the tar
+            tar.members = []  # type: ignore[attr-defined]  # or the list would grow with the tar
             base = member.name.rpartition("/")[2]
             if not member.isreg() or base.startswith(".") or member.issparse():
                 continue
@@ -212,7 +224,6 @@ def _add_media(value: dict[str, Any], key: str, members: tuple[MemberBytes, ...]
     for member in members:
         suffix = _suffix(key, member)
         extension = suffix.rpartition(".")[2]
-        kind: MediaKind
         if suffix == "json":
             continue
         if extension in _IMAGES or extension in _VIDEOS:

@@ -12,23 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from energon_packing.convert.layouts.layout import Layout, Restated, filled, without
-from energon_packing.convert.unread import says_nothing
+from energon_packing.convert.fields import expect, says_nothing
+from energon_packing.convert.layouts.layout import Layout, filled, without
 from energon_packing.errors import SampleRejected
 
 
 def _text(record: Mapping[str, Any], column: str) -> str:
     """A column of text; empty if it is missing or null."""
-    value = record.get(column)
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise SampleRejected("non_string_value", f"the column {column!r} is {_kind(value)}, expected text")
-    return value
-
-
-def _kind(value: Any) -> str:
-    return {"list": "a list", "dict": "an object", "bool": "a truth value"}.get(type(value).__name__, "a number")
+    value = "" if record.get(column) is None else record[column]
+    return expect(value, str, "non_string_value", f"the column {column!r} is", "text")
 
 
 def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -46,40 +38,34 @@ def _history(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _restate_alpaca(record: Mapping[str, Any]) -> Restated:
+def _restate_alpaca(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     question = "\n".join(text for text in (_text(record, "instruction"), _text(record, "input")) if text)
     messages = [*_history(record), {"role": "user", "content": question}]
     rest = without(record, "instruction", "input", "output", "history")
     if filled(record, "chosen", "rejected"):
         # An output beside them is counted as ignored, because nothing says what it would be.
         kept = {"output": record["output"]} if filled(record, "output") else {}
-        return Restated(record={**rest, **kept, "messages": messages})
+        return {**rest, **kept, "messages": messages}
     answer = {"role": "assistant", "content": _text(record, "output")}
-    return Restated(record={**rest, "messages": [*messages, answer]})
+    return {**rest, "messages": [*messages, answer]}
 
 
-def _restate_query(record: Mapping[str, Any]) -> Restated:
+def _restate_query(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     question = {"role": "user", "content": _text(record, "query")}
     answer = {"role": "assistant", "content": _text(record, "response")}
     rest = without(record, "query", "response", "history")
-    return Restated(record={**rest, "messages": [*_history(record), question, answer]})
+    return {**rest, "messages": [*_history(record), question, answer]}
 
 
-def _restate_prompt(record: Mapping[str, Any]) -> Restated:
+def _restate_prompt(record: Mapping[str, Any], warnings: list[str]) -> Mapping[str, Any]:
     messages: list[Any] = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
-        value = record[column]
-        if isinstance(value, str):
-            messages.append({"role": role, "content": value})
-        elif isinstance(value, list):
-            messages += value
-        else:
-            kind = _kind(value)
-            raise SampleRejected("non_string_value", f"the column {column!r} is {kind}, expected text or messages")
-    return Restated(record={**without(record, "prompt", "completion"), "messages": messages})
+        value = expect(record[column], (str, list), "non_string_value", f"the column {column!r} is", "text or messages")
+        messages += [{"role": role, "content": value}] if isinstance(value, str) else value
+    return {**without(record, "prompt", "completion"), "messages": messages}
 
 
-ALPACA = Layout(
+_ALPACA = Layout(
     name="alpaca",
     expects="'instruction', 'input' and 'output', or 'chosen' and 'rejected'",
     matches=lambda record: (
@@ -88,7 +74,7 @@ ALPACA = Layout(
     ),
     restate=_restate_alpaca,
 )
-QUERY_RESPONSE = Layout(
+_QUERY_RESPONSE = Layout(
     name="query-response",
     expects="'query' and 'response'",
     matches=lambda record: (
@@ -96,9 +82,10 @@ QUERY_RESPONSE = Layout(
     ),
     restate=_restate_query,
 )
-PROMPT_COMPLETION = Layout(
+_PROMPT_COMPLETION = Layout(
     name="prompt-completion",
     expects="'prompt' and 'completion'",
     matches=lambda record: filled(record, "prompt", "completion"),
     restate=_restate_prompt,
 )
+DECLARED = (_ALPACA, _QUERY_RESPONSE, _PROMPT_COMPLETION)

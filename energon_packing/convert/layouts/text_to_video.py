@@ -1,0 +1,3 @@
+"""Text-to-video data, which is no conversation."""
+
+from energon_packing.convert.text_to_video import LAYOUT as LAYOUT

@@ -18,8 +18,8 @@ from energon_packing.convert.config import (
     DEFAULT_SPLIT,
     ConvertConfig,
     MissingPlaceholder,
-    RecordFormat,
     parse_split,
+    record_formats,
 )
 from energon_packing.convert.dataset_info import read_dataset_info
 from energon_packing.convert.report import CONVERSION_FILE, REJECTS_FILE, UNREAD_REASONS, ConversionReport
@@ -27,6 +27,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import remote_address, shown
+from energon_packing.sample_kind import kind_of_format
 
 _STAGES = {"read": "reading and checking", "write": "writing shards", "index": "indexing", "store": "storing"}
 _UNITS = {"records": "records", "read": "bytes", "write": "samples", "index": "shards", "store": "bytes"}
@@ -61,10 +62,10 @@ Examples:
 @click.option(
     "--format",
     "record_format",
-    type=click.Choice(get_args(RecordFormat)),
+    type=click.Choice(record_formats()),
     default="auto",
     show_default=True,
-    help="Layout of the records; auto detects that of each record, text-to-video aside.",
+    help="Layout of the records; auto detects that of each conversation.",
 )
 @click.option("--columns", default="", help="Other names of columns: messages=dialog,images=pics.")
 @click.option("--roles", default="", help="Other names of roles: human=person,gpt=bot.")
@@ -263,7 +264,7 @@ def convert(
         )
         click.echo(f"{message}was not read; see {where}, fix the source, or add --allow-truncated", err=True)
         context.exit(1)
-    if not as_json and not dry_run and config.format != "text-to-video":
+    if not as_json and not dry_run and kind_of_format(config.format) is None:
         if remote_address(config.out) is None:
             click.echo(f"Next: energon-packing init {config.out} --processor NAME")
         else:  # init reads local data sets only

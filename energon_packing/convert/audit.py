@@ -22,9 +22,9 @@ from energon_packing.convert.record_text import encode_record
 from energon_packing.convert.records import ParsedRecord, parse_record
 from energon_packing.convert.sources import read_chunk
 from energon_packing.convert.tensor_files import TensorFile
-from energon_packing.convert.text_to_video import ParsedVideoRecord, VideoReference, parse_text_to_video
 from energon_packing.errors import SampleRejected
 from energon_packing.remote_files import remote_address
+from energon_packing.sample_kind import kind_of_format
 
 Found = tuple[MediaFile | TensorFile, Stamp]
 
@@ -84,8 +84,8 @@ class ChunkAudit:
 class _WithMedia:
     """A parsed record between its audit and the check of its media."""
 
-    parsed: ParsedRecord | ParsedVideoRecord
-    media: Sequence[FileReference | VideoReference]
+    parsed: ParsedRecord
+    media: Sequence[FileReference]
     paths: list[str]
 
 
@@ -168,9 +168,9 @@ def _audit(
     if raw.error is not None:
         return raw.error
     try:
-        parsed: ParsedRecord | ParsedVideoRecord
-        if config.format == "text-to-video":
-            parsed = parse_text_to_video(raw.value)
+        parsed: ParsedRecord
+        if (kind := kind_of_format(config.format)) is not None:
+            parsed = kind.parse_record(raw.value)
         elif (
             not (config.extra_columns or config.column_map or config.kto_label)
             and (content := plain_record(raw.value, config.format)) is not None
@@ -188,7 +188,7 @@ def _audit(
             )
         if parsed.warnings:
             audit.warnings[index] = [*audit.warnings.get(index, ()), *parsed.warnings]
-        media: Sequence[FileReference | VideoReference] = parsed.media
+        media: Sequence[FileReference] = parsed.media
         if media:
             paths = [embedded.place(file.path, root, raw.members) for file in media]
             return _WithMedia(parsed=parsed, media=media, paths=paths)
@@ -220,7 +220,7 @@ def _with_media(
     return content, parsed.ignored, parsed.layout, parsed.judged
 
 
-def _checked(checker: MediaChecker, media: FileReference | VideoReference, path: str) -> Found:
+def _checked(checker: MediaChecker, media: FileReference, path: str) -> Found:
     try:
         return checker.check(path, media.kind)
     except SampleRejected as error:

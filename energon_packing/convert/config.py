@@ -15,6 +15,7 @@ from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
 from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import absolute, check_remote
+from energon_packing.sample_kind import all_kinds, kind_of_format
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 
 RecordFormat = Literal[
@@ -27,7 +28,6 @@ RecordFormat = Literal[
     "llamafactory-v1",
     "qwen-vl",
     "text",
-    "text-to-video",
 ]
 Layout = Literal["polylithic", "monolithic"]
 MediaCheck = Literal["full", "header"]
@@ -49,6 +49,11 @@ _ROUNDED = 0.02
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
+def record_formats() -> tuple[str, ...]:
+    """Returns every value of ``format``: layouts of conversations, and the records of other kinds of sample."""
+    return (*get_args(RecordFormat), *(kind.record_format for kind in all_kinds() if kind.record_format))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConvertConfig:
     """One conversion.
@@ -58,8 +63,8 @@ class ConvertConfig:
             object stores, see `energon_packing.remote_files`.
         out: directory of the data set; created, or replaced as a whole. A dry run needs none.
         media_root: media paths are resolved in it and may not leave it; None uses the directory of each source file.
-        format: layout of the records; ``auto`` detects the conversation in each record. ``text-to-video`` is another
-            kind of data (docs/wan.md).
+        format: layout of the records; ``auto`` detects the conversation in each record. other kinds of
+            sample have formats of their own (`record_formats`).
         layout: ``polylithic`` (text and media in two WebDatasets; the first pass of a loader reads half as much from a
             cold disk) or ``monolithic`` (one WebDataset; a file that two records name is stored twice).
         split: name -> share, 1 together; what rounding leaves is shared out. A hash of the sample's key decides its
@@ -90,7 +95,7 @@ class ConvertConfig:
     sources: tuple[Path, ...]
     out: Path = Path()
     media_root: Path | None = None
-    format: RecordFormat = "auto"
+    format: str = "auto"
     layout: Layout = "polylithic"
     split: Mapping[str, float] = field(default_factory=lambda: dict(DEFAULT_SPLIT))
     samples_per_shard: int = 5000
@@ -127,15 +132,13 @@ class ConvertConfig:
         if not self.sources:
             raise ConfigError("sources is empty; name at least one file or directory of conversations")
         for name, allowed in (
-            ("format", RecordFormat),
-            ("layout", Layout),
-            ("check_media", MediaCheck),
-            ("missing_placeholder", MissingPlaceholder),
+            ("format", record_formats()),
+            ("layout", get_args(Layout)),
+            ("check_media", get_args(MediaCheck)),
+            ("missing_placeholder", get_args(MissingPlaceholder)),
         ):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(get_args(allowed))}"
-                )
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         for name in ("samples_per_shard", "media_shard_bytes", "max_pixels", "max_media_bytes", "max_record_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -159,8 +162,8 @@ class ConvertConfig:
             )
         if self.kto_label is not None and (not self.kto_label or self.kto_label in RECORD_COLUMNS):
             raise ConfigError(f"kto_label is {self.kto_label!r}; name the column of labels, such as 'label'")
-        if self.format == "text-to-video" and (self.column_map or self.kto_label):
-            raise ConfigError("column_map and kto_label are for conversations; text-to-video reads neither")
+        if kind_of_format(self.format) is not None and (self.column_map or self.kto_label):
+            raise ConfigError(f"column_map and kto_label are for conversations; {self.format} reads neither")
 
     @property
     def processes(self) -> int:

@@ -24,14 +24,12 @@ from typing import Any
 
 import yaml
 
-from energon_packing.convert.config import Layout, RecordFormat
+from energon_packing.convert.config import Layout
 from energon_packing.errors import UserError
+from energon_packing.sample_kind import kind_of_format
 
 SUBFLAVORS = {"energon_packing": "v1"}
 """Marks every sample of a converted data set; cookers select samples by it."""
-
-TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
-"""The mark of text-to-video samples, which no conversation cooker takes."""
 
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
@@ -82,9 +80,10 @@ def dataset_entry(path: str | Path) -> str:
     )
 
 
-def subflavors_of(record_format: RecordFormat) -> dict[str, str]:
+def subflavors_of(record_format: str) -> dict[str, str]:
     """The mark of the samples that a conversion with this format writes."""
-    return dict(TEXT_TO_VIDEO_SUBFLAVORS if record_format == "text-to-video" else SUBFLAVORS)
+    kind = kind_of_format(record_format)
+    return dict(SUBFLAVORS if kind is None else kind.marks)
 
 
 def write_metadataset(

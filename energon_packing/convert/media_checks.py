@@ -15,9 +15,8 @@ from energon_packing.conversation import MediaKind
 from energon_packing.convert import media_files
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.media_files import MediaFile
-from energon_packing.convert.tensor_files import TensorFile
+from energon_packing.convert.tensor_files import TensorFile, TensorRole
 from energon_packing.errors import SampleRejected, UserError
-from energon_packing.wan.record import TensorRole
 
 FileKind = MediaKind | TensorRole
 Outcome = MediaFile | TensorFile | SampleRejected

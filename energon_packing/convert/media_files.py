@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 from energon_packing.conversation import Media, MediaKind
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.convert.jpeg_header import JpegHeader, read_jpeg_header
-from energon_packing.convert.tensor_files import TensorFile, check_tensor
+from energon_packing.convert.tensor_files import TensorFile, TensorRole, check_tensor
 from energon_packing.errors import SampleRejected
-from energon_packing.wan.record import TensorRole
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://|data:)")
 _EXTENSION_OF_IMAGE = {

@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from energon_packing.convert.config import ConvertConfig
 from energon_packing.errors import SampleRejected
 from energon_packing.media.tensor import SUFFIXES, TensorInfo, read_tensor, tensor_info
-from energon_packing.wan.record import AXES, StoredTensor, TensorRole
 
+TensorRole = Literal["latents", "context"]
+FLOATING = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes of a stored tensor, by torch's names."""
+AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 NAMES: dict[TensorRole, tuple[str, ...]] = {
     "latents": ("latents", "latent", "video_latents"),
     "context": ("context", "context_embeddings", "prompt_embeds", "text_embeddings"),
 }
 """Names that each may have in a file with several tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """A tensor that a record names.
+
+    Attributes:
+        name: the entry's name in its store; relative, without ``..``; its extension determines how it is read.
+        tensor: its name inside a file of several tensors; empty if the file is the tensor.
+        shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
+            out.
+        dtype: one of `FLOATING`.
+        rows: of a text, those before trailing rows of zeros, which are padding; None means all.
+    """
+
+    name: str
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: int | None = None
+
+    def to_record(self) -> dict[str, Any]:
+        """The JSON form."""
+        record = {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype}
+        return record if self.rows is None else {**record, "rows": self.rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

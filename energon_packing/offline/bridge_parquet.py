@@ -20,14 +20,13 @@ from energon_packing.config import RunConfig
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.errors import UserError
 from energon_packing.executors.choice import ExecutorConfig
-from energon_packing.offline.kinds import KINDS
+from energon_packing.offline.files import no_leftovers, read_metadata, remove_leftovers, write_table
+from energon_packing.offline.open_loader import check_plan
+from energon_packing.offline.pack import AT_ONCE, shard_firsts
 from energon_packing.offline.packed import Progress
-from energon_packing.offline.parquet import no_leftovers, read_metadata, remove_leftovers, write_table
+from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.planned_loader import check_plan
-from energon_packing.offline.planned_packs import PlannedPacks
-from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_packer import AT_ONCE
+from energon_packing.sample_kind import KINDS
 from energon_packing.thd.rows import unpack
 
 SCHEMA = pa.schema(
@@ -129,7 +128,7 @@ class ParquetWriter:
         self._plan, self._run = plan, run
         if plan.facts.kind != "conversations":
             raise UserError(f"--format bridge-parquet holds text, but {plan.path} is a plan of {plan.facts.kind}.")
-        encoder = KINDS["conversations"].packing_encoder(run)
+        encoder = KINDS.find("conversations").packing_encoder(run)
         check_plan(plan, run, encoder, None)
         if run.encoder.extra_fields or run.packing.dummy_image:
             raise UserError("--format bridge-parquet holds no encoder.extra_fields and no packing.dummy_image.")

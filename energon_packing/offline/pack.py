@@ -1,25 +1,41 @@
-"""``pack``: stores the packs of a plan as arrays, shard by shard, in several processes or commands."""
+"""``pack``: stores the packs of a plan as arrays, shard by shard, in several processes or commands.
+
+Which packs of a plan a shard holds: a function of the plan and of what is stored, whoever asks.
+
+Packs one shard: makes each of its packs as the planned loader does, and writes it as arrays.
+"""
 
 from __future__ import annotations
 
+import copy
 import filecmp
+import hashlib
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
+
 from energon_packing.config import from_mapping
 from energon_packing.drop_budget import over_budget
+from energon_packing.drop_reasons import DroppedSample
 from energon_packing.encoders.tokenized import use_one_thread
+from energon_packing.energon.packer import render_or_drop
+from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.file_lock import lock
+from energon_packing.ledger import Ledger
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.kinds import KINDS, kind_of_config
+from energon_packing.offline.files import no_leftovers, remove_leftovers, replacing
+from energon_packing.offline.open_loader import check_plan
 from energon_packing.offline.packed import (
     DROPS_FILE,
     PLAN_FILE,
@@ -28,20 +44,281 @@ from energon_packing.offline.packed import (
     Progress,
     ShardEntry,
     Store,
+    media_path,
     shard_path,
     stored_fingerprint,
 )
-from energon_packing.offline.parquet import no_leftovers, remove_leftovers, replacing
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import drops_path
-from energon_packing.offline.planned_loader import check_plan
-from energon_packing.offline.sample_kind import AnyRun
-from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_file import ShardFile
-from energon_packing.offline.shard_index import ShardIndex
-from energon_packing.offline.shard_packer import ShardPacker
-from energon_packing.offline.stored_kinds import STORED_KINDS
+from energon_packing.offline.packs import PlannedPacks
+from energon_packing.offline.plan import Plan, PlannedPack, PlannedSample, drops_path
+from energon_packing.offline.shards import ShardFile, ShardWriter, StoredFile
+from energon_packing.offline.source import ShardIndex, TarFiles, inside
 from energon_packing.remote_files import check_local
+from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
+
+SHARD_BYTES = 1 << 30
+"""Expected bytes of a shard at most, unless a single pack has more."""
+TOKEN_BYTES = 5
+"""Of a text token, with its share of the header; those of media need up to 12 more for their positions."""
+PIXEL_BYTES = 3072
+"""Of a token of a sample with media: most such tokens are visual, and stand for 4 patches of 3 x 16 x 16 bytes."""
+
+
+def shard_firsts(plan: Plan, *, store: Store, media: Media, most_packs: int) -> tuple[int, ...]:
+    """The first pack of each shard.
+
+    Args:
+        plan: of the packs.
+        store, media: what is stored.
+        most_packs: packs of a shard at most.
+
+    Raises:
+        UserError: the plan is damaged.
+    """
+    sizes = np.zeros(len(plan), dtype=np.int64)
+    for table in plan.tables(["pack", "length", "second", "media"]):
+        packs = table.column("pack").to_numpy()
+        tokens = table.column("length").to_numpy().astype(np.int64) + table.column("second").to_numpy()
+        files = table.column("media").combine_chunks()
+        counts = pc.fill_null(pc.list_value_length(files), 0).to_numpy(zero_copy_only=False)
+        each = tokens * TOKEN_BYTES
+        if store == "pixels":
+            each = np.where(counts > 0, tokens * PIXEL_BYTES, each)
+        elif media == "copy" and counts.any():
+            bytes_of = files.flatten().field("size").to_numpy(zero_copy_only=False)
+            ends = np.concatenate([[0], np.cumsum(bytes_of)])
+            last = np.cumsum(counts)
+            each = each + ends[last] - ends[last - counts]
+        np.add.at(sizes, packs, each)
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    firsts = [0]
+    while True:
+        first = firsts[-1]
+        stop = int(np.searchsorted(ends, ends[first] + SHARD_BYTES, side="right")) - 1
+        stop = min(max(stop, first + 1), first + most_packs)
+        if stop >= len(plan):
+            return tuple(firsts)
+        firsts.append(stop)
+
+
+AT_ONCE = 64
+"""Packs whose rows of the plan are read together."""
+
+
+class ShardPacker(ABC):
+    """Packs shards of one directory; a subclass knows what a pack of its kind is stored as.
+
+    Args:
+        directory: with the plan in it.
+        facts: its manifest, which may have no shards yet.
+        plan: of the packs.
+        encoder: see `SampleKind.packing_encoder`.
+
+    Attributes:
+        facts: as given.
+    """
+
+    def __init__(self, directory: Path, facts: PackedFacts, plan: Plan, encoder: Any) -> None:
+        self._directory = directory
+        self.facts = facts
+        self._plan = plan
+        self._encoder = encoder
+        self.forget_open_files()
+
+    def forget_open_files(self) -> None:
+        """Opens everything anew when it is needed; for a fork, which may not use its parent's databases."""
+        self._plan = copy.copy(self._plan)
+        self._planned = PlannedPacks(self._plan, self._encoder)
+        self._files = TarFiles()
+
+    def found(self, number: int) -> ShardEntry | None:
+        """What is known of a shard that is there already; None if it is not.
+
+        Raises:
+            UserError: it is damaged, or of another plan.
+        """
+        path = shard_path(self._directory, number)
+        if not path.exists():
+            return None
+        shard = ShardFile(path)
+        shard.close()
+        found = shard.facts.get("plan"), shard.facts.get("settings")
+        if found != (self.facts.plan, self._settings(number)):
+            raise UserError(f"{path} was packed from another plan or with other settings; choose another --out")
+        entry = entry_of(shard, number)
+        copied = media_path(self._directory, number)
+        if entry.media_bytes and not (copied.is_file() and copied.stat().st_size == entry.media_bytes):
+            return None
+        return entry
+
+    def pack(self, number: int) -> ShardEntry:
+        """Packs a shard, and its media if they are copied.
+
+        Raises:
+            UserError: a source shard is missing or changed, or the output cannot be written; nothing is left behind.
+        """
+        path = shard_path(self._directory, number)
+        first, stop = self._span(number)
+        try:
+            with replacing(path) as aside, ShardWriter(aside) as writer:
+                samples, drops = 0, list[tuple[str, str, str]]()
+                with ExitStack() as stack:
+                    media = None
+                    if self.facts.media == "copy":
+                        copied = stack.enter_context(replacing(media_path(self._directory, number)))
+                        media = stack.enter_context(MediaCopy(copied, self._files))
+                    for planned in self._planned_packs(first, stop):
+                        stored = self._stored(planned, media)
+                        samples += len(stored.order)
+                        drops += [(each.key, *each.dropped) for each in stored.samples if each.dropped is not None]
+                        writer.add(stored.to_bytes())
+                # The media have their name before the shard that needs them.
+                writer.finish(
+                    {
+                        "plan": self.facts.plan,
+                        "settings": self._settings(number),
+                        "packs": stop - first,
+                        "samples": samples,
+                        "drops": drops,
+                        "media_bytes": media.bytes if media else 0,
+                        "media_checksum": media.checksum if media else "",
+                    }
+                )
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written ({error.strerror or error}); free space or choose another --out, then run "
+                "'energon-packing pack' again: it continues with the shards that are missing"
+            ) from error
+        entry = self.found(number)
+        assert entry is not None, "the shard was renamed to its place"
+        return entry
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """The packs ``[first, stop)`` of a shard."""
+        return self.facts.firsts[number], (*self.facts.firsts[1:], self.facts.packs)[number]
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        first, stop = self._span(number)
+        facts = self.facts
+        return {
+            "store": facts.store,
+            "media": facts.media,
+            "first": first,
+            "stop": stop,
+            "padded_rows": facts.padded_rows,
+            **facts.encoder,
+        }
+
+    def _planned_packs(self, first: int, stop: int) -> Iterator[PlannedPack]:
+        for start in range(first, stop, AT_ONCE):
+            yield from self._plan.packs(start, min(start + AT_ONCE, stop))
+
+    @abstractmethod
+    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> Any:
+        """Makes one pack.
+
+        Args:
+            media: where compressed media are copied to; None leaves them where they are.
+        """
+
+    def _rendered(self, measured: Sequence[MeasuredSample]) -> list[RenderedSample | DroppedSample]:
+        """Renders the samples of a pack; one that cannot be rendered is dropped."""
+        # Nothing stops the packing of a shard but an error; how much may be dropped is a matter of all shards.
+        ledger = Ledger(None, budget=1.0, name="", most_pending=len(measured) + 1)
+        ledger.read = len(measured)
+        found: list[RenderedSample | DroppedSample] = []
+        for sample in measured:
+            made = render_or_drop(self._encoder, sample, ledger)
+            found.append(ledger.take_dropped()[0] if made is None else made)
+        return found
+
+    def _files_of(
+        self, source: PlannedSample, sample: MeasuredSample, media: MediaCopy | None
+    ) -> tuple[StoredFile, ...]:
+        assert sample.measured is not None
+        names = set(KINDS.find(self._plan.facts.kind).media_names(sample.measured))
+        dataset = self._plan.facts.datasets[source.dataset]
+        files = []
+        for each in source.media:
+            if each.name not in names:  # of another piece of a split sample
+                continue
+            if media is None:
+                files.append(StoredFile(name=each.name, shard=each.shard, offset=each.offset, size=each.size))
+                continue
+            tar = inside(Path(dataset.media_root), dataset.media_shards[each.shard])
+            files.append(
+                StoredFile(name=each.name, shard=-1, offset=media.add(tar, each.offset, each.size), size=each.size)
+            )
+        return tuple(files)
+
+
+def entry_of(shard: ShardFile, number: int) -> ShardEntry:
+    """What the manifest says about a shard.
+
+    Raises:
+        UserError: the shard does not say it.
+    """
+    facts = shard.facts
+    try:
+        return ShardEntry(
+            number=number,
+            first=int(facts["settings"]["first"]),
+            packs=shard.packs,
+            bytes=shard.bytes,
+            checksum=shard.checksum,
+            media_bytes=int(facts["media_bytes"]),
+            media_checksum=str(facts["media_checksum"]),
+            samples=int(facts["samples"]),
+            drops=dict(sorted(Counter(reason for _, reason, _ in facts["drops"]).items())),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{shard.path} is damaged ({error!r}); delete it and run 'energon-packing pack' again"
+        ) from error
+
+
+class MediaCopy:
+    """Compressed media copied into one file, each once.
+
+    Args:
+        path: of the file.
+        files: open tars.
+    """
+
+    def __init__(self, path: Path, files: TarFiles) -> None:
+        self._file = path.open("wb", buffering=0)
+        self._files = files
+        self._digest = hashlib.sha256()
+        self._places: dict[tuple[Path, int], int] = {}
+        self.bytes = 0
+
+    def __enter__(self) -> MediaCopy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of the file."""
+        return self._digest.hexdigest()
+
+    def add(self, tar: Path, offset: int, size: int) -> int:
+        """Copies a file of a tar; returns its offset in the copy.
+
+        Raises:
+            UserError: it cannot be read.
+            OSError: it cannot be written.
+        """
+        place = self._places.get((tar, offset))
+        if place is None:
+            data = memoryview(self._files.read(tar, offset, size))
+            self._digest.update(data)
+            place = self._places[tar, offset] = self.bytes
+            self.bytes += size
+            while data:
+                data = data[self._file.write(data) :]
+        return place
+
 
 SHARD_PACKS = 1000
 """Packs of a shard at most, by default: of 32,768 text tokens, some 140 MB."""
@@ -129,7 +406,7 @@ def run_of_plan(plan: Plan) -> Any:
         UserError: this version does not know one of its settings.
     """
     try:
-        return from_mapping(KINDS[plan.facts.kind].run_class, plan.facts.config, where=str(plan.path))
+        return from_mapping(KINDS.find(plan.facts.kind).run_class, plan.facts.config, where=str(plan.path))
     except ConfigError as error:
         raise UserError(f"{plan.path} was made with settings that this version does not read: {error}") from error
 
@@ -225,8 +502,8 @@ def _packer(directory: Path, encoder: Any = None) -> ShardPacker:
     known = _packers.get(directory)
     if known is None or known.facts.settings != facts.settings:
         plan = Plan.open(directory / PLAN_FILE)
-        encoder = encoder or KINDS[plan.facts.kind].packing_encoder(run_of_plan(plan))
-        known = STORED_KINDS[plan.facts.kind].packer(directory, facts, plan, encoder)
+        encoder = encoder or KINDS.find(plan.facts.kind).packing_encoder(run_of_plan(plan))
+        known = KINDS.find(plan.facts.kind).shard_packer(directory, facts, plan, encoder)
         _packers.clear()
         _packers[directory] = known
     return known
@@ -313,14 +590,14 @@ def _complete(out: Path, facts: PackedFacts, run: AnyRun) -> None:
             with replacing(out / DROPS_FILE) as aside, aside.open("w", encoding="utf-8") as file:
                 file.write(json.dumps({"plan": facts.plan}) + "\n")
                 for shard in facts.shards:
-                    for entry in _drops(out, shard):
+                    for entry in _dropped_entries(out, shard):
                         file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             facts.save(out)
     except OSError as error:
         raise _unwritable(out, error) from error
 
 
-def _drops(out: Path, shard: ShardEntry) -> Iterator[dict[str, object]]:
+def _dropped_entries(out: Path, shard: ShardEntry) -> Iterator[dict[str, object]]:
     if not shard.drops:
         return
     opened = ShardFile(shard_path(out, shard.number))

@@ -111,6 +111,13 @@ class WanPack:
         """Patches of the row, padding included."""
         return len(self.video_latents)
 
+    def sample_at(self, name: str, row: int) -> int:
+        """Returns which clip a row of a tensor belongs to."""
+        lengths = self.seq_len_kv_padded if name == "context_embeddings" else self.seq_len_q_padded
+        if len(lengths) == len(getattr(self, name)):  # one number of each clip, not one of each patch or text token
+            return row
+        return int(torch.searchsorted(lengths.cumsum(0), row, right=True))
+
     def positions(self) -> torch.Tensor:
         """int64 ``[3, Q]``: frame, row and column of each patch in its own video, from 0; padding is at 0, 0, 0."""
         row = torch.zeros(3, self.total_tokens, dtype=torch.int64)

@@ -9,45 +9,17 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from energon_packing.conversation import Media
+from energon_packing.convert.tensor_files import AXES, FLOATING, StoredTensor, TensorRole
 from energon_packing.errors import SampleRejected
 from energon_packing.stored_record import StoredRecord
 
-TensorRole = Literal["latents", "context"]
 RECORD_VERSION = 1
 RECORD_KIND = "text_to_video"
-FLOATING = ("float16", "bfloat16", "float32", "float64")
-"""The dtypes of a stored tensor, by torch's names."""
-AXES: Mapping[TensorRole, int] = {"latents": 4, "context": 2}
 _RECORD = StoredRecord("text-to-video sample")
 _CLIP_FIELDS = ("name", "width", "height", "frames", "fps", "duration")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """A tensor that a record names.
-
-    Attributes:
-        name: the entry's name in its store; relative, without ``..``; its extension determines how it is read.
-        tensor: its name inside a file of several tensors; empty if the file is the tensor.
-        shape: latents ``(channels, frames, height, width)``, text ``(rows, width)``; an axis of 1 before them is left
-            out.
-        dtype: one of `FLOATING`.
-        rows: of a text, those before trailing rows of zeros, which are padding; None means all.
-    """
-
-    name: str
-    tensor: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: int | None = None
-
-    def to_record(self) -> dict[str, Any]:
-        """The JSON form."""
-        record = {"name": self.name, "tensor": self.tensor, "shape": list(self.shape), "dtype": self.dtype}
-        return record if self.rows is None else {**record, "rows": self.rows}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

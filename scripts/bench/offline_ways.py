@@ -41,8 +41,8 @@ from energon_packing.errors import UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 from energon_packing.offline.verify import VerifyConfig, verify
 from energon_packing.report.models import tiny_family
 

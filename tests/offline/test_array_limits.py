@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from energon_packing.offline import array_limits
-from energon_packing.offline.array_limits import SizedRow, Sizes
-from energon_packing.offline.epoch_packs import show_padding
+from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.planner import show_padding
+from energon_packing.offline.sizes import SizedRow, Sizes
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.wan.limits import ClipLimits
 from energon_packing.wan.pack import clip_order

@@ -22,10 +22,9 @@ from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.files import HOST, replacing
 from energon_packing.offline.index import Index, IndexedShard
-from energon_packing.offline.measure import MeasureConfig, measure
-from energon_packing.offline.measuring import ShardMeasurer
-from energon_packing.offline.parquet import HOST, replacing
+from energon_packing.offline.measure import MeasureConfig, ShardMeasurer, measure
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -217,7 +216,7 @@ def test_a_process_that_dies_costs_its_shard_once(index, dataset, run_of, tmp_pa
 
 
 def test_another_machine_that_would_measure_something_else_is_refused(dataset, run_of, monkeypatch):
-    from energon_packing.offline import measuring
+    from energon_packing.offline import measure as measuring
 
     sent = pickle.dumps(measuring.ShardMeasurer(run_of(dataset)))
     assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset)).fingerprint

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.offline.order import RUN, SHARE, balanced_order, incomplete_group
-from energon_packing.offline.plan_summary import efficiency_of
+from energon_packing.offline.planner import efficiency_of
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.whole_list import pack_lengths_flat
 

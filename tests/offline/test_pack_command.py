@@ -25,7 +25,7 @@ from energon_packing.errors import UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.packed import PackedFacts
-from energon_packing.offline.shard_file import ShardFile, ShardWriter
+from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.stored_pack import StoredPack
 from energon_packing.offline.verify import VerifyConfig, verify
 

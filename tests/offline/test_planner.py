@@ -18,13 +18,12 @@ from made_index import Row, drawn_rows, made_index, row
 from energon_packing.config import EncoderConfig, LimitsConfig, RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.array_limits import SizedRow
 from energon_packing.offline.conversations import Conversations
 from energon_packing.offline.index import IndexedDataset, IndexedShard
-from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.plan_drops import drops_path
+from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.remeasured import Piece, Remeasured
+from energon_packing.offline.samples import Piece, Remeasured
+from energon_packing.offline.sizes import SizedRow
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.thd.visible_padding import hides_padding, visible_order
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from energon_packing.config import PACK_LIMITS
-from energon_packing.offline.array_limits import AnyLimits, SizedRow
-from energon_packing.offline.index import CLIP_SCHEMA
-from energon_packing.offline.sample_kind import NO_ROW, SampleKind
-from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.sample_kind import NO_ROW, SampleKind
+from energon_packing.wan.config import SUBFLAVORS, TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.limits import ClipLimits
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
     from megatron.energon.cache import FileStore
 
+    from energon_packing.energon.loader import PackLoader
     from energon_packing.wan.encoder import MeasuredClip
+    from energon_packing.wan.pack import WanPack
     from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 _RENDERING = ("dtype", "device", "decode_seconds", "decode_in_child", "max_source_pixels")
@@ -29,12 +29,26 @@ class Clips(SampleKind):
     """Clips or their latents, with captions or their embeddings."""
 
     name = "clips"
-    run_class = TextToVideoRunConfig
-    schema = CLIP_SCHEMA
+    title = "clips for text-to-video"
+    marks = SUBFLAVORS
+    record_format = "text-to-video"
+    run_class, encoder_config = TextToVideoRunConfig, TextToVideoConfig
+    more_columns = ("text_tokens",)
     length_free = _RENDERING
     by_content = ("vae", "text_encoder")
-    decisive = ()
     sizes = "patches and text tokens"
+
+    def parse_record(self, value: Any) -> Any:
+        """See `SampleKind.parse_record`."""
+        from energon_packing.wan.convert import parse_text_to_video
+
+        return parse_text_to_video(value)
+
+    def preview(self, dataset: str, config: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
+        """See `SampleKind.preview`."""
+        from energon_packing.wan.preview import preview_clips
+
+        preview_clips(dataset, config, overrides, packs, as_json)
 
     @property
     def encoder_class(self) -> type[TextToVideoTaskEncoder]:
@@ -42,6 +56,27 @@ class Clips(SampleKind):
         from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
         return TextToVideoTaskEncoder
+
+    @property
+    def batch_class(self) -> type[WanPack]:
+        """See `SampleKind.batch_class`."""
+        from energon_packing.wan.pack import WanPack
+
+        return WanPack
+
+    @property
+    def shard_packer(self) -> type[Any]:
+        """See `SampleKind.shard_packer`."""
+        from energon_packing.wan.stored import ClipPacker
+
+        return ClipPacker
+
+    @property
+    def stored_packs(self) -> type[Any]:
+        """See `SampleKind.stored_packs`."""
+        from energon_packing.wan.stored import PackedClips
+
+        return PackedClips
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""
@@ -66,6 +101,20 @@ class Clips(SampleKind):
     def packing_encoder(self, run: TextToVideoRunConfig) -> TextToVideoTaskEncoder:
         """See `SampleKind.packing_encoder`."""
         return self.encoder_class(dataclasses.replace(run, packing=dataclasses.replace(run.packing, ledger=None)))
+
+    def build_loader(self, run: TextToVideoRunConfig, **arguments: Any) -> PackLoader:
+        """See `SampleKind.build_loader`."""
+        from energon_packing.wan.loader import build_text_to_video_loader
+
+        return build_text_to_video_loader(run, **arguments)
+
+    def bridge_dataset(self, container: Any, processor: str | None, **fields: Any) -> Any:
+        """See `SampleKind.bridge_dataset`."""
+        if type(container.model).__name__ != "WanModelProvider":
+            return None
+        from energon_packing.wan.bridge import dataset_of
+
+        return dataset_of(container, processor, **fields)
 
     def row(self, measured: MeasuredClip | None) -> dict[str, Any]:
         """See `SampleKind.row`."""
@@ -102,7 +151,7 @@ class Clips(SampleKind):
             lone_room=run.encoder.compat == "none",
         )
 
-    def decided(self, run: TextToVideoRunConfig, limits: AnyLimits) -> dict[str, Any]:
+    def decided(self, run: TextToVideoRunConfig, limits: Any) -> dict[str, Any]:
         """See `SampleKind.decided`."""
         packing = run.packing
         return {
@@ -122,15 +171,15 @@ class Clips(SampleKind):
             lone_room=encoder.limits.lone_room,
         )
 
-    def too_long(self, size: SizedRow, limits: ClipLimits, run: TextToVideoRunConfig) -> str:
+    def too_long(self, size: Any, limits: ClipLimits, run: TextToVideoRunConfig) -> str:
         """See `SampleKind.too_long`."""
         room = limits.masked_units(size) * limits.multiple
         masked = f" and {room} for a masked clip after it" if room else ""
         return f"{size.length} patches{masked}; a row holds packing.seq_length={run.packing.seq_length}"
 
-    def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
-        """See `SampleKind.stored_settings`."""
-        rendered = store == "pixels"  # the dtype of what is stored then
-        names = [name for name in _RENDERING if name != "dtype" or not rendered]
-        free = {f"encoder.{name}" for name in names}
-        return {name: str(value) for name, value in fingerprint.items() if name not in free}
+    def free_when_stored(self, store: str) -> set[str]:
+        """See `SampleKind.free_when_stored`; where tensors are stored, so is their dtype."""
+        return {f"encoder.{name}" for name in _RENDERING if store == "tokens" or name != "dtype"}
+
+
+KIND = Clips()

@@ -11,13 +11,7 @@ from typing import Any
 from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.utils.instantiate_utils import target_allowlist
 
-from energon_packing.bridge.dataset_sections import (
-    DataSection,
-    MetricsSection,
-    TextToVideoPackingSection,
-    TextToVideoSection,
-    frozen,
-)
+from energon_packing.bridge.dataset_sections import DataSection, MetricsSection, frozen, twin
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.config.metrics import MetricsConfig
@@ -30,6 +24,9 @@ from energon_packing.wan.config import (
     TextToVideoPackingConfig,
     TextToVideoRunConfig,
 )
+
+TextToVideoSection: Any = twin(TextToVideoConfig, module=__name__)
+TextToVideoPackingSection: Any = twin(TextToVideoPackingConfig, ("seq_length",), module=__name__)
 
 
 @dataclass(kw_only=True)
@@ -149,3 +146,18 @@ class PackedWanDatasetConfig(PackProvider):
 
 for _class in (PackedWanDatasetConfig, DataSection, TextToVideoSection, TextToVideoPackingSection, MetricsSection):
     target_allowlist.add_exact(f"{_class.__module__}.{_class.__qualname__}")
+
+
+def dataset_of(container: Any, processor: str | None, **fields: Any) -> PackedWanDatasetConfig:
+    """Returns the data set of a container with a Wan model: its patches, channels and texts are the model's.
+
+    Raises:
+        ConfigError: a processor is given.
+    """
+    if processor is not None:
+        raise ConfigError(f"use_packed_data(..., processor={processor!r}): a Wan model has no processor; leave it out.")
+    model, dataset = container.model, PackedWanDatasetConfig(**fields)
+    dataset.encoder.patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    dataset.encoder.latent_channels, dataset.encoder.text_width = model.in_channels, model.text_dim
+    dataset.encoder.max_text_tokens = model.text_len
+    return dataset

@@ -1,16 +1,16 @@
-"""`PackLimits` and `ClipLimits` for millions of samples at once: the same numbers, as arrays."""
+"""Limits of a pack for millions of samples at once: the same numbers, as arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from energon_packing.packing.balance import LINEAR, PATCH
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.wan.limits import ClipLimits
 
-AnyLimits = PackLimits | ClipLimits
+AnyLimits = Any
+"""`PackLimits`, or the limits of another kind of sample with the same properties and methods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizedRow:
-    """One sample, in the form that `PackLimits` and `ClipLimits` take."""
+    """One sample, in the form that limits take."""
 
     segment_lengths: tuple[int, ...]
     images: int

@@ -6,6 +6,7 @@ a copy of their tensors, which reading them takes anyway.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,12 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from energon_packing.drop_reasons import DroppedSample
+from energon_packing.energon.packer import attempt
+from energon_packing.energon.samples import Pack
 from energon_packing.errors import SampleRejected
-from energon_packing.offline.stored_arrays import DamagedBytes, from_bytes, to_bytes
-from energon_packing.offline.stored_pack import StoredFile
+from energon_packing.ledger import Ledger
+from energon_packing.offline.pack import MediaCopy, ShardPacker
+from energon_packing.offline.packed import StoredPacks
+from energon_packing.offline.plan import PlannedPack
+from energon_packing.offline.shards import DamagedBytes, StoredFile, from_bytes, to_bytes
 from energon_packing.wan.encoder import MeasuredClip
+from energon_packing.wan.limits import clip_cost
 from energon_packing.wan.pack import WanSample
 from energon_packing.wan.record import TextToVideo
+from energon_packing.wan.task_encoder import MeasuredClipSample, RenderedClipSample
 
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -159,3 +168,80 @@ def _tensor(array: np.ndarray, kind: torch.dtype) -> torch.Tensor:
     if array.dtype != (np.int16 if kind == torch.bfloat16 else np.float32):
         raise DamagedBytes(f"an array of {array.dtype} is no tensor of {kind}")
     return torch.from_numpy(array).view(kind)
+
+
+class ClipPacker(ShardPacker):
+    """Packs shards of clips."""
+
+    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
+        measured = [self._planned.measured(each) for each in planned.samples]
+        rendered = self._rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
+        samples: list[StoredClip] = []
+        for source, sample, made in zip(planned.samples, measured, rendered, strict=True):
+            assert isinstance(sample.measured, MeasuredClip), "measured samples of a plan have a size"
+            dropped = (made.reason, made.detail) if isinstance(made, DroppedSample) else None
+            samples.append(
+                StoredClip(
+                    key=sample.__key__,
+                    dataset=source.dataset,
+                    measured=sample.measured,
+                    files=self._files_of(source, sample, media) if self.facts.store == "tokens" else (),
+                    clip=None if made is None or isinstance(made, DroppedSample) else made.clip,
+                    dropped=dropped,
+                )
+            )
+        return StoredClips(samples=tuple(samples))
+
+
+class PackedClips(StoredPacks[StoredClips]):
+    """Clips with their tensors as they are stored, or rendered from their files, laid side by side as online."""
+
+    record = StoredClips
+
+    def _pack(self, number: int, ledger: Ledger) -> Pack | None:
+        stored = self.stored(number)
+        rendered = []
+        for sample in stored.samples:
+            data = self._packed.plan.facts.datasets[sample.dataset].root
+            ledger.count_read(data)
+            if sample.dropped is not None:
+                ledger.drop(sample.key, *sample.dropped, data=data)
+            elif sample.clip is not None:
+                rendered.append(self._as_stored(sample))
+            else:
+                made = attempt(sample.key, functools.partial(self._rendered, sample, number), ledger, data=data)
+                if made is not None:
+                    rendered.append(made)
+        return self._assembled(rendered) if rendered else None
+
+    def _as_stored(self, sample: StoredClip) -> RenderedClipSample:
+        measured = sample.measured
+        return RenderedClipSample(
+            __key__=sample.key,
+            __restore_key__=(),
+            __subflavors__=self._subflavors(sample.dataset),
+            __sources__=(),
+            rows=(),
+            clip=sample.clip,
+            measured=measured,
+            changes=measured.changes,
+            cost=clip_cost(measured.length),
+        )
+
+    def _rendered(self, sample: StoredClip, number: int) -> RenderedClipSample:
+        """The clip with its tensors.
+
+        Raises:
+            SampleRejected: see `TextToVideoEncoder.render`.
+            UserError: its files are not where they were, or are others.
+        """
+        found = MeasuredClipSample(
+            __key__=sample.key,
+            __restore_key__=(),
+            __subflavors__=self._subflavors(sample.dataset),
+            __sources__=(),
+            measured=sample.measured,
+            store=self._media(sample, number),
+        )
+        made: RenderedClipSample = self._encoder.postencode_sample(found)
+        return made

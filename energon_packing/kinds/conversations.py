@@ -6,19 +6,20 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from energon_packing.config import PACK_LIMITS, PackingConfig, RunConfig
+from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, RunConfig
+from energon_packing.convert.layout import SUBFLAVORS
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.array_limits import AnyLimits, SizedRow
-from energon_packing.offline.index import LENGTH_FREE, SCHEMA
-from energon_packing.offline.sample_kind import NO_ROW, SampleKind
 from energon_packing.packing.pack_limits import PackLimits
+from energon_packing.sample_kind import NO_ROW, SampleKind
 
 if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
     from megatron.energon.cache import FileStore
 
     from energon_packing.encoders.sample_encoder import AnyMeasured
+    from energon_packing.energon.loader import PackLoader
     from energon_packing.energon.task_encoder import PackingTaskEncoder
+    from energon_packing.thd.batch import PackedBatch
 
 
 def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLimits:
@@ -37,10 +38,13 @@ def row_limits(packing: PackingConfig, seq_length: int, multiple: int) -> PackLi
 class Conversations(SampleKind):
     """Conversations with any number of images and videos, preference pairs among them."""
 
-    name = "conversations"
-    run_class = RunConfig
-    schema = SCHEMA
-    length_free = LENGTH_FREE
+    name = title = "conversations"
+    marks = SUBFLAVORS
+    run_class, encoder_config = RunConfig, EncoderConfig
+    length_free = (
+        *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
+        *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
+    )
     by_content = ("processor", "chat_template", "trust_remote_code")
     decisive = ("dummy_image", "oversize", "split_at", "split_positions")
     sizes = "tokens"
@@ -51,6 +55,27 @@ class Conversations(SampleKind):
         from energon_packing.energon.task_encoder import PackingTaskEncoder
 
         return PackingTaskEncoder
+
+    @property
+    def batch_class(self) -> type[PackedBatch]:
+        """See `SampleKind.batch_class`."""
+        from energon_packing.thd.batch import PackedBatch
+
+        return PackedBatch
+
+    @property
+    def shard_packer(self) -> type[Any]:
+        """See `SampleKind.shard_packer`."""
+        from energon_packing.offline.stored_pack import ConversationPacker
+
+        return ConversationPacker
+
+    @property
+    def stored_packs(self) -> type[Any]:
+        """See `SampleKind.stored_packs`."""
+        from energon_packing.offline.stored_pack import PackedPacks
+
+        return PackedPacks
 
     def cook(self, sample: CrudeSample, store: FileStore[bytes]) -> Any:
         """See `SampleKind.cook`."""
@@ -77,6 +102,12 @@ class Conversations(SampleKind):
                 packing=dataclasses.replace(run.packing, ledger=None),
             )
         )
+
+    def build_loader(self, run: RunConfig, **arguments: Any) -> PackLoader:
+        """See `SampleKind.build_loader`."""
+        from energon_packing.energon.loader import build_loader
+
+        return build_loader(run, **arguments)
 
     def row(self, measured: AnyMeasured | None) -> dict[str, Any]:
         """See `SampleKind.row`."""
@@ -121,6 +152,13 @@ class Conversations(SampleKind):
             for media in measured.rejected.media:
                 yield from media.frame_names or (media.name,)
 
+    def changes_samples(self, run: RunConfig) -> bool:
+        """See `SampleKind.changes_samples`."""
+        limits, oversize = run.encoder.limits, run.packing.oversize
+        limited = (limits.max_images, limits.max_frames, limits.max_visual_tokens, limits.max_tokens)
+        lowered = oversize != "split" and any(limit is not None for limit in limited)
+        return oversize in ("truncate", "split") or (lowered and bool({"resize", "truncate"} & set(limits.when_over)))
+
     def limits(self, run: RunConfig) -> PackLimits:
         """See `SampleKind.limits`."""
         packing = run.packing
@@ -137,7 +175,7 @@ class Conversations(SampleKind):
             )
         return row_limits(packing, packing.seq_length, multiple)
 
-    def decided(self, run: RunConfig, limits: AnyLimits) -> dict[str, Any]:
+    def decided(self, run: RunConfig, limits: Any) -> dict[str, Any]:
         """See `SampleKind.decided`."""
         packing = run.packing
         assert isinstance(limits, PackLimits)
@@ -160,7 +198,7 @@ class Conversations(SampleKind):
             lone_room=decided["reserved"] == 0,
         )
 
-    def too_long(self, size: SizedRow, limits: PackLimits, run: RunConfig) -> str:
+    def too_long(self, size: Any, limits: PackLimits, run: RunConfig) -> str:
         """See `SampleKind.too_long`."""
         aligned = f", {limits.aligned(size)} aligned" if limits.multiple > 1 else ""
         masked = limits.masked_units(size) * limits.multiple
@@ -169,8 +207,10 @@ class Conversations(SampleKind):
         less = f" less {reserved} for dummy_image" if reserved else ""
         return f"{size.length} tokens{aligned}; a row holds packing.seq_length={run.packing.seq_length}{less}"
 
-    def stored_settings(self, fingerprint: Mapping[str, Any], store: str) -> dict[str, str]:
-        """See `SampleKind.stored_settings`."""
+    def free_when_stored(self, store: str) -> set[str]:
+        """See `SampleKind.free_when_stored`."""
         # Limits count as configured, which the plan compares, because a run lowers them to those of its rows.
-        free = {"limits", "pixels"} if store == "pixels" else {"limits", "pixels", "jpeg_scaled_decoding"}
-        return {name: str(value) for name, value in fingerprint.items() if name not in free}
+        return {"limits", "pixels", *(("jpeg_scaled_decoding",) if store == "tokens" else ())}
+
+
+KIND = Conversations()

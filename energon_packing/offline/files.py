@@ -202,3 +202,17 @@ def mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise TypeError(f"{name} is {found!r:.80}, which is no object")
     return found
+
+
+def unwritable(path: Path, error: OSError) -> UserError:
+    """Returns the sentence about a part of a packed directory that cannot be written."""
+    return UserError(
+        f"{path} cannot be written ({error.strerror or error}); free space or choose another --out, then run "
+        "'energon-packing pack' again: it continues with the shards that are missing"
+    )
+
+
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Returns every name whose values differ, in order, with both values; a name that is missing counts as None."""
+    names = sorted({*first, *second})
+    return [(name, first.get(name), second.get(name)) for name in names if first.get(name) != second.get(name)]

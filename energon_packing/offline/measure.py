@@ -26,7 +26,7 @@ from energon_packing.energon.samples import MeasuredSample
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.file_lock import lock
-from energon_packing.offline.files import no_leftovers, read_metadata, remove_leftovers, said, write_table
+from energon_packing.offline.files import differing, no_leftovers, read_metadata, remove_leftovers, said, write_table
 from energon_packing.offline.index import (
     FORMAT,
     INDEX_FILE,
@@ -287,12 +287,11 @@ def _made_again(run: AnyRun, fingerprint: Mapping[str, str]) -> ShardMeasurer:
         UserError: it would measure something else.
     """
     found = ShardMeasurer(run)
-    for name in sorted({*fingerprint, *found.fingerprint}):
-        if fingerprint.get(name) != found.fingerprint.get(name):
-            raise UserError(
-                f"{socket.gethostname()} would measure something else: {name} is {found.fingerprint.get(name)} there "
-                f"and {fingerprint.get(name)} here; install the same packages and the same processor on every node"
-            )
+    for name, here, there in differing(fingerprint, found.fingerprint):
+        raise UserError(
+            f"{socket.gethostname()} would measure something else: {name} is {there} there and {here} here; install "
+            "the same packages and the same processor on every node"
+        )
     return found
 
 
@@ -495,16 +494,9 @@ def _index(out: Path, measurer: ShardMeasurer) -> Index | None:
             raise cannot_write(out, error) from error
         return None
     found = Index.open(out)
-    differing = [
-        name
-        for name in sorted({*found.fingerprint, *measurer.fingerprint})
-        if found.fingerprint.get(name) != measurer.fingerprint.get(name)
-    ]
-    if differing:
-        name = differing[0]
+    for name, before, now in differing(found.fingerprint, measurer.fingerprint):
         raise UserError(
-            f"{out} was measured with another encoder: {name} was {found.fingerprint.get(name)}, now it is "
-            f"{measurer.fingerprint.get(name)}; choose another --out"
+            f"{out} was measured with another encoder: {name} was {before}, now it is {now}; choose another --out"
         )
     return found
 

@@ -30,6 +30,7 @@ from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
+from energon_packing.offline.files import differing
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.measure import measuring_fingerprint
 from energon_packing.offline.packs import PlannedPacks, PositionedPacks
@@ -103,7 +104,7 @@ class PlannedLoader(LoaderBase):
         stop = self._end
         if over and stop is None:  # all ranks stop at the same step
             stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size
-        positions = _Positions(self._position, self._rank, self._world_size, stop, self._evaluation)
+        positions = _positions(self._position + self._rank, self._world_size, stop, self._evaluation)
         loader: torch.utils.data.DataLoader[Pack] = torch.utils.data.DataLoader(
             self._packs,
             batch_size=None,
@@ -206,24 +207,12 @@ def plan_fingerprint(plan: Plan, encoder: Any) -> dict[str, Any]:
     return {"plan": plan.facts.id, **encoder.encoder.fingerprint()}
 
 
-class _Positions(torch.utils.data.Sampler[int]):
-    """The positions of one rank.
-
-    Args:
-        start: position of the first step.
-        rank, step: of the data-parallel ranks, and their number.
-        stop: where the positions end.
-        period: after which they begin at 0 again.
-    """
-
-    def __init__(self, start: int, rank: int, step: int, stop: int | None, period: int | None) -> None:
-        self._first, self._step, self._stop, self._period = start + rank, step, stop, period
-
-    def __iter__(self) -> Iterator[int]:
-        position = self._first
-        while self._stop is None or position < self._stop:
-            yield position if self._period is None else position % self._period
-            position += self._step
+def _positions(first: int, step: int, stop: int | None, period: int | None) -> Iterator[int]:
+    """Returns every `step`-th position up to `stop`, which begin at 0 again after `period`."""
+    position = first
+    while stop is None or position < stop:
+        yield position if period is None else position % period
+        position += step
 
 
 def _unchanged(pack: Any) -> Any:
@@ -329,13 +318,11 @@ def check_plan(plan: Plan, config: AnyRun, encoder: Any, split: str | None) -> N
         )
     if isinstance(config, RunConfig):
         pair_counts(plan.facts.datasets).check(plan.path, config.packing.pairs)
-    own = measuring_fingerprint(encoder, config)
-    for name in sorted({*own, *plan.facts.fingerprint}):
-        if own.get(name) != plan.facts.fingerprint.get(name):
-            raise ConfigError(
-                f"{plan.path} was made with {name}={plan.facts.fingerprint.get(name)}, but this run has "
-                f"{own.get(name)}; restore the setting, or measure and plan again."
-            )
+    for name, before, own in differing(plan.facts.fingerprint, measuring_fingerprint(encoder, config)):
+        raise ConfigError(
+            f"{plan.path} was made with {name}={before}, but this run has {own}; restore the setting, or measure and "
+            "plan again."
+        )
     planned = plan.facts.config["packing"]
     length, multiple = plan.facts.decided["seq_length"], int(plan.facts.decided["multiple"])
     if length != config.packing.seq_length:

@@ -29,7 +29,7 @@ import numpy as np
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.files import count, counts, mapping, replacing
+from energon_packing.offline.files import count, counts, differing, mapping, replacing
 from energon_packing.offline.open_loader import PlannedLoader, loader_of
 from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
@@ -362,10 +362,9 @@ def check_stored(packed: Packed, encoder: Any) -> None:
     Raises:
         ConfigError: a setting of the encoder differs that a plan leaves open, but stored packs do not.
     """
-    own = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
-    for name in sorted({*own, *packed.facts.encoder}):
-        if own.get(name) != packed.facts.encoder.get(name):
-            raise ConfigError(
-                f"{packed.directory} was packed with {name}={packed.facts.encoder.get(name)}, but this run has "
-                f"{own.get(name)}; restore the setting, or plan and pack again."
-            )
+    stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
+    for name, before, own in differing(packed.facts.encoder, stored):
+        raise ConfigError(
+            f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
+            "and pack again."
+        )

@@ -32,7 +32,6 @@ from energon_packing.offline import sizes as array_limits
 from energon_packing.offline.blend import Blend
 from energon_packing.offline.files import said
 from energon_packing.offline.index import MEDIA, IndexedDataset, pair_counts, schema_of
-from energon_packing.offline.limited_packs import pack_limited
 from energon_packing.offline.order import balanced_order, incomplete_group
 from energon_packing.offline.plan import PlanFacts, write_plan, written_drops
 from energon_packing.offline.samples import Drop, Remeasure, Samples, Sources, fitting_samples
@@ -40,6 +39,7 @@ from energon_packing.offline.sizes import AnyLimits, Sizes
 from energon_packing.packing.balance import step_efficiency
 from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
+from energon_packing.packing.limited import pack_limited
 from energon_packing.packing.pack_groups import PackGroups
 from energon_packing.packing.partition import check_groups
 from energon_packing.packing.whole_list import pack_lengths_flat

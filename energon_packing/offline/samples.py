@@ -22,6 +22,7 @@ import pyarrow as pa
 from energon_packing.config import to_mapping
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.files import differing
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, kind_of
 from energon_packing.offline.sizes import AnyLimits, SizedRow, Sizes
 from energon_packing.sample_kind import KINDS, AnyRun, kind_of_config
@@ -127,13 +128,12 @@ class Sources:
 
 
 def _check_encoder(index: Index, encoder: Any) -> None:
-    measured, own = dict(index.encoder), to_mapping(encoder)
     free = (*kind_of_config(encoder).length_free, "trust_remote_code")
-    for name in sorted(measured.keys() | own.keys()):
-        if name not in free and _plain(measured.get(name)) != _plain(own.get(name)):
+    for name, measured, own in differing(_plain(index.encoder), _plain(to_mapping(encoder))):
+        if name not in free:
             raise ConfigError(
-                f"{index.directory} was measured with encoder.{_differing(name, measured.get(name), own.get(name))}; "
-                "give the same configuration to 'energon-packing measure' and 'energon-packing plan'."
+                f"{index.directory} was measured with encoder.{_differing(name, measured, own)}; give the same "
+                "configuration to 'energon-packing measure' and 'energon-packing plan'."
             )
 
 
@@ -146,19 +146,17 @@ def _plain(value: Any) -> Any:
 
 def _differing(name: str, measured: Any, own: Any) -> str:
     if isinstance(measured, dict) and isinstance(own, dict):
-        inner = min(key for key in measured.keys() | own.keys() if measured.get(key) != own.get(key))
-        return _differing(f"{name}.{inner}", measured.get(inner), own.get(inner))
+        inner, measured, own = differing(measured, own)[0]
+        return _differing(f"{name}.{inner}", measured, own)
     return f"{name}={measured!r}, the configuration has {own!r}"
 
 
 def _check_same(index: Index, first: Index) -> None:
-    for name in sorted(index.fingerprint.keys() | first.fingerprint.keys()):
-        if index.fingerprint.get(name) != first.fingerprint.get(name):
-            raise UserError(
-                f"{first.directory} and {index.directory} cannot share a plan: {name} is "
-                f"{first.fingerprint.get(name)!r} in one and {index.fingerprint.get(name)!r} in the other; measure "
-                "both with the same processor and configuration."
-            )
+    for name, in_first, in_other in differing(first.fingerprint, index.fingerprint):
+        raise UserError(
+            f"{first.directory} and {index.directory} cannot share a plan: {name} is {in_first!r} in one and "
+            f"{in_other!r} in the other; measure both with the same processor and configuration."
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan
 from energon_packing.ledger import ChangedSample, Ledger
-from energon_packing.offline.pack import MediaCopy, ShardPacker
+from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
 from energon_packing.offline.packed import Packed, StoredPacks
 from energon_packing.offline.plan import PlannedPack, PlannedSample
 from energon_packing.offline.shards import DamagedBytes, StoredFile, from_bytes, to_bytes
@@ -357,32 +357,32 @@ def _plan(values: Mapping[str, Any]) -> MediaPlan:
 class ConversationPacker(ShardPacker):
     """Packs shards of conversations."""
 
-    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredPack:
-        measured = [self._planned.measured(each) for each in planned.samples]
+    def stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredPack:
+        measured = [self.planned.measured(each) for each in planned.samples]
         if self.facts.store == "tokens" and any(_segments(each)[0].plans for each in measured):
             return self._in_parts(planned, measured, media)
         samples: list[StoredSample] = []
         rendered: list[tuple[int, RenderedSample]] = []
-        for source, sample, made in zip(planned.samples, measured, self._rendered(measured), strict=True):
+        for source, sample, made in zip(planned.samples, measured, self.rendered(measured), strict=True):
             known = self._known(source, sample)
             if isinstance(made, DroppedSample):
                 known = dataclasses.replace(known, segments=0, dropped=(made.reason, made.detail))
             else:
                 rendered.append((len(samples), made))
             samples.append(known)
-        order = [rendered[at] for at in self._encoder.arrange([made for _, made in rendered])] if rendered else []
+        order = [rendered[at] for at in self.encoder.arrange([made for _, made in rendered])] if rendered else []
         return StoredPack(
             samples=tuple(samples),
             order=tuple(at for at, _ in order),
             finished=True,
-            batch=self._encoder.pack_selected_samples([made for _, made in order]).batch if order else None,
+            batch=self.encoder.pack_selected_samples([made for _, made in order]).batch if order else None,
         )
 
     def _in_parts(
         self, planned: PlannedPack, measured: Sequence[MeasuredSample], media: MediaCopy | None
     ) -> StoredPack:
         """A pack whose media are rendered when it is read."""
-        encoder = self._encoder.encoder
+        encoder = self.encoder.encoder
         assert isinstance(encoder, ConversationEncoder)  # what a configuration always builds
         rows: list[dict[str, Any]] = []
         samples: list[StoredSample] = []
@@ -391,14 +391,14 @@ class ConversationPacker(ShardPacker):
             segments = _segments(sample)
             rows += [encoder.text_row(segment) for segment in segments]
             if any(segment.plans for segment in segments):
-                files = self._files_of(source, sample, media)
+                files = self.files_of(source, sample, media)
                 shown = tuple(
                     StoredMedia(media=segment.media, plans=segment.plans, settings=segment.settings)
                     for segment in segments
                 )
                 known = dataclasses.replace(known, media=shown, files=files)
             samples.append(known)
-        fields = self._encoder.fields
+        fields = self.encoder.fields
         batch = thd.assemble(joinable(rows, fields), extra_fields=fields, pad_token_id=encoder.pad_token_id)
         return StoredPack(samples=tuple(samples), order=tuple(range(len(samples))), finished=False, batch=batch)
 

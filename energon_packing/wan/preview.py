@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import click
@@ -21,98 +20,53 @@ from energon_packing.report.excerpt import visible
 from energon_packing.wan.task_encoder import ClipPack
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clip:
-    """One clip of a pack.
-
-    Attributes:
-        key: of the sample.
-        start: first patch in the row.
-        patches: real ones; ``grid`` along time, height and width.
-        padding: patches from the last real one to the next clip.
-        text_start, text_tokens, text_padding: the same for its text.
-        weight: sum of the loss mask over its patches.
-    """
-
-    key: str
-    start: int
-    patches: int
-    grid: tuple[int, ...]
-    padding: int
-    text_start: int
-    text_tokens: int
-    text_padding: int
-    weight: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClipPackView:
-    """One pack of clips, described.
-
-    Attributes:
-        index: number of the pack in its worker.
-        patches, text_tokens: lengths of the two rows.
-        real_patches: patches of clips.
-        fill: ``real_patches`` divided by the configured row width.
-        latents, context: shape of the two tensors.
-        clips: in row order.
-        dropped: what the ledger noted since the previous pack.
-    """
-
-    index: int
-    patches: int
-    text_tokens: int
-    real_patches: int
-    fill: float
-    latents: tuple[int, ...]
-    context: tuple[int, ...]
-    clips: tuple[Clip, ...]
-    dropped: tuple[Mapping[str, str], ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values for ``json.dumps``."""
-        return asdict(self)
-
-
-def describe_clips(pack: ClipPack, *, seq_length: int) -> ClipPackView:
-    """Describes one pack.
+def describe_clips(pack: ClipPack, *, seq_length: int) -> dict[str, Any]:
+    """Describes one pack as plain values.
 
     Args:
         pack: what the loader yielded.
         seq_length: configured row width in patches, for the fill.
+
+    Returns:
+        ``index`` of the pack in its worker; ``patches`` and ``text_tokens``, lengths of the two rows; ``real_patches``
+        of clips, and ``fill``, their share of the row width; shapes of ``latents`` and ``context``; what was
+        ``dropped`` since the pack before; and ``clips`` in row order: ``key``, ``start`` (first patch in the row),
+        ``patches`` and their ``grid``, ``padding`` up to the next clip, the same of its text, and ``weight``, the sum
+        of the loss mask.
     """
     batch = pack.batch
-    clips: list[Clip] = []
+    clips: list[dict[str, Any]] = []
     start = text_start = 0
-    for number, key in enumerate(batch.keys):
-        patches, place = int(batch.seq_len_q[number]), int(batch.seq_len_q_padded[number])
-        tokens, text_place = int(batch.seq_len_kv[number]), int(batch.seq_len_kv_padded[number])
+    sizes = (batch.seq_len_q, batch.seq_len_q_padded, batch.seq_len_kv, batch.seq_len_kv_padded)
+    for key, grid, patches, place, tokens, text_place in zip(
+        batch.keys, batch.grid_sizes.tolist(), *(each.tolist() for each in sizes), strict=False
+    ):
         clips.append(
-            Clip(
-                key=key,
-                start=start,
-                patches=patches,
-                grid=tuple(batch.grid_sizes[number].tolist()),
-                padding=place - patches,
-                text_start=text_start,
-                text_tokens=tokens,
-                text_padding=text_place - tokens,
-                weight=float(batch.loss_mask[start : start + place].float().sum()),
-            )
+            {
+                "key": key,
+                "start": start,
+                "patches": patches,
+                "grid": tuple(grid),
+                "padding": place - patches,
+                "text_start": text_start,
+                "text_tokens": tokens,
+                "text_padding": text_place - tokens,
+                "weight": float(batch.loss_mask[start : start + place].float().sum()),
+            }
         )
         start, text_start = start + place, text_start + text_place
-    real = sum(clip.patches for clip in clips)
-    return ClipPackView(
-        index=pack.index,
-        patches=len(batch.video_latents),
-        text_tokens=len(batch.context_embeddings),
-        real_patches=real,
-        fill=real / seq_length,
-        latents=tuple(batch.video_latents.shape),
-        context=tuple(batch.context_embeddings.shape),
-        clips=tuple(clips),
-        dropped=tuple(asdict(entry) for entry in pack.dropped),
-    )
+    real = sum(clip["patches"] for clip in clips)
+    return {
+        "index": pack.index,
+        "patches": len(batch.video_latents),
+        "text_tokens": len(batch.context_embeddings),
+        "real_patches": real,
+        "fill": real / seq_length,
+        "latents": tuple(batch.video_latents.shape),
+        "context": tuple(batch.context_embeddings.shape),
+        "clips": tuple(clips),
+        "dropped": tuple(dataclasses.asdict(entry) for entry in pack.dropped),
+    }
 
 
 def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str], packs: int, as_json: bool) -> None:
@@ -128,7 +82,7 @@ def preview_clips(dataset: str, config_path: str | None, overrides: Iterable[str
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=dataset, workers=0))
     width = config.packing.seq_length
     loader = open_loader(without_ledger(config))
-    views = [describe_clips(pack, seq_length=width).to_json() for pack in itertools.islice(loader, packs)]
+    views = [describe_clips(pack, seq_length=width) for pack in itertools.islice(loader, packs)]
     if as_json:
         click.echo(json.dumps({"dataset": dataset, "seq_length": width, "packs": views}, indent=2))
         return

@@ -19,7 +19,7 @@ from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import SampleRejected
 from energon_packing.ledger import Ledger
-from energon_packing.offline.pack import MediaCopy, ShardPacker
+from energon_packing.offline.formats.shards import MediaCopy, ShardPacker
 from energon_packing.offline.packed import StoredPacks
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.shards import DamagedBytes, StoredFile, from_bytes, to_bytes
@@ -173,9 +173,9 @@ def _tensor(array: np.ndarray, kind: torch.dtype) -> torch.Tensor:
 class ClipPacker(ShardPacker):
     """Packs shards of clips."""
 
-    def _stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
-        measured = [self._planned.measured(each) for each in planned.samples]
-        rendered = self._rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
+    def stored(self, planned: PlannedPack, media: MediaCopy | None) -> StoredClips:
+        measured = [self.planned.measured(each) for each in planned.samples]
+        rendered = self.rendered(measured) if self.facts.store == "pixels" else [None] * len(measured)
         samples: list[StoredClip] = []
         for source, sample, made in zip(planned.samples, measured, rendered, strict=True):
             assert isinstance(sample.measured, MeasuredClip), "measured samples of a plan have a size"
@@ -185,7 +185,7 @@ class ClipPacker(ShardPacker):
                     key=sample.__key__,
                     dataset=source.dataset,
                     measured=sample.measured,
-                    files=self._files_of(source, sample, media) if self.facts.store == "tokens" else (),
+                    files=self.files_of(source, sample, media) if self.facts.store == "tokens" else (),
                     clip=None if made is None or isinstance(made, DroppedSample) else made.clip,
                     dropped=dropped,
                 )

@@ -84,11 +84,8 @@ def by_ours(place: Path, seq_length: int) -> dict[str, Any]:
     """Our commands, one after the other."""
     from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, RunConfig
     from energon_packing.convert import ConvertConfig, convert
-    from energon_packing.executors.choice import ExecutorConfig
-    from energon_packing.offline.bridge_parquet import pack_parquet
     from energon_packing.offline.measure import MeasureConfig, measure
-    from energon_packing.offline.pack import SHARD_PACKS
-    from energon_packing.offline.plan import Plan
+    from energon_packing.offline.pack import PackConfig, pack
     from energon_packing.offline.planner import make_plan
 
     import_module("transformers")
@@ -105,8 +102,7 @@ def by_ours(place: Path, seq_length: int) -> dict[str, Any]:
     marks.append(time.process_time())
     facts = make_plan([place / "index"], run, place / "plan.parquet")
     marks.append(time.process_time())
-    plan = Plan.open(place / "plan.parquet")
-    pack_parquet(plan, run, place / "packed", shard_packs=SHARD_PACKS, executor=ExecutorConfig(workers=0))
+    pack(PackConfig(plan=place / "plan.parquet", out=place / "packed", format="bridge-parquet", workers=0))
     marks.append(time.process_time())
     names = ("convert", "measure", "plan", "pack")
     parts = {name: round(seconds, 2) for name, seconds in zip(names, np.diff(marks).tolist(), strict=True)}

@@ -100,7 +100,11 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=COMMAND + "test_another_plan_or_other_settings_are_refused_by_name_and_nothing_changes[polylithic]",
         oracle="the files before",
         edits=(
-            ("offline/pack.py", "                if value != facts.settings[name]:\n", "                if False:\n"),
+            (
+                "offline/formats/shards.py",
+                "                if value != self.facts.settings[name]:\n",
+                "                if False:\n",
+            ),
         ),
     ),
     Mutation(
@@ -129,7 +133,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a rank reads the packs of the first one",
         test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
         oracle="one rank without workers",
-        edits=(("offline/open_loader.py", "_Positions(self._position, self._rank,", "_Positions(self._position, 0,"),),
+        edits=(("offline/open_loader.py", "_positions(self._position + self._rank,", "_positions(self._position,"),),
     ),
     Mutation(
         trap=62,
@@ -214,7 +218,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[plan.parquet]",
         oracle="the first evaluation",
-        edits=(("offline/open_loader.py", "else position % self._period", "else position"),),
+        edits=(("offline/open_loader.py", "else position % period", "else position"),),
     ),
     Mutation(
         trap=91,

@@ -17,8 +17,8 @@ from made_index import Row, drawn_rows, made_index, row
 
 from energon_packing.config import EncoderConfig, LimitsConfig, RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.conversations import Conversations
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan

@@ -8,12 +8,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import os.path
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -137,71 +136,70 @@ def read_metadata(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def text(values: Mapping[str, Any], name: str) -> str:
-    """A text.
+def _checked(values: Mapping[str, Any], name: str, good: Callable[[Any], bool], what: str) -> Any:
+    """Returns a field of a JSON file that anybody may have written, of the type that the program relies on.
 
     Raises:
         KeyError: it is missing.
         TypeError: it is something else.
-        ValueError: no file can be called so.
     """
-    found = values[name]
-    if not isinstance(found, str):
-        raise TypeError(f"{name} is {found!r:.80}, which is no text")
-    if "\0" in found:
-        raise ValueError(f"{name} is {found!r:.80}, which is no name")
-    found.encode()  # half of a character is a ValueError
-    return found
+    value = values[name]
+    if not good(value):
+        raise TypeError(f"{name} is {value!r:.80}, which is no {what}")
+    return value
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1 << 62
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_amount(value)
+
+
+def text(values: Mapping[str, Any], name: str) -> str:
+    """Returns a text; raises as `_checked`, and ValueError if no file can be called so."""
+    value: str = _checked(values, name, lambda value: isinstance(value, str), "text")
+    if "\0" in value:
+        raise ValueError(f"{name} is {value!r:.80}, which is no name")
+    value.encode()  # half of a character is a ValueError
+    return value
 
 
 def inner_path(values: Mapping[str, Any], name: str) -> str:
-    """The path of a file below a directory; raises as `text`, and ValueError if it leaves that directory."""
-    found = text(values, name)
-    if not found or os.path.isabs(found) or ".." in PurePosixPath(found).parts:
-        raise ValueError(f"{name} is {found!r:.80}, which lies in no directory of ours")
-    return found
+    """Returns the path of a file below a directory; raises as `text`, and ValueError if it leaves that directory."""
+    value = text(values, name)
+    if not value or os.path.isabs(value) or ".." in PurePosixPath(value).parts:
+        raise ValueError(f"{name} is {value!r:.80}, which lies in no directory of ours")
+    return value
 
 
 def count(values: Mapping[str, Any], name: str) -> int:
-    """A number from 0 to 2**62; raises as `text`."""
-    found = values[name]
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= 1 << 62:
-        raise TypeError(f"{name} is {found!r:.80}, which is no count")
-    return found
-
-
-def limit(values: Mapping[str, Any], name: str) -> int | float | None:
-    """A number of 0 or more, or None; raises as `text`."""
-    found = values[name]
-    if found is not None and (
-        not isinstance(found, int | float) or isinstance(found, bool) or not 0 <= found <= 1 << 62
-    ):
-        raise TypeError(f"{name} is {found!r:.80}, which is no limit")
-    return found
+    """Returns a whole number from 0 to 2**62; raises as `_checked`."""
+    return int(_checked(values, name, _is_count, "count"))
 
 
 def counts(values: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A list of such numbers; raises as `text`."""
-    found = values[name]
-    if not isinstance(found, list):
-        raise TypeError(f"{name} is {found!r:.80}, which is no list of counts")
-    return tuple(count({name: each}, name) for each in found)
+    """Returns a list of such numbers; raises as `_checked`."""
+    return tuple(
+        _checked(values, name, lambda value: isinstance(value, list) and all(map(_is_count, value)), "list of counts")
+    )
 
 
 def amount(values: Mapping[str, Any], name: str) -> float:
-    """A finite number of 0 or more; raises as `text`."""
-    found = values[name]
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
-        raise TypeError(f"{name} is {found!r:.80}, which is no amount")
-    return float(found)
+    """Returns a number of 0 or more; raises as `_checked`."""
+    return float(_checked(values, name, _is_amount, "amount"))
+
+
+def limit(values: Mapping[str, Any], name: str) -> int | float | None:
+    """Returns a number of 0 or more, or None; raises as `_checked`."""
+    value: int | float | None = _checked(values, name, lambda value: value is None or _is_amount(value), "limit")
+    return value
 
 
 def mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """An object; raises as `text`."""
-    found = values[name]
-    if not isinstance(found, dict):
-        raise TypeError(f"{name} is {found!r:.80}, which is no object")
-    return found
+    """Returns an object; raises as `_checked`."""
+    return dict(_checked(values, name, lambda value: isinstance(value, dict), "object"))
 
 
 def unwritable(path: Path, error: OSError) -> UserError:

@@ -29,7 +29,8 @@ from energon_packing.ledger import Ledger
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, shard_status
 from energon_packing.offline.order import order_again
 from energon_packing.offline.plan import Plan, PlanFacts, PlannedMedia, PlannedSample
-from energon_packing.offline.samples import Piece, Remeasured
+from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.sizes import SizedRow
 from energon_packing.offline.source import PositionedMedia, ShardIndex, SourcePart, TarFiles, inside
 from energon_packing.remote_files import shown
 from energon_packing.sample_kind import KINDS
@@ -323,7 +324,7 @@ class SampleRemeasurer:
         (index,) = [each for each in self._indexes if dataset in each.datasets][:1]
         table = index.rows(dataset, shard, ("key", "offset", "size", "media")).take(rows).to_pylist()
         number = dataset.shards.index(shard)
-        found = []
+        found: list[Remeasured] = []
         for row, values in zip(rows, table, strict=True):
             media = tuple(PlannedMedia(**each) for each in values.pop("media") or ())
             planned = PlannedSample(
@@ -333,19 +334,15 @@ class SampleRemeasurer:
             if sample.problem is not None and sample.problem.fatal is not None:
                 raise sample.problem.fatal
             if sample.split is None:
-                found.append(Remeasured(pieces=(_piece(sample),)))
-                continue
-            pieces = tuple(_piece(piece_of(sample, piece)) for piece in range(len(sample.split.pieces)))
-            found.append(Remeasured(pieces=pieces, split=True))
+                found.append({-1: _outcome(sample)})
+            else:
+                found.append({at: _outcome(piece_of(sample, at)) for at in range(len(sample.split.pieces))})
         return found
 
 
-def _piece(sample: MeasuredSample) -> Piece:
+def _outcome(sample: MeasuredSample) -> SizedRow | tuple[str, str]:
     measured: AnyMeasured | None = sample.measured
     if measured is None:
         problem = sample.problem
-        return Piece(
-            reason=problem.reason if problem else "unmeasured", detail=problem.detail if problem else "no length"
-        )
-    first, second = (*measured.segment_lengths, 0)[:2]
-    return Piece(length=first, second=second, images=measured.images, patches=measured.patches)
+        return (problem.reason, problem.detail) if problem else ("unmeasured", "no length")
+    return SizedRow(segment_lengths=measured.segment_lengths, images=measured.images, patches=measured.patches)

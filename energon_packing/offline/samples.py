@@ -11,7 +11,7 @@ Which samples of an index fit a pack, what becomes of the others, and why a samp
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -159,40 +159,13 @@ def _check_same(index: Index, first: Index) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A sample or a piece of one, as it is packed, or the reason why it is not.
-
-    Attributes:
-        length: tokens; of the chosen answer of a preference pair.
-        second: tokens of the rejected answer; 0 if it is no pair.
-        images, patches: as in the index.
-        reason, detail: why it is dropped; None if it is not.
-    """
-
-    length: int = 0
-    second: int = 0
-    images: int = 0
-    patches: int = 0
-    reason: str | None = None
-    detail: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Remeasured:
-    """What becomes of a sample under the limits of a pack.
-
-    Attributes:
-        pieces: one, or the pieces of a split sample in order.
-        split: whether they are pieces ``KEY#0``, ``KEY#1`` and so on; else there is one, of the whole sample.
-    """
-
-    pieces: tuple[Piece, ...]
-    split: bool = False
-
-
+Remeasured = Mapping[int, SizedRow | tuple[str, str]]
+"""What becomes of a sample under the limits of a pack: number of each piece of a split one (``KEY#0`` and so on), or -1
+for the whole, -> its sizes, or reason and detail if it is dropped."""
 Remeasure = Callable[[IndexedDataset, IndexedShard, list[int]], Sequence[Remeasured]]
 """Measures rows of a shard again, under the limits of the run; one result per row."""
+_Kept = tuple[int, int, SizedRow]
+"""Source, number and sizes of a piece that is packed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,21 +304,14 @@ def _why(size: SizedRow, limits: AnyLimits, config: AnyRun) -> dict[str, str]:
     return {"reason": "oversize", "detail": detail, "setting": "packing.seq_length"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _KeptPiece:
-    source: int
-    number: int
-    piece: Piece
-
-
 def _measured_again(
     sources: Sources, over: np.ndarray, remeasure: Remeasure, limits: AnyLimits, config: AnyRun
-) -> tuple[list[_KeptPiece], list[Drop]]:
+) -> tuple[list[_Kept], list[Drop]]:
     by_shard: defaultdict[int, list[int]] = defaultdict(list)
-    keys = _keys(sources, over)
+    keys, setting = _keys(sources, over), f"packing.oversize={config.packing.oversize}"
     for source in over.tolist():
         by_shard[int(np.searchsorted(sources.starts, source, side="right")) - 1].append(source)
-    kept: list[_KeptPiece] = []
+    kept: list[_Kept] = []
     dropped: list[Drop] = []
     for at, wanted in by_shard.items():
         dataset = sources.datasets[int(sources.dataset[at])]
@@ -354,41 +320,32 @@ def _measured_again(
         if len(found) != len(wanted):
             raise PackingError(f"{len(wanted)} samples of {shard.name} were measured again, but {len(found)} came back")
         for source, result in zip(wanted, found, strict=True):
-            for number, piece in enumerate(result.pieces):
-                name = f"{keys[source]}#{number}" if result.split else keys[source]
-                drop = _drop_of(source, name, piece, limits, config)
-                if drop is None:
-                    kept.append(_KeptPiece(source=source, number=_number(result, number), piece=piece))
+            for number, made in result.items():
+                name = keys[source] if number < 0 else f"{keys[source]}#{number}"
+                if isinstance(made, tuple):
+                    reason, detail = made
+                    dropped.append(Drop(source=source, key=name, reason=reason, detail=detail, setting=setting))
+                elif limits.holds(made):
+                    kept.append((source, number, made))
                 else:
-                    dropped.append(drop)
+                    dropped.append(_refusal(source, name, made, limits, config))
     return kept, dropped
 
 
-def _number(result: Remeasured, number: int) -> int:
-    if not result.split and len(result.pieces) != 1:
-        raise PackingError(f"a sample that is not split has {len(result.pieces)} pieces")
-    return number if result.split else -1
-
-
-def _drop_of(source: int, key: str, piece: Piece, limits: AnyLimits, config: AnyRun) -> Drop | None:
-    """Why a piece is dropped; None if it is packed."""
-    setting = f"packing.oversize={config.packing.oversize}"
-    if piece.reason is not None:
-        return Drop(source=source, key=key, reason=piece.reason, detail=piece.detail or "", setting=setting)
-    lengths = (piece.length, piece.second) if piece.second else (piece.length,)
-    size = SizedRow(segment_lengths=lengths, images=piece.images, patches=piece.patches)
-    return None if limits.holds(size) else _refusal(source, key, size, limits, config)
-
-
-def _joined(samples: Samples, pieces: list[_KeptPiece]) -> Samples:
+def _joined(samples: Samples, pieces: list[_Kept]) -> Samples:
     """Adds pieces, in the order of the sources."""
-    source = np.concatenate([samples.source, np.array([each.source for each in pieces], np.int64)])
-    piece = np.concatenate([samples.piece, np.array([each.number for each in pieces], np.int16)])
+    source = np.concatenate([samples.source, np.array([each for each, _, _ in pieces], np.int64)])
+    piece = np.concatenate([samples.piece, np.array([each for _, each, _ in pieces], np.int16)])
+    own = [((*size.segment_lengths, 0)[:2], size.images, size.patches) for _, _, size in pieces]
+    more = {
+        "length": [first for (first, _), _, _ in own],
+        "second": [second for (_, second), _, _ in own],
+        "images": [images for _, images, _ in own],
+        "patches": [patches for _, _, patches in own],
+    }
     columns = {
-        name: np.concatenate(
-            [own := getattr(samples.sizes, name), np.array([getattr(each.piece, name) for each in pieces], own.dtype)]
-        )
-        for name in ("length", "second", "images", "patches")
+        name: np.concatenate([before := getattr(samples.sizes, name), np.array(values, before.dtype)])
+        for name, values in more.items()
     }
     order = np.lexsort((piece, source))
     return replace(samples, source=source[order], piece=piece[order], sizes=Sizes(**columns).take(order))

@@ -33,67 +33,47 @@ from energon_packing.thd.batch import PackedBatch
 _OF_PACK = ("keys", "changed", "cost", "occupied", "dropped", "padding")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """What differs.
+def first_difference(expected: Pack, found: Pack) -> str | None:
+    """Compares two packs, pixels as the processor's numbers.
 
-    Attributes:
-        field: of the pack or its row.
-        sample: key of the sample that it belongs to; None if it belongs to the whole pack.
-        what: the values, in a few words.
+    Returns:
+        Field, sample and values of the first difference; None if they are equal.
     """
-
-    field: str
-    sample: str | None
-    what: str
-
-    def __str__(self) -> str:
-        of = f" of sample {self.sample}" if self.sample else ""
-        return f"{self.field}{of}: {self.what}"
-
-
-def first_difference(expected: Pack, found: Pack) -> Difference | None:
-    """Compares two packs, pixels as the processor's numbers; None if they are equal."""
-    for name in _OF_PACK:
-        ours, theirs = getattr(expected, name), getattr(found, name)
-        if ours != theirs:
-            return _of_values(name, ours, theirs)
-    left, right = _finished(expected.batch), _finished(found.batch)
-    for spec in dataclasses.fields(left):
-        ours, theirs = getattr(left, spec.name), getattr(right, spec.name)
-        plain = not isinstance(ours, torch.Tensor) and spec.name not in ("visual_inputs", "extra")
-        if plain and ours != theirs:
-            return _of_values(spec.name, ours, theirs)
+    left, right = (
+        batch.finished() if isinstance(batch, PackedBatch) else batch for batch in (expected.batch, found.batch)
+    )
     tensors, others = tensors_of(left), tensors_of(right)
+    plain = [
+        spec.name
+        for spec in dataclasses.fields(left)
+        if spec.name not in ("visual_inputs", "extra") and not isinstance(getattr(left, spec.name), torch.Tensor)
+    ]
+    for ours, theirs, names in ((expected, found, _OF_PACK), (left, right, plain)):
+        for name in names:
+            if getattr(ours, name) != getattr(theirs, name):
+                return f"{name}: {_of_values(getattr(ours, name), getattr(theirs, name))}"
     if tensors.keys() != others.keys():
-        name = min(tensors.keys() ^ others.keys())
-        return Difference(field=name, sample=None, what="only one of them has it")
+        return f"{min(tensors.keys() ^ others.keys())}: only one of them has it"
     for name, tensor in tensors.items():
         other = others[name]
         if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-            both = f"{other.dtype} {list(other.shape)} instead of {tensor.dtype} {list(tensor.shape)}"
-            return Difference(field=name, sample=None, what=both)
+            return f"{name}: {other.dtype} {list(other.shape)} instead of {tensor.dtype} {list(tensor.shape)}"
         if not torch.equal(tensor, other):
             return _of_tensors(name, tensor, other, left)
     return None
 
 
-def _finished(batch: AnyPack) -> AnyPack:
-    return batch.finished() if isinstance(batch, PackedBatch) else batch
-
-
-def _of_values(name: str, ours: object, theirs: object) -> Difference:
+def _of_values(ours: object, theirs: object) -> str:
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
         for at, (left, right) in enumerate(zip(ours, theirs, strict=False)):
             if left != right:
-                return Difference(field=name, sample=None, what=f"{right!r} instead of {left!r} at {at}")
-        return Difference(field=name, sample=None, what=f"{len(theirs)} values instead of {len(ours)}")
-    return Difference(field=name, sample=None, what=f"{theirs!r} instead of {ours!r}")
+                return f"{right!r} instead of {left!r} at {at}"
+        return f"{len(theirs)} values instead of {len(ours)}"
+    return f"{theirs!r} instead of {ours!r}"
 
 
-def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyPack) -> Difference:
+def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyPack) -> str:
     at = np.argwhere((ours != theirs).numpy())[0].tolist()
-    what = f"{theirs[tuple(at)].item()} instead of {ours[tuple(at)].item()} at {at}"
     _, _, visual = name.partition("visual_inputs/")
     if not isinstance(batch, PackedBatch):
         place = batch.sample_at(name, at[0])
@@ -105,7 +85,8 @@ def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyP
     else:
         place = int(np.searchsorted(batch.boundaries.numpy(), at[-1], side="right")) - 1
     keys = batch.sample_keys
-    return Difference(field=name, sample=keys[place] if 0 <= place < len(keys) else None, what=what)
+    of = f" of sample {keys[place]}" if 0 <= place < len(keys) else ""
+    return f"{name}{of}: {theirs[tuple(at)].item()} instead of {ours[tuple(at)].item()} at {at}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from energon_packing.offline import plan as plan_file
 from energon_packing.offline.index import IndexedDataset, IndexedShard
 from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.samples import Piece, Remeasured
+from energon_packing.offline.samples import Remeasured
 from energon_packing.offline.sizes import SizedRow
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.thd.visible_padding import hides_padding, visible_order
@@ -269,11 +269,9 @@ def test_samples_that_the_configuration_changes_are_measured_again_and_no_others
     def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
         asked.append((dataset.name, shard.name, rows))
         return [
-            Remeasured(
-                pieces=(Piece(length=900), Piece(reason="no_targets", detail="none"), Piece(length=4)), split=True
-            )
+            {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
             if number == 7
-            else Remeasured(pieces=(Piece(length=40, images=13),))
+            else {-1: sized(40, 0, 13)}
             for number in rows
         ]
 
@@ -297,7 +295,7 @@ def test_limits_of_the_encoder_that_shorten_samples_ask_for_measuring_too(tmp_pa
     run = from_mapping(
         RunConfig, {"packing": PACKING, "encoder": {"limits": {"max_tokens": 6000, "when_over": "truncate"}}}, where="t"
     )
-    plan = planned(tmp_path, index, run, remeasure=lambda *_: [Remeasured(pieces=(Piece(length=1000),))])
+    plan = planned(tmp_path, index, run, remeasure=lambda *_: [{-1: sized(1000, 0, 0)}])
     assert sorted(sample.length for pack in all_packs(plan) for sample in pack.samples) == [10, 1000]
     assert {sample.piece for pack in all_packs(plan) for sample in pack.samples} == {-1}
 

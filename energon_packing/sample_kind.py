@@ -32,6 +32,8 @@ class SampleKind(ABC):
         title: the name in a sentence.
         marks: subflavors by which `convert` marks its data sets.
         record_format: of `convert` and `preview`; empty if its records have layouts (`energon_packing.convert`).
+        extras: module that it may need -> the extra of pyproject.toml that brings it.
+        bridge_module: of its data set for Bridge, whose classes Bridge's YAML may name; empty if it has none.
         run_class, encoder_config: its configuration, and the class of the ``encoder`` section.
         more_columns: int32 columns that indexes and plans have besides those of conversations.
         length_free: fields of the ``encoder`` section on which neither lengths nor drops depend.
@@ -44,6 +46,8 @@ class SampleKind(ABC):
     title: ClassVar[str]
     marks: ClassVar[Mapping[str, str]]
     record_format: ClassVar[str] = ""
+    extras: ClassVar[Mapping[str, str]] = {}
+    bridge_module: ClassVar[str] = ""
     run_class: ClassVar[type[Any]]
     encoder_config: ClassVar[type[Any]]
     more_columns: ClassVar[tuple[str, ...]] = ()

@@ -456,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
 
     import energon_packing.energon.loader
-    import energon_packing.offline.open_loader
+    import energon_packing.offline.loader
 
     assert all((torch.distributed, transformers, energon_packing))
     passed = True

@@ -43,7 +43,7 @@ Examples:
   energon-packing convert dialogs.jsonl --columns messages=dialog,images=pics --roles human=person --out data
   energon-packing convert --dataset-info data/dataset_info.json --dataset alpaca_en_demo --out data
   energon-packing convert chats.jsonl --dry-run
-  energon-packing convert clips.jsonl --format text-to-video --media-root clips --out data
+  energon-packing convert clips.jsonl --format FORMAT --media-root clips --out data
 """
 
 

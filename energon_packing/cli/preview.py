@@ -34,7 +34,7 @@ Examples:
   energon-packing preview data --config run.yaml --packs 50 --html packs.html
   energon-packing preview plan.parquet --config run.yaml --pack 1200 --packs 1
   energon-packing preview data --config run.yaml --key chat-17
-  energon-packing preview data/clips --format text-to-video --config wan.yaml
+  energon-packing preview data/clips --format FORMAT --config clips.yaml
 
 Trained text is green, or in \u27e6 \u27e7 without colours. A run of media tokens is shown as token*count.
 """

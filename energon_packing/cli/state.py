@@ -59,8 +59,8 @@ def convert(
     from energon_packing.energon.loader import build_task_encoder
     from energon_packing.offline.files import replacing
     from energon_packing.offline.index import Index, kind_of
+    from energon_packing.offline.loader import plan_fingerprint, planned_state
     from energon_packing.offline.online_state import left_in_epoch, read_states
-    from energon_packing.offline.open_loader import plan_fingerprint, planned_state
     from energon_packing.offline.plan import Plan
     from energon_packing.offline.planner import make_plan
 

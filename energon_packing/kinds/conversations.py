@@ -40,6 +40,7 @@ class Conversations(SampleKind):
 
     name = title = "conversations"
     marks = SUBFLAVORS
+    bridge_module = "energon_packing.bridge.dataset"
     run_class, encoder_config = RunConfig, EncoderConfig
     length_free = (
         *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),

@@ -21,7 +21,7 @@ from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank
 from energon_packing.offline.files import no_leftovers, remove_leftovers, unwritable
-from energon_packing.offline.open_loader import check_plan
+from energon_packing.offline.loader import check_plan
 from energon_packing.offline.packed import Media, PackedFacts, Progress, Store
 from energon_packing.offline.packs import PlannedPacks
 from energon_packing.offline.plan import Plan, PlannedPack

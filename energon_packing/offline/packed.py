@@ -30,7 +30,7 @@ from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
 from energon_packing.offline.files import count, counts, differing, mapping, replacing
-from energon_packing.offline.open_loader import PlannedLoader, loader_of
+from energon_packing.offline.loader import PlannedLoader, loader_of
 from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.shards import DamagedBytes, ShardFile
@@ -341,7 +341,7 @@ def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
     Its packs, and its states, are those of the plan that was packed.
 
     Args:
-        config, arguments: of `energon_packing.offline.open_loader.loader_of`.
+        config, arguments: of `energon_packing.offline.loader.loader_of`.
 
     Raises:
         UserError: the directory is damaged or not complete.

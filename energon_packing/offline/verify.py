@@ -20,7 +20,7 @@ from energon_packing.energon.pack_bytes import AnyPack, tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
-from energon_packing.offline.open_loader import check_plan
+from energon_packing.offline.loader import check_plan
 from energon_packing.offline.pack import AT_ONCE, run_of_plan
 from energon_packing.offline.packed import Packed, Progress, ShardEntry, check_stored, media_path, shard_path
 from energon_packing.offline.packs import PlannedPacks

@@ -7,7 +7,7 @@ from mutation_table import Mutation
 COMMAND = "tests/offline/test_pack_command.py::"
 LOADER = "tests/offline/test_planned_loader.py::"
 ROWS = "tests/offline/test_stored_rows.py::test_a_row_is_read_back_bit_for_bit_and_as_part_of_a_pack"
-CLIPS = "tests/offline/test_array_limits.py::"
+CLIPS = "tests/wan/test_clip_limits.py::"
 SHARES = "tests/offline/test_blend.py::"
 EVALUATIONS = "tests/offline/test_evaluation.py::"
 BLENDS = "tests/offline/test_blend_of_a_metadataset.py::"
@@ -133,7 +133,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a rank reads the packs of the first one",
         test=LOADER + "test_any_number_of_ranks_and_workers_reads_the_same_global_packs[polylithic-2-0]",
         oracle="one rank without workers",
-        edits=(("offline/open_loader.py", "_positions(self._position + self._rank,", "_positions(self._position,"),),
+        edits=(("offline/loader.py", "_positions(self._position + self._rank,", "_positions(self._position,"),),
     ),
     Mutation(
         trap=62,
@@ -141,7 +141,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=LOADER
         + "test_a_state_of_any_rank_continues_with_other_ranks_and_workers_at_the_same_pack[polylithic-0-1-0]",
         oracle="a run that never stopped",
-        edits=(("offline/open_loader.py", "self._position += self._world_size", "self._position += 1"),),
+        edits=(("offline/loader.py", "self._position += self._world_size", "self._position += 1"),),
     ),
     Mutation(
         trap=62,
@@ -175,7 +175,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         name="a plan that holds a data set in part comes again",
         test=LOADER + "test_a_plan_that_ends_in_the_middle_of_a_data_set_ends_its_run_on_all_ranks_at_the_same_step",
         oracle="the definition: every sample before one comes again",
-        edits=(("offline/open_loader.py", "        unfinished=too_short(plan),", "        unfinished=None,"),),
+        edits=(("offline/loader.py", "        unfinished=too_short(plan),", "        unfinished=None,"),),
     ),
     Mutation(
         trap=90,
@@ -184,7 +184,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="equal numbers of packs",
         edits=(
             (
-                "offline/open_loader.py",
+                "offline/loader.py",
                 "stop = len(self._packs) - (len(self._packs) - self._position) % self._world_size",
                 "stop = len(self._packs)",
             ),
@@ -218,7 +218,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_each_evaluation_has_the_same_packs_on_any_ranks_and_workers_and_after_a_restart[plan.parquet]",
         oracle="the first evaluation",
-        edits=(("offline/open_loader.py", "else position % period", "else position"),),
+        edits=(("offline/loader.py", "else position % period", "else position"),),
     ),
     Mutation(
         trap=91,
@@ -248,7 +248,7 @@ OFFLINE_MUTATIONS: tuple[Mutation, ...] = (
         test=EVALUATIONS
         + "test_an_evaluation_with_room_for_the_whole_split_has_each_sample_once_and_then_only_padding[plan.parquet]",
         oracle="the records in the tars",
-        edits=(("offline/open_loader.py", "            packs.passes = None\n", "            pass\n"),),
+        edits=(("offline/loader.py", "            packs.passes = None\n", "            pass\n"),),
     ),
     Mutation(
         trap=92,

@@ -108,21 +108,6 @@ def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray]) -> None:
             assert abs(np.corrcoef(place, other)[0, 1]) < noise
 
 
-def test_each_pack_is_equally_likely_in_every_part_of_an_epoch() -> None:
-    costs = np.sort(np.random.default_rng(0).lognormal(0, 0.3, 640))
-    group, seeds, parts = 8, 400, 4
-    seen = np.zeros((costs.size, parts))
-    for seed in range(seeds):
-        order = balanced_order(costs, group=group, start=0, near=None, seed=[seed])
-        seen[order, np.arange(costs.size) * parts // costs.size] += 1
-    share = seen / seeds
-    # Cheap, middling and costly packs, a tenth of all at a time: each is in each quarter a quarter of the time.
-    tenths = share.reshape(10, -1, parts).mean(axis=1)
-    assert np.abs(tenths - 1 / parts).max() < 0.05
-    # A single pack: four standard deviations of a binomial.
-    assert np.abs(share - 1 / parts).max() < 4.5 * np.sqrt(0.25 * 0.75 / seeds)
-
-
 def test_every_group_is_shuffled_in_its_own_way() -> None:
     groups = balanced_order(np.arange(1024.0), group=64, start=0, near=None, seed=[0]).reshape(16, 64)
     assert len({tuple(np.argsort(group)) for group in groups}) == 16

@@ -355,9 +355,3 @@ def test_a_manifest_that_cannot_be_is_refused_by_verify_and_by_the_loader(change
     assert (done.exit_code, said in done.output) == (2, True), done.output
     with pytest.raises(UserError, match=said):
         open_loader(_on(plan_of, copied))
-
-
-def test_what_is_no_packed_directory_is_refused_by_verify(tmp_path):
-    done = invoke("verify", tmp_path)
-    assert (done.exit_code, "is not a packed directory" in done.output) == (2, True)
-    assert os.listdir(tmp_path) == []

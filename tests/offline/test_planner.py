@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -202,12 +200,6 @@ def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_
     assert len({first, made("longer", config(), more=1), made("seeded", config(plan={"seed": 1}))}) == 3
 
 
-def test_epochs_have_other_packs(index: Path, tmp_path: Path) -> None:
-    plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "epochs": 2}))
-    first, second = ({frozenset(places([pack])) for pack in packs} for packs in epochs_of(plan))
-    assert len(first & second) < 0.2 * len(first)
-
-
 def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,19 +226,6 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
         assert len(fresh._groups) <= plan_file.CACHED
     with pytest.raises(UserError, match="are not in"):
         plan.packs(0, len(plan) + 1)
-
-
-def test_a_plan_needs_no_index(tmp_path: Path) -> None:
-    index = made_index(tmp_path / "index", {"a": [drawn_rows(50)]})
-    plan = planned(tmp_path, index, config())
-    shutil.rmtree(index)
-    again = Plan.open(plan.path)
-    assert sum(len(pack.samples) for pack in all_packs(again)) == 50
-    assert all_packs(pickle.loads(pickle.dumps(again))) == all_packs(again)
-    (dataset,) = again.facts.datasets
-    assert (dataset.path, dataset.media_shards) == ("/data/a", ("media_0.tar",))
-    assert dataset.shards[0].identity["index_uuid"] == "uuid of a"
-    assert from_mapping(RunConfig, again.facts.config, where="the plan") == config()
 
 
 def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index: Path, tmp_path: Path) -> None:
@@ -359,16 +338,6 @@ def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> No
     index = made_index(tmp_path / "index", {"a": [rows]})
     with pytest.raises(UserError, match=r"150 of 400 samples would be dropped \(oversize 150; the first is a-0-250"):
         planned(tmp_path, index, config(packing={"drop_budget": 0.1}))
-
-
-@pytest.mark.parametrize("damage", [b"", b"PAR1 nothing"])
-def test_a_file_that_is_no_plan_is_named(tmp_path: Path, damage: bytes) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(UserError, match="There is no plan"):
-        Plan.open(path)
-    path.write_bytes(damage)
-    with pytest.raises(UserError, match="damaged, or not a plan"):
-        Plan.open(path)
 
 
 def test_an_index_file_is_no_plan(index: Path) -> None:

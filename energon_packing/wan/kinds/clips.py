@@ -33,6 +33,8 @@ class Clips(SampleKind):
     marks = SUBFLAVORS
     record_format = "text-to-video"
     run_class, encoder_config = TextToVideoRunConfig, TextToVideoConfig
+    extras = {"diffusers": "wan", "safetensors": "wan"}  # noqa: RUF012
+    bridge_module = "energon_packing.wan.bridge"
     more_columns = ("text_tokens",)
     length_free = _RENDERING
     by_content = ("vae", "text_encoder")

@@ -354,7 +354,7 @@ def make_plan(work: Path) -> None:
     from energon_packing.energon.loader import build_task_encoder
     from energon_packing.offline import planner
     from energon_packing.offline.measure import MeasureConfig, measure
-    from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+    from energon_packing.offline.packs import SampleRemeasurer
 
     plant()
     run = Soak(path=str(work / "data"), folder=work, workers=0).run_config()
@@ -456,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import transformers
 
     import energon_packing.energon.loader
-    import energon_packing.offline.planned_loader
+    import energon_packing.offline.loader
 
     assert all((torch.distributed, transformers, energon_packing))
     passed = True

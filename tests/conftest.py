@@ -50,7 +50,6 @@ LONGEST_FIRST = (
     "energon/test_packs_ahead.py",
     "offline/test_state_convert.py",
     "offline/test_pack_command.py",
-    "offline/test_kills.py",
     "energon/test_drop_budget_in_the_loader.py",
     "wan/test_text_to_video_loader.py",
     "wan/test_global_generators.py",

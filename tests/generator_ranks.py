@@ -86,7 +86,7 @@ def process_groups() -> Any:
 
 def dataset_of(case: dict[str, Any]) -> Any:
     from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
+    from energon_packing.wan.bridge import PackedWanDatasetConfig
 
     made: Any = {"clips": PackedWanDatasetConfig, "conversations": PackedEnergonDatasetConfig}[case["data"]]()
     made.num_workers = case["workers"]

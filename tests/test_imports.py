@@ -34,8 +34,6 @@ HEAVY = (
 
 # From the bottom. A module may import its own unit, and any unit of a lower floor; units of one floor know nothing of
 # each other. A unit is a subpackage or a module.
-# A vertical in one folder stands on two floors: what conversion and packing need of it, and its loader.
-WAN_LOADER = ("caption_encoder", "clip", "encoder", "latent_encoder", "loader", "task_encoder")
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("file_lock", "line_file", "pack_sums", "read_again", "registry"),
@@ -45,18 +43,20 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ),
     ("conversation", "packing"),
     ("config",),
-    ("drop_reasons",),
-    ("chat", "media", "ledger", "ledger_place", "wan"),
+    ("drop_reasons", "sample_kind"),
+    ("chat", "media", "ledger", "ledger_place"),
     ("families", "convert"),
     ("encoders",),
     ("energon",),
-    ("wan_loader",),
     ("demo",),
     ("validate",),
     ("offline",),
+    ("kinds",),
     ("bridge", "megatron_lm"),
     ("report",),
     ("cli",),
+    # An add-on: nothing imports it, it is found by `energon_packing.kinds`.
+    ("wan",),
 )
 # Sideways all the same, with the reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
@@ -65,8 +65,8 @@ FLOOR_OF = {unit: number for number, floor in enumerate(FLOORS) for unit in floo
 
 def unit_of(module: str) -> str:
     """``energon_packing.families.base`` -> ``families``."""
-    _, name, *rest = module.split(".")
-    return "wan_loader" if name == "wan" and rest and rest[0] in WAN_LOADER else name
+    name = module.split(".")[1]
+    return name
 
 
 def module_of(path: Path) -> str:

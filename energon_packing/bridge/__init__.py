@@ -1,6 +1,6 @@
 """Megatron-Bridge: the data set configurations, the rules, and what makes Bridge run on a CPU.
 
-``from energon_packing.bridge import PackedEnergonDatasetConfig`` (or ``PackedWanDatasetConfig``) needs Megatron-Bridge;
+``from energon_packing.bridge import PackedEnergonDatasetConfig`` needs Megatron-Bridge;
 the rules do not.
 """
 
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from energon_packing.bridge.dataset import PackedEnergonDatasetConfig as PackedEnergonDatasetConfig
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig as PackedWanDatasetConfig
 
-__all__ = ["PackedEnergonDatasetConfig", "PackedWanDatasetConfig"]
+__all__ = ["PackedEnergonDatasetConfig"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,8 +19,4 @@ def __getattr__(name: str) -> Any:
         from energon_packing.bridge.dataset import PackedEnergonDatasetConfig
 
         return PackedEnergonDatasetConfig
-    if name == "PackedWanDatasetConfig":
-        from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
-
-        return PackedWanDatasetConfig
     raise AttributeError(f"module 'energon_packing.bridge' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """`PackedEnergonDatasetConfig`: online packing of conversations as a Megatron-Bridge data set.
 
-`energon_packing.bridge.provider` holds what it shares with the data set of clips, and Bridge's contract.
+`energon_packing.bridge.provider` holds what it shares with those of other kinds of sample, and Bridge's contract.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What our Bridge data sets share: Bridge's ``DatasetProvider`` contract, which Bridge calls deprecated.
 
-Each field here and in the two classes states what Bridge reads by name from a data set, and when:
-`energon_packing.bridge.dataset` for conversations and `energon_packing.bridge.wan_dataset` for clips.
+Each field here and in its subclasses states what Bridge reads by name from a data set, and when;
+`energon_packing.bridge.dataset` is that for conversations.
 """
 
 from __future__ import annotations

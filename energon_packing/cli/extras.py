@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from energon_packing.sample_kind import all_kinds
+
 EXTRA_OF = {
     "torch": "vlm",
     "torchvision": "vlm",
@@ -22,8 +24,6 @@ EXTRA_OF = {
     "ray": "ray",
     "multistorageclient": "remote",
     "matplotlib": "figures",
-    "diffusers": "wan",
-    "safetensors": "wan",
 }
 """Module -> the first extra of pyproject.toml that brings it; the others need what that one needs."""
 
@@ -38,7 +38,8 @@ def missing_extra(error: ModuleNotFoundError, command: str, extras: Sequence[str
     """
     parts = (error.name or "").split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-    extra = next((EXTRA_OF[name] for name in names if name in EXTRA_OF), None)
+    known = {**EXTRA_OF, **{module: extra for kind in all_kinds() for module, extra in kind.extras.items()}}
+    extra = next((known[name] for name in names if name in known), None)
     if extra is None:
         return None
     wanted = ",".join(sorted({extra, *extras}))

@@ -60,10 +60,9 @@ def measure(
     """
     from energon_packing.cli.stats_tables import print_warnings
     from energon_packing.offline.index import frequent_drops, pair_counts
-    from energon_packing.offline.kinds import KINDS
     from energon_packing.offline.measure import MeasureConfig
     from energon_packing.offline.measure import measure as run_measure
-    from energon_packing.offline.source_part import kind_of_data
+    from energon_packing.offline.source import kind_of_data
 
     asked = MeasureConfig(
         paths=datasets,
@@ -75,7 +74,9 @@ def measure(
         rank=rank,
         world_size=world_size,
     )
-    run = KINDS[kind_of_data(datasets[0], split)].load_run(config)
+    from energon_packing.sample_kind import KINDS
+
+    run = KINDS.find(kind_of_data(datasets[0], split)).load_run(config)
     with ShownProgress(Console(stderr=True), {"measure": "measuring"}, quiet=as_json) as shown:
         report = run_measure(asked, run, shown)
     datasets_of = () if report.index is None else report.index.datasets

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,10 +13,6 @@ from rich.console import Console
 from energon_packing.cli.counted import counted
 from energon_packing.cli.executor_options import executor_options
 from energon_packing.cli.progress import ShownProgress
-from energon_packing.errors import UserError
-
-if TYPE_CHECKING:
-    from energon_packing.offline.pack import PackConfig
 
 _EXAMPLES = """\b
 Examples:
@@ -53,7 +48,7 @@ Examples:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["shards", "bridge-parquet"]),
+    metavar="FORMAT",
     default="shards",
     show_default=True,
     help="Our shards; or, for text, the Parquet files of Bridge's own packed data sets.",
@@ -73,12 +68,17 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     from energon_packing.offline.pack import PackConfig
     from energon_packing.offline.pack import pack as run_pack
 
-    config = PackConfig(plan=plan, out=out, **given)
-    if form == "bridge-parquet":
-        _pack_parquet(config, as_json)
-        return
+    config = PackConfig(plan=plan, out=out, format=form, **given)
     with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
         report = run_pack(config, shown)
+    counts = {name: getattr(report, name) for name in ("packed", "reused", "missing")}
+    if report.facts is None:
+        if as_json:
+            click.echo(json.dumps({"out": str(out), "packs": report.packs, **counts}))
+            return
+        click.echo(f"{out}: {counted(report.packs, 'pack')} in the form {form}")
+        click.echo("files written: {packed:,}, there before: {reused:,}, missing: {missing:,}".format(**counts))
+        return
     shards = report.facts.shards
     drops: Counter[str] = Counter()
     for shard in shards:
@@ -89,7 +89,7 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
         "store": report.facts.store,
         "media": report.facts.media,
         "packs": report.facts.packs,
-        "shards": {"packed": report.packed, "reused": report.reused, "missing": report.missing},
+        "shards": counts,
         "samples": sum(shard.samples for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
         "media_bytes": sum(shard.media_bytes for shard in shards),
@@ -107,28 +107,3 @@ def pack(plan: Path, out: Path, form: str, as_json: bool, **given: Any) -> None:
     click.echo(f"shards packed: {report.packed:,}, there before: {report.reused:,}")
     if report.missing:
         click.echo(f"shards that other ranks have not packed yet: {report.missing:,}; the last rank completes {out}")
-
-
-def _pack_parquet(config: PackConfig, as_json: bool) -> None:
-    from energon_packing.offline.bridge_parquet import pack_parquet
-    from energon_packing.offline.pack import run_of_plan
-    from energon_packing.offline.plan import Plan
-
-    if (config.store, config.media) != ("tokens", "reference"):
-        raise UserError("--format bridge-parquet holds text only; leave --store and --media out.")
-    plan = Plan.open(config.plan)
-    with ShownProgress(Console(stderr=True), {"pack": "packing"}, quiet=as_json) as shown:
-        report = pack_parquet(
-            plan,
-            run_of_plan(plan),
-            config.out,
-            shard_packs=config.shard_packs,
-            executor=config.executor_config(),
-            share=(config.rank, config.world_size),
-            progress=shown,
-        )
-    if as_json:
-        click.echo(json.dumps({"out": str(config.out), **dataclasses.asdict(report)}))
-        return
-    click.echo(f"{config.out}: {counted(report.packs, 'pack')} in Bridge's form")
-    click.echo(f"files written: {report.packed:,}, there before: {report.reused:,}, missing: {report.missing:,}")

@@ -13,9 +13,9 @@ import click
 from energon_packing.errors import UserError
 
 if TYPE_CHECKING:
-    from energon_packing.offline.array_limits import AnyLimits
-    from energon_packing.offline.remeasured import Remeasure
-    from energon_packing.offline.sample_kind import AnyRun
+    from energon_packing.offline.samples import Remeasure
+    from energon_packing.offline.sizes import AnyLimits
+    from energon_packing.sample_kind import AnyRun
 
 _EXAMPLES = """
 Examples:
@@ -91,9 +91,9 @@ def plan(
 def run_of_indexes(directories: Sequence[Path], path: str | None, overrides: Iterable[str]) -> Any:
     """The configuration of a plan of these indexes, whose samples say how it is to be read."""
     from energon_packing.offline.index import Index, kind_of
-    from energon_packing.offline.kinds import KINDS
+    from energon_packing.sample_kind import KINDS
 
-    return KINDS[kind_of(Index.open(directories[0]).datasets)].load_run(path, overrides)
+    return KINDS.find(kind_of(Index.open(directories[0]).datasets)).load_run(path, overrides)
 
 
 def encoder_parts(config: AnyRun, directories: tuple[Path, ...]) -> tuple[AnyLimits | None, Remeasure]:
@@ -102,13 +102,13 @@ def encoder_parts(config: AnyRun, directories: tuple[Path, ...]) -> tuple[AnyLim
 
     @functools.cache
     def encoder() -> Any:
-        from energon_packing.offline.kinds import kind_of_config
+        from energon_packing.sample_kind import kind_of_config
 
         return kind_of_config(config).task_encoder(config)
 
     @functools.cache
     def remeasurer() -> Remeasure:
-        from energon_packing.offline.sample_remeasurer import SampleRemeasurer
+        from energon_packing.offline.packs import SampleRemeasurer
 
         return SampleRemeasurer(encoder(), directories)
 
@@ -117,8 +117,8 @@ def encoder_parts(config: AnyRun, directories: tuple[Path, ...]) -> tuple[AnyLim
 
 
 def _difference(given: tuple[Path, ...]) -> dict[str, Any]:
+    from energon_packing.offline.explain import changes
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.plan_changes import changes
 
     if len(given) != 2:
         raise UserError(f"--diff compares two plans, but {len(given)} are given.")
@@ -126,8 +126,8 @@ def _difference(given: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _explanation(given: tuple[Path, ...], key: str) -> dict[str, Any]:
+    from energon_packing.offline.explain import explanation
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.plan_explanation import explanation
 
     if len(given) != 1:
         raise UserError(f"--explain reads one plan, but {len(given)} are given.")

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packing.cli.counted import counted
-from energon_packing.cli.preview_clips import preview_clips
 from energon_packing.cli.progress import ShownProgress
 from energon_packing.config import load_config
 from energon_packing.errors import UserError
 from energon_packing.report.excerpt import Piece, excerpt, visible
+from energon_packing.sample_kind import all_kinds, kind_of_format
 
 _STAGES = {"skipped": "packs before", "packs": "packs"}
 _UNITS = {"skipped": "packs", "packs": "packs"}
@@ -34,7 +34,7 @@ Examples:
   energon-packing preview data --config run.yaml --packs 50 --html packs.html
   energon-packing preview plan.parquet --config run.yaml --pack 1200 --packs 1
   energon-packing preview data --config run.yaml --key chat-17
-  energon-packing preview data/clips --format text-to-video --config wan.yaml
+  energon-packing preview data/clips --format FORMAT --config clips.yaml
 
 Trained text is green, or in \u27e6 \u27e7 without colours. A run of media tokens is shown as token*count.
 """
@@ -49,7 +49,7 @@ Trained text is green, or in \u27e6 \u27e7 without colours. A run of media token
     "kind",
     default="conversations",
     show_default=True,
-    type=click.Choice(["conversations", "text-to-video"]),
+    type=click.Choice(["conversations", *(kind.record_format for kind in all_kinds() if kind.record_format)]),
     help="What the data set contains.",
 )
 @click.option("--packs", default=2, show_default=True, type=click.IntRange(min=1), help="Packs to build.")
@@ -76,10 +76,10 @@ def preview(
 
     DATASET is an Energon data set, a plan, or a directory that `energon-packing pack` wrote.
     """
-    if kind == "text-to-video":
+    if (other := kind_of_format(kind)) is not None:
         if html is not None or key is not None or first:
-            raise UserError("--html, --key and --pack are for conversations; leave them out with text-to-video.")
-        preview_clips(dataset, config_path, overrides, packs, as_json)
+            raise UserError(f"--html, --key and --pack are for conversations; leave them out with {kind}.")
+        other.preview(dataset, config_path, overrides, packs, as_json)
         return
     config = load_config(config_path, overrides)
     # Read in this process, and no further than asked: a preview should start no workers.

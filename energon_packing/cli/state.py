@@ -57,17 +57,17 @@ def convert(
 
     from energon_packing.cli.plan import encoder_parts, print_summary
     from energon_packing.energon.loader import build_task_encoder
+    from energon_packing.offline.files import replacing
     from energon_packing.offline.index import Index, kind_of
+    from energon_packing.offline.loader import plan_fingerprint, planned_state
     from energon_packing.offline.online_state import left_in_epoch, read_states
-    from energon_packing.offline.parquet import replacing
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.planned_loader import plan_fingerprint, planned_state
     from energon_packing.offline.planner import make_plan
 
     if states_out is not None:
         _check_states_out(states_out / FILE, states, force)
-    if kind_of(Index.open(index).datasets) != "conversations":
-        raise UserError(f"{index} is an index of clips; only the state of a run on conversations can be converted.")
+    if (kind := kind_of(Index.open(index).datasets)) != "conversations":
+        raise UserError(f"{index} is an index of {kind}; only the state of a run on conversations can be converted.")
     config = load_config(config_path, overrides)
     left = left_in_epoch(read_states(states), config)
     limits, remeasure = encoder_parts(config, (index,))

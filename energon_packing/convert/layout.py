@@ -41,9 +41,6 @@ from energon_packing.convert.config import Layout
 from energon_packing.convert.layouts.layout import SUBFLAVORS
 from energon_packing.errors import UserError
 
-TEXT_TO_VIDEO_SUBFLAVORS = {"energon_packing": "text-to-video-v1"}
-"""The mark of text-to-video samples, which no conversation cooker takes."""
-
 MEDIA_AUX = "media"
 """Name of the auxiliary data set that a cooker of a polylithic data set receives as keyword argument."""
 

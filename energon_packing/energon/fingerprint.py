@@ -25,7 +25,7 @@ FREE = frozenset(
         "encoder.trust_remote_code",
         # Where the same decoders run.
         "encoder.decode_in_child",
-        # The devices of the models of text to video.
+        # The devices of models that render.
         "encoder.device",
     }
 )

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from energon_packing.sample_kind import all_kinds
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.pixels import PIXELS, forms_of
-from energon_packing.wan.pack import WanPack
 
-AnyPack = PackedBatch | WanPack
-_CLASSES: dict[str, Any] = {kind.__name__: kind for kind in (PackedBatch, WanPack)}
+AnyPack = Any
+"""The `SampleKind.batch_class` of some kind."""
 
 _ALIGNMENT = 64
 _MAPPINGS = ("visual_inputs", "extra")
@@ -76,7 +76,7 @@ def pack_from_bytes(buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()) ->
     length = int.from_bytes(bytes(buffer[:8].tolist()), "little")
     header = json.loads(bytes(buffer[8 : 8 + length].numpy()))
     start = _aligned(8 + length)
-    kind = _CLASSES[header["class"]]
+    (kind,) = {own.batch_class for own in all_kinds() if own.batch_class.__name__ == header["class"]}
     fields: dict[str, Any] = {
         name: tuple(value) if name in _FOREIGN else _tuples(value) for name, value in header["plain"].items()
     }

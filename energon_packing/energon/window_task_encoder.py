@@ -1,4 +1,4 @@
-"""What the packing encoders of conversations and clips share: the window that selects, its ledger, its batches."""
+"""What the packing encoders of all kinds of sample share: the window that selects, its ledger, its batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 from megatron.energon import TaskEncoder, WorkerConfig, stateless
 
-from energon_packing.config import PackingConfig
 from energon_packing.conversation import Media
 from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
@@ -25,9 +24,6 @@ from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.wan.config import TextToVideoPackingConfig
-from energon_packing.wan.limits import ClipLimits
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -44,8 +40,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
-    packing: PackingConfig | TextToVideoPackingConfig
-    limits: PackLimits | ClipLimits
+    packing: Any
+    limits: Any
     accept_changed: tuple[str, ...] = ()
     tells_end: bool = False
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]

@@ -28,10 +28,9 @@ from energon_packing.energon.samples import MeasuredSample, Pack, account_for, d
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.ledger_place import LedgerLock
-from energon_packing.offline.kinds import kind_of_config
-from energon_packing.offline.planned_loader import PlannedLoader
-from energon_packing.offline.positioned_packs import PositionedPacks
-from energon_packing.offline.sample_kind import AnyRun
+from energon_packing.offline.loader import PlannedLoader
+from energon_packing.offline.packs import PositionedPacks
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
 _SHARED: ContextVar[list[list[Any]] | None] = ContextVar("shared", default=None)
 
@@ -184,7 +183,7 @@ def evaluation_loader(
         packs: of one evaluation, over all ranks.
         rank, world_size, split, workers, prefetch, task_encoder, data_parallel_group, agree: as for
             `energon_packing.energon.loader.build_loader`.
-        models: ``latent_encoder`` and ``caption_encoder`` of `energon_packing.wan.loader.build_text_to_video_loader`.
+        models: of `SampleKind.task_encoder`.
 
     Raises:
         UserError: there is no data set at ``data.path``, it lacks the split, or no sample of it can be packed.

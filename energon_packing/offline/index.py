@@ -17,31 +17,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
-from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
-from energon_packing.offline.parquet import read_metadata, replacing
+from energon_packing.offline.files import amount, count, inner_path, mapping, read_metadata, replacing, text
 from energon_packing.remote_files import check_local, remote_address, status
+from energon_packing.sample_kind import KINDS, kind_of_subflavors
 
-Kind = Literal["conversations", "clips"]
-"""What the samples of a data set are."""
-MARKS: Mapping[Kind, Mapping[str, str]] = {"conversations": SUBFLAVORS, "clips": TEXT_TO_VIDEO_SUBFLAVORS}
-"""The subflavors by which `convert` marks each kind."""
 FORMAT = 2
 """2 counts turns, images, videos, frames and pixels too."""
 MODALITIES = ("text", "image", "video", "image and video")
-LENGTH_FREE = (
-    *("pixels", "jpeg_scaled_decoding", "decode_seconds", "decode_in_child"),
-    *("loss_weighting", "loss_scale", "position_ids", "tokens_per_second"),
-)
-"""Fields of `EncoderConfig` on which neither lengths nor drops depend. All others must be as they were measured."""
+DEFAULT_KIND = "conversations"
+"""Of data sets that `convert` marked as none."""
 INDEX_FILE = "index.json"
 MEDIA = pa.list_(
     pa.struct(
@@ -76,13 +68,8 @@ SCHEMA = pa.schema(
 """Columns of a shard's file. A dropped sample has a length of 0, or its length if that is why it is dropped, and the
 turns, images and videos of its record.
 
-Of a clip, ``length`` and ``targets`` are its latent patches.
+Other kinds of sample have further columns (`schema_of`); their ``length`` counts what their rows are made of.
 """
-TEXT_TOKENS = pa.field("text_tokens", pa.int32())  # rows that a clip has among the keys, without alignment
-CLIP_SCHEMA = SCHEMA.append(TEXT_TOKENS)
-"""Columns of a shard's file of clips."""
-
-
 SHARD_COUNTS = ("samples", "dropped", "tokens", "pairs", "unwanted")
 """The fields of `IndexedShard` that are counts."""
 
@@ -171,27 +158,25 @@ def pair_counts(datasets: Iterable[IndexedDataset]) -> PairCounts:
     )
 
 
-def kind_of(datasets: Iterable[IndexedDataset]) -> Kind:
-    """What the samples of these data sets are.
+def schema_of(schema: pa.Schema, kind: str) -> pa.Schema:
+    """Returns the columns of an index or a plan of some kind of sample; see `SampleKind.more_columns`."""
+    return pa.schema([*schema, *(pa.field(name, pa.int32()) for name in KINDS.find(kind).more_columns)])
+
+
+def kind_of(datasets: Iterable[IndexedDataset]) -> str:
+    """Returns the kind of the samples of these data sets, a name in `KINDS`.
 
     Raises:
-        UserError: some are conversations and some are clips.
+        UserError: they are of several kinds.
     """
-    found: dict[Kind, IndexedDataset] = {}
+    paths: dict[str, str] = {}
     for each in datasets:
-        found.setdefault(kind_of_subflavors(each.subflavors) or "conversations", each)
-    if len(found) > 1:
-        clips, conversations = found["clips"].path, found["conversations"].path
-        raise UserError(f"{clips} holds clips and {conversations} conversations; make an index and a plan of each.")
-    return next(iter(found), "conversations")
-
-
-def kind_of_subflavors(subflavors: Mapping[str, Any]) -> Kind | None:
-    """What `convert` marked as such; None if it marked neither."""
-    for kind, marks in MARKS.items():
-        if all(subflavors.get(name) == value for name, value in marks.items()):
-            return kind
-    return None
+        kind = kind_of_subflavors(each.subflavors)
+        paths.setdefault(DEFAULT_KIND if kind is None else kind.name, each.path)
+    if len(paths) > 1:
+        (kind_a, path_a), (kind_b, path_b) = sorted(paths.items())[:2]
+        raise UserError(f"{path_a} holds {kind_a} and {path_b} {kind_b}; make an index and a plan of each.")
+    return next(iter(paths), DEFAULT_KIND)
 
 
 def _shard(values: Mapping[str, Any]) -> IndexedShard:

@@ -22,7 +22,7 @@ from energon_packing.energon.loader import STATE_FORMAT, build_dataset, build_ta
 from energon_packing.energon.reader_shares import dealt_identity
 from energon_packing.energon.state_file import read_state
 from energon_packing.errors import ConfigError, UserError
-from energon_packing.offline.rest_of_epoch import ALL, Left
+from energon_packing.offline.planner import ALL, Left
 
 _FREE_OF_PIECES = frozenset(
     (

@@ -13,28 +13,25 @@ from typing import Any
 
 from energon_packing import __version__
 from energon_packing.energon.data_identity import told_identity
-from energon_packing.energon.loader import build_loader, identity_of
+from energon_packing.energon.loader import identity_of
 from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.replica import Facts, Replica
 from energon_packing.errors import UserError
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan
-from energon_packing.offline.sample_kind import AnyRun
-from energon_packing.wan.config import TextToVideoRunConfig
-from energon_packing.wan.loader import build_text_to_video_loader
+from energon_packing.offline.plan import Plan
+from energon_packing.sample_kind import AnyRun, kind_of_config
 
 
 def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: Any) -> LoaderBase:
     """The loader of a data set, a plan or a packed directory, by ``data.path``.
 
     Args:
-        config: of the run; a `TextToVideoRunConfig` for clips.
+        config: of the run, of any kind of sample.
         evaluation: packs of one evaluation, over all ranks: the loader then gives the same ones at each evaluation,
             whatever the ranks, and packs without samples where there are fewer; see
-            `energon_packing.offline.planned_loader.PlannedLoader`. None is a training's.
-        arguments: of `energon_packing.energon.loader.build_loader`, or of
-            `energon_packing.wan.loader.build_text_to_video_loader`; of a plan, those of
-            `energon_packing.offline.planned_loader.loader_of`; of an evaluation on a data set, those of
-            `energon_packing.offline.evaluation.evaluation_loader`.
+            `energon_packing.offline.loader.PlannedLoader`. None is a training's.
+        arguments: of `SampleKind.build_loader`; of a plan, those of `loader_of`; of an evaluation on a data set,
+            those of `energon_packing.offline.evaluation.evaluation_loader`.
 
     Raises:
         UserError: nothing is there, or it cannot be read.
@@ -50,16 +47,15 @@ def open_loader(config: AnyRun, *, evaluation: int | None = None, **arguments: A
 
             return evaluation_loader(config, evaluation, **arguments)
     if is_plan(config.data.path):
-        from energon_packing.offline.planned_loader import planned_loader
+        from energon_packing.offline.loader import planned_loader
 
         return planned_loader(config, **arguments)
     if is_packed(config.data.path):
-        from energon_packing.offline.packed_loader import packed_loader
+        from energon_packing.offline.packed import packed_loader
 
         return packed_loader(config, **arguments)
-    if isinstance(config, TextToVideoRunConfig):
-        return build_text_to_video_loader(config, **arguments)
-    return build_loader(config, **arguments)
+    loader: LoaderBase = kind_of_config(config).build_loader(config, **arguments)
+    return loader
 
 
 def open_together(
@@ -146,9 +142,8 @@ def refuse_short_plan(path: str, state: Any, packs: int) -> None:
     position = source.get("position") if isinstance(source, dict) else None
     if not isinstance(position, int):
         return
+    from energon_packing.offline.loader import too_short
     from energon_packing.offline.packed import Packed
-    from energon_packing.offline.plan import Plan
-    from energon_packing.offline.planned_loader import too_short
 
     plan = Plan.open(path) if is_plan(path) else Packed.open(path).plan
     if (why := too_short(plan, position + packs)) is not None:

@@ -4,27 +4,38 @@
 
     DIR/packed.json         what is stored, and every shard with its checksum
     DIR/plan.parquet        the plan, byte for byte, with its drops beside it
-    DIR/shard-00000.bin     packs, see `energon_packing.offline.shard_file`
+    DIR/shard-00000.bin     packs, see `energon_packing.offline.shards`
     DIR/media-00000.bin     compressed images and videos of that shard, if they were copied
     DIR/drops.jsonl         samples that could not be decoded, if pixels are stored
 
 Nothing in the files depends on when, where or by how many processes they were written.
+
+The packs of a packed directory, read at their positions.
+
+Opens a packed directory as a loader.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from energon_packing.errors import UserError
-from energon_packing.offline.checked_fields import count, counts, mapping
+import numpy as np
+
+from energon_packing.energon.samples import Pack
+from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.offline.data_paths import PACKED_FILE
-from energon_packing.offline.parquet import replacing
+from energon_packing.offline.files import count, counts, differing, mapping, replacing
+from energon_packing.offline.loader import PlannedLoader, loader_of
+from energon_packing.offline.packs import Passes, PositionedPacks
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.sample_kind import SampleKind
+from energon_packing.offline.shards import DamagedBytes, ShardFile
+from energon_packing.offline.source import PositionedMedia, ShardIndex, TarFiles, inside
+from energon_packing.sample_kind import KINDS, AnyRun, SampleKind
 
 FORMAT = 1
 PLAN_FILE = "plan.parquet"
@@ -212,3 +223,148 @@ def media_path(directory: Path, number: int) -> Path:
 def stored_fingerprint(kind: SampleKind, encoder: Any, store: Store) -> dict[str, str]:
     """What the stored packs depend on, by name: all that a state depends on, but for what the loader still decides."""
     return kind.stored_settings(encoder.encoder.fingerprint(), store)
+
+
+MOST_SHARDS = 64
+"""Open shards of one process."""
+
+
+class StoredPacks[Record](PositionedPacks):
+    """The packs of a packed directory; a subclass makes them from what is stored.
+
+    Args:
+        packed: the directory.
+        encoder: renders and assembles, as online.
+        rank: names the ledger's files.
+
+    Attributes:
+        record: what a pack is stored as.
+    """
+
+    record: type[Any]
+
+    def __init__(self, packed: Packed, encoder: Any, *, rank: int = 0) -> None:
+        super().__init__(encoder, rank=rank, passes=Passes(packed.plan.facts))
+        self._packed = packed
+        self._firsts = np.asarray(packed.facts.firsts)
+        self._shards: OrderedDict[int, ShardFile] = OrderedDict()
+        self._files = TarFiles()
+        self._compared: set[int] = set()
+
+    def __len__(self) -> int:
+        return self._packed.facts.packs
+
+    def __getitem__(self, position: int) -> Pack:
+        try:
+            return super().__getitem__(position)
+        except PackingError as error:
+            number = self.number(position) or 0
+            path = shard_path(self._packed.directory, self._shard_of(number))
+            raise PackingError(
+                f"pack {number} in {path} cannot be assembled: {error}. If 'energon-packing verify' calls the shard "
+                "damaged, delete it and pack again."
+            ) from error
+
+    def _shard_of(self, number: int) -> int:
+        return int(np.searchsorted(self._firsts, number, side="right")) - 1
+
+    def _open(self) -> None:
+        self._shards, self._files, self._compared = OrderedDict(), TarFiles(), set()
+
+    def stored(self, number: int) -> Record:
+        """The pack with this number, as it is stored.
+
+        Raises:
+            UserError: its shard is missing, damaged, or of another packing.
+        """
+        at = self._shard_of(number)
+        shard = self._shard(at)
+        try:
+            record: Record = self.record.from_bytes(shard.record(number - int(self._firsts[at])))
+            return record
+        except DamagedBytes as error:
+            raise UserError(
+                f"pack {number} in {shard.path} is damaged: {error}; run 'energon-packing verify', delete what "
+                "it names and pack again"
+            ) from error
+
+    def _shard(self, number: int) -> ShardFile:
+        shard = self._shards.get(number)
+        if shard is None:
+            shard = self._shards[number] = ShardFile(shard_path(self._packed.directory, number))
+            entry = self._packed.facts.shards[number]
+            if (shard.checksum, shard.bytes, shard.packs) != (entry.checksum, entry.bytes, entry.packs):
+                raise UserError(
+                    f"{shard.path} is not the shard that was packed; delete it and run 'energon-packing pack' again"
+                )
+            if len(self._shards) > MOST_SHARDS:
+                self._shards.popitem(last=False)[1].close()
+        else:
+            self._shards.move_to_end(number)
+        return shard
+
+    def _assembled(self, samples: Sequence[Any]) -> Pack:
+        """The pack of samples in the order of the plan, arranged and assembled as online."""
+        pack: Pack = self._encoder.pack_selected_samples([samples[at] for at in self._encoder.arrange(samples)])
+        return pack
+
+    def _media(self, sample: Any, number: int) -> PositionedMedia:
+        dataset = self._packed.plan.facts.datasets[sample.dataset]
+        root = Path(dataset.media_root)
+        copied = media_path(self._packed.directory, self._shard_of(number))
+        if any(file.shard >= 0 for file in sample.files) and sample.dataset not in self._compared:
+            if ShardIndex.uuid_of(root) != self._packed.facts.media_uuids[sample.dataset]:
+                raise UserError(
+                    f"{root} changed since {self._packed.directory} was packed with --media reference (it has another "
+                    "index); bring it back as it was, or measure, plan and pack again"
+                )
+            self._compared.add(sample.dataset)
+        return PositionedMedia(
+            self._files,
+            {
+                file.name: (
+                    copied if file.shard < 0 else inside(root, dataset.media_shards[file.shard]),
+                    file.offset,
+                    file.size,
+                )
+                for file in sample.files
+            },
+        )
+
+    def _subflavors(self, dataset: int) -> dict[str, Any]:
+        return dict(self._packed.plan.facts.datasets[dataset].subflavors)
+
+
+def packed_loader(config: AnyRun, **arguments: Any) -> PlannedLoader:
+    """Builds the loader of the packed directory at ``data.path``.
+
+    Its packs, and its states, are those of the plan that was packed.
+
+    Args:
+        config, arguments: of `energon_packing.offline.loader.loader_of`.
+
+    Raises:
+        UserError: the directory is damaged or not complete.
+        ConfigError: the run has another encoder, row or alignment than the plan, or does not pack.
+    """
+    packed = Packed.open(config.data.path)
+
+    def packs_of(encoder: Any, rank: int) -> PositionedPacks:
+        check_stored(packed, encoder)
+        return KINDS.find(packed.plan.facts.kind).stored_packs(packed, encoder, rank=rank)
+
+    return loader_of(packed.plan, packs_of, config, **arguments)
+
+
+def check_stored(packed: Packed, encoder: Any) -> None:
+    """Compares what was stored with what the run would make.
+
+    Raises:
+        ConfigError: a setting of the encoder differs that a plan leaves open, but stored packs do not.
+    """
+    stored = stored_fingerprint(KINDS.find(packed.plan.facts.kind), encoder, packed.facts.store)
+    for name, before, own in differing(packed.facts.encoder, stored):
+        raise ConfigError(
+            f"{packed.directory} was packed with {name}={before}, but this run has {own}; restore the setting, or plan "
+            "and pack again."
+        )

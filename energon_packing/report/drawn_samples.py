@@ -13,8 +13,8 @@ from energon_packing.convert.report import counted_pairs
 from energon_packing.drop_reasons import FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import dropped_row, modality_of
-from energon_packing.offline.measuring import ShardMeasurer
-from energon_packing.offline.source_part import source_parts
+from energon_packing.offline.measure import ShardMeasurer
+from energon_packing.offline.source import source_parts
 from energon_packing.report.stats_samples import COLUMNS, StatsSamples, dataset_names
 
 Progress = Callable[[str, int, int], None]

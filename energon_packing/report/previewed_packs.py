@@ -19,10 +19,10 @@ from energon_packing.errors import UserError
 from energon_packing.ledger_place import without_ledger
 from energon_packing.offline.data_paths import is_packed, is_plan
 from energon_packing.offline.index import pair_counts
+from energon_packing.offline.loader import PlannedLoader
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.packed import Packed
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.report.drawn_pack import drawn_pack, source_names
 from energon_packing.report.preview import describe
 from energon_packing.report.preview_page import text_per_sample
@@ -178,7 +178,7 @@ def _started(loader: Any, first: int) -> int:
 
 
 def _planned(config: RunConfig, loader: Any, wanted: Wanted) -> Iterator[tuple[Pack, tuple[str, ...]]]:
-    from energon_packing.offline.plan_explanation import explanation
+    from energon_packing.offline.explain import explanation
 
     plan = Plan.open(config.data.path)
     if wanted.first >= len(plan):

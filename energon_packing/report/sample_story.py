@@ -19,10 +19,16 @@ from energon_packing.energon.samples import MeasuredSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger_report import standing_lines
-from energon_packing.offline.kinds import KINDS
-from energon_packing.offline.shard_index import Position, ShardIndex
-from energon_packing.offline.source_part import IndexedMedia, PositionedMedia, SourcePart, source_parts
-from energon_packing.offline.tar_files import TarFiles
+from energon_packing.offline.source import (
+    IndexedMedia,
+    Position,
+    PositionedMedia,
+    ShardIndex,
+    SourcePart,
+    TarFiles,
+    source_parts,
+)
+from energon_packing.sample_kind import KINDS
 
 WARNINGS_FILE = "warnings.jsonl"
 SPLITS = ("train", "val", "test")
@@ -93,8 +99,8 @@ def story_in_plan(key: str, path: Path) -> list[Event]:
     Raises:
         UserError: the plan cannot be read, or does not know the key.
     """
+    from energon_packing.offline.explain import explanation
     from energon_packing.offline.plan import Plan
-    from energon_packing.offline.plan_explanation import explanation
 
     found = explanation(Plan.open(path), key)
     events = []
@@ -222,7 +228,7 @@ def _rendered(
 ) -> Event:
     """Decodes the media of the sample, as the loader would once it is in a pack."""
     assert found.measured is not None
-    names = list(dict.fromkeys(KINDS["conversations"].media_names(found.measured)))
+    names = list(dict.fromkeys(KINDS.find("conversations").media_names(found.measured)))
     places: dict[str, tuple[Path, int, int]] = {}
     for name in names:
         position = media.position(key + name if name.startswith(".") else name)

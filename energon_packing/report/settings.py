@@ -149,7 +149,7 @@ def markdown() -> str:
 
 _HEAD = """# Settings
 
-Every setting of a configuration file for conversations; [text to video](wan.md) has settings of its own.
+Every setting of a configuration file for conversations; other kinds of sample have settings of their own.
 `python scripts/manual.py write` makes this page of the classes of `energon_packing/config/`; a test keeps it in step.
 
 * `energon-packing init DATASET --processor NAME` writes a file with comments, `energon-packing validate FILE` judges

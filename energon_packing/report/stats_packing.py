@@ -11,9 +11,9 @@ import numpy as np
 from energon_packing.config import RunConfig
 from energon_packing.drop_budget import unwished
 from energon_packing.errors import ConfigError
-from energon_packing.offline import array_limits
-from energon_packing.offline.array_limits import Sizes
-from energon_packing.offline.conversations import row_limits
+from energon_packing.kinds.conversations import row_limits
+from energon_packing.offline import sizes as array_limits
+from energon_packing.offline.sizes import Sizes
 from energon_packing.packing.balance import simulate_steps
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.packing.whole_list import pack_lengths_flat

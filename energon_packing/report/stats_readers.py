@@ -11,7 +11,7 @@ import numpy as np
 from energon_packing.config import RunConfig
 from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.reader_shares import dealt_shares
-from energon_packing.offline.source_part import source_parts
+from energon_packing.offline.source import source_parts
 from energon_packing.report.stats_samples import StatsSamples
 
 

@@ -15,8 +15,8 @@ from energon_packing.convert.layout import TEXT_DIRECTORY
 from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.index import Index, frequent_drops, kind_of, pair_counts
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import read_drops
+from energon_packing.offline.plan import Plan, read_drops
+from energon_packing.sample_kind import KINDS
 
 COLUMNS = ("length", "second", "targets", "images", "patches", "turns", "stills", "videos", "frames", "pixels")
 """Columns of an index that statistics read."""
@@ -35,8 +35,8 @@ class StatsSamples:
         datasets: names of the data sets.
         dataset: ``[N]`` int64, the data set of each sample.
         place: ``[N]`` int64, its place there, dropped ones counted; empty for a plan.
-        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index of clips also
-            ``text_tokens``.
+        columns: name -> ``[N]`` int64; a plan has ``length`` and ``second`` only, an index also the
+            `SampleKind.more_columns` of its kind.
         drops: for each data set, the dropped samples by reason.
         pack: ``[N]`` int64, the pack of each sample; plans only.
         pair_counts: of the ``measured`` samples; nothing where nobody counted.
@@ -83,7 +83,7 @@ def samples_of_index(index: Index, path: str) -> StatsSamples:
     Raises:
         UserError: a file of it is missing or damaged, or it holds nothing.
     """
-    columns = (*COLUMNS, "text_tokens") if kind_of(index.datasets) == "clips" else COLUMNS
+    columns = (*COLUMNS, *KINDS.find(kind_of(index.datasets)).more_columns)
     parts: dict[str, list[np.ndarray]] = {name: [] for name in columns}
     owners: list[np.ndarray] = []
     places: list[np.ndarray] = []

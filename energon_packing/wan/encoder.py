@@ -189,15 +189,9 @@ class TextToVideoEncoder:
     def _plan(self, video: Media) -> ClipPlan:
         if self.latent_encoder is None:
             raise ConfigError("The data has videos without latents; name their VAE in encoder.vae, or store latents.")
-        assert video.frames is not None
-        assert video.fps is not None
-        assert video.width is not None
-        assert video.height is not None
+        sizes: Any = (video.frames, video.fps, video.width, video.height)  # all known, see `TextToVideo`
         return plan_clip(
-            video.frames,
-            video.fps,
-            video.width,
-            video.height,
+            *sizes,
             config=self.config,
             temporal_stride=self.latent_encoder.temporal_stride,
             spatial_stride=self.latent_encoder.spatial_stride,
@@ -244,13 +238,12 @@ class TextToVideoEncoder:
     ) -> torch.Tensor:
         assert self.latent_encoder is not None
         plan = self._plan(video)
-        made = (
+        frames = (
             self._decoding((video, plan), read, (video.name,))
             if self.config.decode_in_child
             else self._frames((video, plan), read)
         )
-        resized = made["frames"]
-        latent = self.latent_encoder.encode(resized)
+        latent = self.latent_encoder.encode(frames["frames"])
         if tuple(latent.shape) != latent_shape:
             raise ConfigError(
                 f"{self.latent_encoder.name} made latents of shape {list(latent.shape)}, but its strides imply "

@@ -7,30 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 from energon_packing.packing.balance import pack_cost
 from energon_packing.packing.pack_limits import PackLimits
-
-
-class SizedClip(Protocol):
-    """A clip that has been measured: its patches and its text tokens."""
-
-    @property
-    def length(self) -> int:
-        """Latent patches."""
-
-    @property
-    def images(self) -> int:
-        """Images that a vision encoder sees: none."""
-
-    @property
-    def patches(self) -> int:
-        """Rows of vision input besides those of the row itself: none."""
-
-    @property
-    def text_tokens(self) -> int:
-        """Tokens of the caption."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,32 +49,32 @@ class ClipLimits:
         text = {} if self.text_tokens is None else {"text_tokens": self.text_tokens}
         return text | self._row.limited
 
-    def length_units(self, clip: SizedClip) -> int:
+    def length_units(self, clip: Any) -> int:
         """Alignment units that a clip occupies in the row of patches."""
         return self._row.length_units(clip)
 
-    def text_place(self, clip: SizedClip) -> int:
+    def text_place(self, clip: Any) -> int:
         """Text tokens that a clip occupies in the row of keys."""
         return -(-clip.text_tokens // self.multiple) * self.multiple
 
-    def costs(self, clips: Sequence[SizedClip]) -> dict[str, list[int]]:
+    def costs(self, clips: Sequence[Any]) -> dict[str, list[int]]:
         """One cost per clip for each limited name."""
         text = {} if self.text_tokens is None else {"text_tokens": [self.text_place(clip) for clip in clips]}
         return text | self._row.costs(clips)
 
-    def too_long(self, clip: SizedClip) -> bool:
+    def too_long(self, clip: Any) -> bool:
         """Whether a clip, with the masked clip that it may need, has more patches than a whole row."""
         return self.length_units(clip) + self.masked_units(clip) > self.units
 
-    def masked_units(self, clip: SizedClip) -> int:
+    def masked_units(self, clip: Any) -> int:
         """Alignment units of the masked clip that follows a clip which is alone in its row."""
         return int(self.lone_room and (clip.length % self.multiple != 0 or clip.text_tokens % self.multiple != 0))
 
-    def holds(self, clip: SizedClip) -> bool:
+    def holds(self, clip: Any) -> bool:
         """Whether the clip fits a pack by itself."""
         return not self.too_long(clip) and self.exceeded(clip) is None
 
-    def exceeded(self, clip: SizedClip) -> str | None:
+    def exceeded(self, clip: Any) -> str | None:
         """The first limit besides patches that a clip exceeds alone, as part of a sentence; None if it fits."""
         text = self.text_place(clip) + self.masked_units(clip) * self.multiple
         if self.text_tokens is not None and text > self.text_tokens:

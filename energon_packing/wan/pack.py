@@ -22,7 +22,6 @@ from torch.nn import functional
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.visible_padding import hides_padding
 from energon_packing.wan.config import BRIDGE_TEXT_LENGTH, Compat
-from energon_packing.wan.patches import patch_grid, to_patches
 
 BRIDGE_LARGEST_LATENT = 1e3
 """Bridge's Wan data path skips a video with a larger absolute value."""
@@ -111,6 +110,13 @@ class WanPack:
         """Patches of the row, padding included."""
         return len(self.video_latents)
 
+    def sample_at(self, name: str, row: int) -> int:
+        """Returns which clip a row of a tensor belongs to."""
+        lengths = self.seq_len_kv_padded if name == "context_embeddings" else self.seq_len_q_padded
+        if len(lengths) == len(getattr(self, name)):  # one number of each clip, not one of each patch or text token
+            return row
+        return int(torch.searchsorted(lengths.cumsum(0), row, right=True))
+
     def positions(self) -> torch.Tensor:
         """int64 ``[3, Q]``: frame, row and column of each patch in its own video, from 0; padding is at 0, 0, 0."""
         row = torch.zeros(3, self.total_tokens, dtype=torch.int64)
@@ -182,6 +188,26 @@ def _hidden(patches: Sequence[int], text_tokens: Sequence[int], multiple: int) -
     if any(length % multiple for length in patches):
         return hides_padding(patches, multiple)
     return hides_padding(text_tokens, multiple)
+
+
+def patch_grid(shape: Sequence[int], patch: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Patches along frames, height and width of a latent of ``shape`` ``(frames, height, width)``.
+
+    Raises:
+        PackingError: the latent does not divide into patches.
+    """
+    if len(shape) != 3 or any(side < size or side % size for side, size in zip(shape, patch, strict=True)):
+        raise PackingError(f"a latent of {list(shape)} does not divide into patches of {list(patch)}")
+    frames, height, width = (side // size for side, size in zip(shape, patch, strict=True))
+    return frames, height, width
+
+
+def to_patches(latent: torch.Tensor, patch: tuple[int, int, int]) -> torch.Tensor:
+    """``[patches, pF * pH * pW * channels]`` of a latent ``[channels, frames, height, width]``, channels fastest."""
+    channels = latent.shape[0]
+    grid = patch_grid(latent.shape[1:], patch)
+    sides = [side for pair in zip(grid, patch, strict=True) for side in pair]
+    return latent.reshape(channels, *sides).permute(1, 3, 5, 2, 4, 6, 0).reshape(grid[0] * grid[1] * grid[2], -1)
 
 
 def pack_wan(

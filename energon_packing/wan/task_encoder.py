@@ -24,7 +24,6 @@ from megatron.energon import (
 )
 from megatron.energon.cache import FileStore
 
-from energon_packing.convert.layout import TEXT_TO_VIDEO_SUBFLAVORS
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
@@ -32,7 +31,7 @@ from energon_packing.energon.shard_reads import refuse_unreadable
 from energon_packing.energon.window_task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.wan.caption_encoder import CaptionEncoder
-from energon_packing.wan.config import TextToVideoPackingConfig, TextToVideoRunConfig
+from energon_packing.wan.config import SUBFLAVORS, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.encoder import MeasuredClip, TextToVideoEncoder
 from energon_packing.wan.latent_encoder import LatentEncoder
 from energon_packing.wan.limits import ClipLimits, clip_cost
@@ -85,7 +84,7 @@ def cook_text_to_video(sample: CrudeSample, primary: FileStore, media: FileStore
     return TextToVideoSample(**keys, sample=record, store=primary if media is None else media)
 
 
-TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=TEXT_TO_VIDEO_SUBFLAVORS)
+TEXT_TO_VIDEO_COOKER: Cooker[Any] = Cooker(cook_text_to_video, has_subflavors=SUBFLAVORS)
 """Reads data sets that ``energon-packing convert --format text-to-video`` wrote."""
 
 

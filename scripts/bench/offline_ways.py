@@ -43,8 +43,8 @@ from energon_packing.errors import UserError
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
+from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 from energon_packing.offline.verify import VerifyConfig, verify
 
 STORED: dict[str, dict[str, Any]] = {"tokens": {}, "copied": {"media": "copy"}, "pixels": {"store": "pixels"}}

@@ -51,10 +51,10 @@ def made(tmp_path_factory):
     if stand_ins.needed():
         stand_ins.install()
     from energon_packing.bridge import PackedEnergonDatasetConfig
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
     from energon_packing.offline.measure import MeasureConfig, measure
     from energon_packing.offline.pack import PackConfig, pack
     from energon_packing.offline.planner import make_plan
+    from energon_packing.wan.bridge import PackedWanDatasetConfig
 
     folder = tmp_path_factory.mktemp("together")
     turns = [

@@ -364,7 +364,7 @@ def test_the_recipe_of_the_page_runs_as_it_stands_in_wan_md():
     from manual import DOCS
     from manual.blocks import read_page
 
-    from energon_packing.bridge.wan_dataset import PackedWanDatasetConfig
+    from energon_packing.wan.bridge import PackedWanDatasetConfig
 
     (block,) = [block for block in read_page(DOCS / "wan.md").blocks if block.run_by]
     names = {}

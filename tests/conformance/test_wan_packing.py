@@ -11,8 +11,7 @@ from support.p2p_cut import infers_padding
 
 from energon_packing import thd
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.wan.pack import WanSample, clip_order, pack_wan
-from energon_packing.wan.patches import patch_grid, to_patches
+from energon_packing.wan.pack import WanSample, clip_order, pack_wan, patch_grid, to_patches
 
 
 def sample(grid, text, seed=0, key=None):

@@ -15,8 +15,8 @@ from source_files import openai, rejects, run, sharegpt, write_image, write_json
 from energon_packing.cli.main import cli
 from energon_packing.convert.fields import near_name
 from energon_packing.convert.records import parse_record
-from energon_packing.convert.text_to_video import parse_text_to_video
 from energon_packing.errors import SampleRejected, UserError
+from energon_packing.wan.convert import parse_text_to_video
 
 SHARED = Path(__file__).parents[3] / "shared/data/llamafactory_demo"
 PAIR = {"messages": [{"role": "user", "content": "Hi?"}], "chosen": "Yes.", "rejected": "No."}

@@ -381,7 +381,7 @@ PASSED_ON = [
     "media/decoding_process.py: TIMEOUT",
     "media/decoding_process.py: reason",
     "offline/packed_clips.py: *sample.dropped",
-    "offline/packed_packs.py: *sample.dropped",
+    "offline/packed.py: *sample.dropped",
     "wan/encoder.py: error.reason",
     "wan/task_encoder.py: error.reason",
     "wan/task_encoder.py: reason",  # oversize or over_limit

@@ -169,7 +169,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the images of the source",
         edits=(
             (
-                "offline/measuring.py",
+                "offline/measure.py",
                 "    if conversation is None:\n        return {}\n",
                 "    if True:\n        return {}\n",
             ),

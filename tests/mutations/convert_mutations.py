@@ -277,7 +277,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the configuration that measured it",
         edits=(
             (
-                "offline/measuring.py",
+                "offline/measure.py",
                 'marked_and_set(run.packing, "changes_rows").items()',
                 'marked_and_set(run.packing, "by_family").items()',
             ),

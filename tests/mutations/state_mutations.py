@@ -195,7 +195,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="torch seeds the workers of a plan from the global generator",
         test=GENERATORS + "test_no_call_of_a_loader_changes_a_global_generator_on_any_rank[planned]",
         oracle="the generators before the call",
-        edits=(("offline/planned_loader.py", "generator=torch.Generator(),", ""),),
+        edits=(("offline/loader.py", "generator=torch.Generator(),", ""),),
         needs_bridge=True,
     ),
     Mutation(

@@ -13,11 +13,11 @@ from made_index import drawn_rows, made_index, row
 
 from energon_packing.config import RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.loader import planned_state
 from energon_packing.offline.open_loader import refuse_short_plan
+from energon_packing.offline.packs import Passes
 from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.planned_loader import planned_state
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.positioned_packs import Passes
 
 
 @pytest.fixture(scope="module")

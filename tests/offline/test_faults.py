@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from forking_python import quick_python
-from ranks_environment import ranks_environment
 
 from energon_packing.cli.main import cli
 from energon_packing.config import to_mapping
@@ -94,24 +92,6 @@ def test_a_full_disk_leaves_whole_shards_only_and_the_next_command_goes_on(made,
         assert json.loads(done.stdout)["shards"]["reused"] == len(left)
         for file in (made / "index").rglob("*.parquet"):
             assert (disk / "index" / file.relative_to(made / "index")).read_bytes() == file.read_bytes()
-
-
-def test_files_that_may_not_grow_are_a_sentence_too(made, tmp_path):
-    """As under a quota: the limit of a process stands in for it."""
-    code = (
-        "import resource, runpy, signal, sys\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
-        "sys.argv = ['energon-packing', *sys.argv[1:]]\n"
-        "runpy.run_module('energon_packing.cli.main', run_name='__main__')\n"
-    )
-    for command in (measuring(made, tmp_path / "index", "--workers", "0"), planning(made, tmp_path / "plan.parquet")):
-        done = subprocess.run(
-            [quick_python(), "-c", code, *command], env=ranks_environment(), capture_output=True, text=True
-        )
-        assert done.returncode == 2, done.stderr
-        assert "cannot be written (File too large)" in done.stderr
-    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [".lock"]
 
 
 def test_a_full_disk_keeps_the_plan_that_is_there_with_its_drops(made, tmp_path):

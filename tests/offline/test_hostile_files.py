@@ -22,16 +22,14 @@ from made_index import made_index, row
 from energon_packing.config import RunConfig, from_mapping, to_mapping
 from energon_packing.errors import UserError
 from energon_packing.offline import planner
+from energon_packing.offline.explain import changes, explanation
+from energon_packing.offline.files import METADATA
 from energon_packing.offline.index import INDEX_FILE, Index
+from energon_packing.offline.pack import shard_firsts
 from energon_packing.offline.packed import PackedFacts, ShardEntry
-from energon_packing.offline.parquet import METADATA
-from energon_packing.offline.plan import SCHEMA, Plan
-from energon_packing.offline.plan_changes import changes
-from energon_packing.offline.plan_drops import drops_path
-from energon_packing.offline.plan_explanation import explanation
+from energon_packing.offline.plan import SCHEMA, Plan, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.shard_borders import shard_firsts
-from energon_packing.offline.shard_file import CHECKED, MAGIC, ShardFile
+from energon_packing.offline.shards import CHECKED, MAGIC, ShardFile
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")

@@ -22,10 +22,9 @@ from energon_packing.config import to_mapping
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.offline.files import HOST
 from energon_packing.offline.index import Index, IndexedShard
 from energon_packing.offline.measure import MeasureConfig, measure
-from energon_packing.offline.measuring import ShardMeasurer
-from energon_packing.offline.parquet import HOST, replacing
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 
@@ -182,42 +181,8 @@ def test_an_index_of_another_encoder_is_refused_with_the_setting_that_differs(in
         measure(MeasureConfig(paths=(dataset,), out=index.directory, workers=0), run_of(dataset, encoder=encoder))
 
 
-def test_a_process_that_dies_costs_its_shard_once(index, dataset, run_of, tmp_path):
-    """The worker that reports first is killed; what is measured then equals what one process measures."""
-    code = (
-        "import os, sys\n"
-        "from pathlib import Path\n"
-        "from energon_packing.config import load_config\n"
-        "from energon_packing.offline.measure import MeasureConfig, measure\n"
-        "print(os.getpid(), flush=True)\n"
-        "asked = MeasureConfig(paths=(Path(sys.argv[1]),), out=Path(sys.argv[2]), workers=2)\n"
-        "print(measure(asked, load_config(sys.argv[3])).measured)\n"
-    )
-    script, config = tmp_path / "run.py", tmp_path / "run.yaml"
-    script.write_text(code)
-    config.write_text(json.dumps(to_mapping(run_of(dataset))))
-    out = tmp_path / "index"
-    running = subprocess.Popen(
-        [quick_python(), str(script), str(dataset), str(out), str(config)],
-        env=ranks_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    program = int(running.stdout.readline())
-    deadline = time.monotonic() + 200
-    while not list(out.rglob("*.parquet")) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    children = Path(f"/proc/{program}/task/{program}/children").read_text().split()
-    workers = [int(child) for child in children]
-    assert workers
-    os.kill(workers[0], signal.SIGKILL)
-    assert running.communicate(timeout=200)[0] == "6\n"
-    for file in index.directory.rglob("*.parquet"):
-        assert (out / file.relative_to(index.directory)).read_bytes() == file.read_bytes()
-
-
 def test_another_machine_that_would_measure_something_else_is_refused(dataset, run_of, monkeypatch):
-    from energon_packing.offline import measuring
+    from energon_packing.offline import measure as measuring
 
     sent = pickle.dumps(measuring.ShardMeasurer(run_of(dataset)))
     assert pickle.loads(sent).fingerprint == measuring.ShardMeasurer(run_of(dataset)).fingerprint
@@ -256,23 +221,6 @@ def test_ctrl_c_ends_all_processes_and_the_next_command_goes_on(sources, run_of,
     assert not leftover.exists()
     whole = measure(MeasureConfig(paths=(data,), out=tmp_path / "whole", workers=0), run).index
     assert rows_of(report.index) == rows_of(whole)
-
-
-def test_nothing_is_left_of_a_shard_that_was_being_written_when_another_failed(dataset, run_of, tmp_path, monkeypatch):
-    def fails_while_another_writes(self, part, shard, directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        if shard.endswith("0.tar"):
-            with replacing(directory / "half.parquet") as aside:
-                aside.write_bytes(b"half a shard")
-                time.sleep(600)  # until it is killed
-        while not any(directory.glob(".half.parquet.*")):
-            time.sleep(0.01)
-        raise UserError("the disk is full of ducks")
-
-    monkeypatch.setattr(ShardMeasurer, "measure", fails_while_another_writes)
-    with pytest.raises(UserError, match="ducks"):
-        measure(MeasureConfig(paths=(dataset,), out=tmp_path / "index", workers=2), run_of(dataset))
-    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [".lock"]
 
 
 def test_mistakes_are_one_sentence_each(dataset, run_of, tmp_path):

@@ -84,26 +84,6 @@ def test_ray_writes_the_same_files_although_a_worker_is_killed_and_standard_outp
     assert all(name.name[0] == "." for name in found.keys() - whole.keys())
 
 
-@pytest.mark.full
-def test_ctrl_c_ends_the_command_and_all_workers_and_the_next_command_goes_on(command, whole, tmp_path, monkeypatch):
-    running = started([*command, "--workers", "1"])
-    worker = a_worker(tmp_path / "index")
-    os.kill(running.pid, signal.SIGINT)
-    _, stderr = running.communicate(timeout=200)
-    assert running.returncode == 130
-    assert stderr.endswith("Interrupted.\n")
-    assert "Traceback" not in stderr
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not Path(f"/proc/{worker}").exists()
-    again = [*command[: command.index("--executor")], "--workers", "0", "--json"]
-    done = CliRunner().invoke(cli, again)
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["shards"]["reused"] > 0
-    assert files_of(tmp_path / "index") == whole
-
-
 def test_an_address_without_a_cluster_is_a_sentence(command):
     done = CliRunner().invoke(cli, [*command, "--address", "127.0.0.1:1"])
     assert done.exit_code == 2

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.offline.order import RUN, SHARE, balanced_order, incomplete_group
-from energon_packing.offline.plan_summary import efficiency_of
+from energon_packing.offline.planner import efficiency_of
 from energon_packing.packing.balance import LINEAR, PATCH
 from energon_packing.packing.whole_list import pack_lengths_flat
 
@@ -106,21 +106,6 @@ def test_the_order_is_a_fair_shuffle(mixes: dict[str, np.ndarray]) -> None:
     for at, place in enumerate(places):
         for other in (np.arange(costs.size), ranks, *places[at + 1 :]):
             assert abs(np.corrcoef(place, other)[0, 1]) < noise
-
-
-def test_each_pack_is_equally_likely_in_every_part_of_an_epoch() -> None:
-    costs = np.sort(np.random.default_rng(0).lognormal(0, 0.3, 640))
-    group, seeds, parts = 8, 400, 4
-    seen = np.zeros((costs.size, parts))
-    for seed in range(seeds):
-        order = balanced_order(costs, group=group, start=0, near=None, seed=[seed])
-        seen[order, np.arange(costs.size) * parts // costs.size] += 1
-    share = seen / seeds
-    # Cheap, middling and costly packs, a tenth of all at a time: each is in each quarter a quarter of the time.
-    tenths = share.reshape(10, -1, parts).mean(axis=1)
-    assert np.abs(tenths - 1 / parts).max() < 0.05
-    # A single pack: four standard deviations of a binomial.
-    assert np.abs(share - 1 / parts).max() < 4.5 * np.sqrt(0.25 * 0.75 / seeds)
 
 
 def test_every_group_is_shuffled_in_its_own_way() -> None:

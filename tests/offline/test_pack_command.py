@@ -25,7 +25,7 @@ from energon_packing.errors import UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
 from energon_packing.offline.packed import PackedFacts
-from energon_packing.offline.shard_file import ShardFile, ShardWriter
+from energon_packing.offline.shards import ShardFile, ShardWriter
 from energon_packing.offline.stored_pack import StoredPack
 from energon_packing.offline.verify import VerifyConfig, verify
 
@@ -355,9 +355,3 @@ def test_a_manifest_that_cannot_be_is_refused_by_verify_and_by_the_loader(change
     assert (done.exit_code, said in done.output) == (2, True), done.output
     with pytest.raises(UserError, match=said):
         open_loader(_on(plan_of, copied))
-
-
-def test_what_is_no_packed_directory_is_refused_by_verify(tmp_path):
-    done = invoke("verify", tmp_path)
-    assert (done.exit_code, "is not a packed directory" in done.output) == (2, True)
-    assert os.listdir(tmp_path) == []

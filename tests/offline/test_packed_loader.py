@@ -20,9 +20,8 @@ from energon_packing.energon.pack_bytes import tensors_of
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.pack_difference import first_difference
 from energon_packing.offline.plan import Plan
-from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.offline.verify import VerifyConfig, first_difference, verify
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 

@@ -15,7 +15,7 @@ from energon_packing.config import EncoderConfig, RunConfig, from_mapping
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_task_encoder
 from energon_packing.errors import UserError
-from energon_packing.offline.conversations import Conversations
+from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline.plan import Plan
 
 PROCESSOR = str(processor_path("qwen2_5_vl"))

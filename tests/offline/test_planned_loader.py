@@ -23,9 +23,9 @@ from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig
 from energon_packing.offline.pack import pack as pack_plan
+from energon_packing.offline.packs import SampleRemeasurer
 from energon_packing.offline.plan import Plan
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.sample_remeasurer import SampleRemeasurer
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 

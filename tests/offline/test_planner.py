@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,13 @@ from made_index import Row, drawn_rows, made_index, row
 
 from energon_packing.config import EncoderConfig, LimitsConfig, RunConfig, from_mapping
 from energon_packing.errors import ConfigError, UserError
+from energon_packing.kinds.conversations import Conversations
 from energon_packing.offline import plan as plan_file
-from energon_packing.offline.array_limits import SizedRow
-from energon_packing.offline.conversations import Conversations
 from energon_packing.offline.index import IndexedDataset, IndexedShard
-from energon_packing.offline.plan import Plan, PlannedPack
-from energon_packing.offline.plan_drops import drops_path
+from energon_packing.offline.plan import Plan, PlannedPack, drops_path
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.remeasured import Piece, Remeasured
+from energon_packing.offline.samples import Remeasured
+from energon_packing.offline.sizes import SizedRow
 from energon_packing.packing.pack_limits import PackLimits
 from energon_packing.thd.visible_padding import hides_padding, visible_order
 
@@ -203,12 +200,6 @@ def test_a_plan_is_known_by_what_it_holds_not_by_where_its_data_are_or_how_they_
     assert len({first, made("longer", config(), more=1), made("seeded", config(plan={"seed": 1}))}) == 3
 
 
-def test_epochs_have_other_packs(index: Path, tmp_path: Path) -> None:
-    plan = planned(tmp_path, index, config(plan={"max_data_parallel": 8, "epochs": 2}))
-    first, second = ({frozenset(places([pack])) for pack in packs} for packs in epochs_of(plan))
-    assert len(first & second) < 0.2 * len(first)
-
-
 def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,19 +228,6 @@ def test_a_range_of_packs_is_a_slice_of_all_and_reads_only_its_row_groups(
         plan.packs(0, len(plan) + 1)
 
 
-def test_a_plan_needs_no_index(tmp_path: Path) -> None:
-    index = made_index(tmp_path / "index", {"a": [drawn_rows(50)]})
-    plan = planned(tmp_path, index, config())
-    shutil.rmtree(index)
-    again = Plan.open(plan.path)
-    assert sum(len(pack.samples) for pack in all_packs(again)) == 50
-    assert all_packs(pickle.loads(pickle.dumps(again))) == all_packs(again)
-    (dataset,) = again.facts.datasets
-    assert (dataset.path, dataset.media_shards) == ("/data/a", ("media_0.tar",))
-    assert dataset.shards[0].identity["index_uuid"] == "uuid of a"
-    assert from_mapping(RunConfig, again.facts.config, where="the plan") == config()
-
-
 def test_a_sample_that_fits_no_pack_is_dropped_with_the_setting_or_raised(index: Path, tmp_path: Path) -> None:
     plan = planned(tmp_path, index, config())
     assert plan.facts.drops == {"bad_record": 1, "over_limit": 1, "oversize": 1}
@@ -270,11 +248,9 @@ def test_samples_that_the_configuration_changes_are_measured_again_and_no_others
     def remeasure(dataset: IndexedDataset, shard: IndexedShard, rows: list[int]) -> list[Remeasured]:
         asked.append((dataset.name, shard.name, rows))
         return [
-            Remeasured(
-                pieces=(Piece(length=900), Piece(reason="no_targets", detail="none"), Piece(length=4)), split=True
-            )
+            {0: sized(900, 0, 0), 1: ("no_targets", "none"), 2: sized(4, 0, 0)}
             if number == 7
-            else Remeasured(pieces=(Piece(length=40, images=13),))
+            else {-1: sized(40, 0, 13)}
             for number in rows
         ]
 
@@ -298,7 +274,7 @@ def test_limits_of_the_encoder_that_shorten_samples_ask_for_measuring_too(tmp_pa
     run = from_mapping(
         RunConfig, {"packing": PACKING, "encoder": {"limits": {"max_tokens": 6000, "when_over": "truncate"}}}, where="t"
     )
-    plan = planned(tmp_path, index, run, remeasure=lambda *_: [Remeasured(pieces=(Piece(length=1000),))])
+    plan = planned(tmp_path, index, run, remeasure=lambda *_: [{-1: sized(1000, 0, 0)}])
     assert sorted(sample.length for pack in all_packs(plan) for sample in pack.samples) == [10, 1000]
     assert {sample.piece for pack in all_packs(plan) for sample in pack.samples} == {-1}
 
@@ -362,16 +338,6 @@ def test_too_many_drops_stop_the_plan_and_name_the_reasons(tmp_path: Path) -> No
     index = made_index(tmp_path / "index", {"a": [rows]})
     with pytest.raises(UserError, match=r"150 of 400 samples would be dropped \(oversize 150; the first is a-0-250"):
         planned(tmp_path, index, config(packing={"drop_budget": 0.1}))
-
-
-@pytest.mark.parametrize("damage", [b"", b"PAR1 nothing"])
-def test_a_file_that_is_no_plan_is_named(tmp_path: Path, damage: bytes) -> None:
-    path = tmp_path / "plan.parquet"
-    with pytest.raises(UserError, match="There is no plan"):
-        Plan.open(path)
-    path.write_bytes(damage)
-    with pytest.raises(UserError, match="damaged, or not a plan"):
-        Plan.open(path)
 
 
 def test_an_index_file_is_no_plan(index: Path) -> None:

@@ -18,8 +18,7 @@ from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import read_drops
+from energon_packing.offline.plan import Plan, read_drops
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 

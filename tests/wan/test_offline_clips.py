@@ -20,16 +20,14 @@ from energon_packing.offline.index import Index
 from energon_packing.offline.measure import MeasureConfig, measure
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.offline.pack import PackConfig, pack
-from energon_packing.offline.pack_difference import first_difference
-from energon_packing.offline.plan import Plan
-from energon_packing.offline.plan_drops import read_drops
+from energon_packing.offline.plan import Plan, read_drops
 from energon_packing.offline.planner import make_plan
-from energon_packing.offline.shard_file import ShardFile, ShardWriter
-from energon_packing.offline.stored_clips import StoredClips
-from energon_packing.offline.verify import VerifyConfig, verify
+from energon_packing.offline.shards import ShardFile, ShardWriter
+from energon_packing.offline.verify import VerifyConfig, first_difference, verify
 from energon_packing.wan.caption_encoder import T5CaptionEncoder
 from energon_packing.wan.config import TextToVideoConfig, TextToVideoPackingConfig, TextToVideoRunConfig
 from energon_packing.wan.loader import build_text_to_video_loader
+from energon_packing.wan.stored import StoredClips
 from energon_packing.wan.task_encoder import TextToVideoTaskEncoder
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")

@@ -253,14 +253,6 @@ def test_ranks_share_the_clips_and_a_rank_that_has_run_out_pads(run, load):
     assert len(keys) == len(set(keys)) == 60
 
 
-def test_both_layouts_give_the_same_packs(run, load, other_layout):
-    ours = list(load(run(data={"shuffle_buffer": 1})))
-    theirs = list(load(run(data={"shuffle_buffer": 1, "path": str(other_layout)})))
-    assert len(ours) == len(theirs)
-    for first, second in zip(ours, theirs, strict=True):
-        same(first, second)
-
-
 def test_a_padding_pack_has_boundaries_and_nothing_to_learn(run):
     pack = TextToVideoTaskEncoder(run(parallel={"context_parallel": 2})).padding_pack()
     assert pack.padding
@@ -278,15 +270,6 @@ def test_a_padding_pack_has_boundaries_and_nothing_to_learn(run):
         "grid_sizes",
         "video_metadata",
     }
-
-
-def test_the_loader_counts_fill_in_patches(run, load):
-    loader = load(run(max_text_tokens_per_pack=None))
-    real = sum(pack.batch.real_tokens for pack in loader)
-    statistics = loader.statistics()
-    assert statistics.samples == 60
-    assert statistics.fill == pytest.approx(real / (statistics.packs * SEQ_LENGTH))
-    assert statistics.fill > 0.7
 
 
 def test_what_the_data_need_and_the_configuration_lacks_is_named(run):
@@ -349,12 +332,3 @@ def test_an_evaluation_of_clips_takes_models_of_ones_own_and_compares_the_data(r
     assert first[0]
     assert first == second
     assert any(name.startswith("data set") for name in loader.alike())
-
-
-def test_a_function_that_may_fail_without_limit_is_refused(run, models):
-    class Endless(TextToVideoTaskEncoder):
-        __default_failure_tolerance__ = 0
-
-    config = run()
-    with pytest.raises(ConfigError, match="in Energon that means no limit"):
-        build_text_to_video_loader(config, task_encoder=Endless(config, **models))

@@ -17,9 +17,10 @@ from typing import Any
 import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
-from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
+from energon_packing.convert.layout import SUBFLAVORS
 from energon_packing.drop_reasons import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
+from energon_packing.sample_kind import kind_of_subflavors
 from energon_packing.validate.looks.data import DataLooks
 from energon_packing.validate.looks.hub import offline
 from energon_packing.validate.looks.leaves import REMOTE, Leaf
@@ -103,10 +104,10 @@ def _unreadable(leaf: Leaf, found: Inspected) -> str:
         return f"{leaf.path} is one of several data sets that are joined into one sample"
     if any(REMOTE in address for address in leaf.aux.values()):
         return "its media are not on this machine"
-    mark = found.subflavors.get(_MARK)
-    if mark == TEXT_TO_VIDEO_SUBFLAVORS[_MARK]:
-        return "it holds clips for text-to-video; only their paths were looked at"
-    if mark != SUBFLAVORS[_MARK]:
+    kind = kind_of_subflavors(found.subflavors)
+    if kind is not None and kind.record_format:
+        return f"it holds {kind.title}; only their paths were looked at"
+    if kind is None:
         return (
             f"its records are not those of 'energon-packing convert' (no subflavor {_MARK}: {SUBFLAVORS[_MARK]}); "
             "only a cooker of your own reads them"

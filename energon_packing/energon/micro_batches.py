@@ -19,8 +19,7 @@ from energon_packing.config import PACK_LIMITS, EncoderConfig, PackingConfig, Pa
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.internals import SavableDataset
-from energon_packing.energon.packing_groups import by_group
-from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
+from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, by_group
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 

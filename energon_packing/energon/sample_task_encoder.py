@@ -27,7 +27,6 @@ from energon_packing.encoders.modality import MixedEncoder, TextEncoder, TextIma
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.energon.cookers import RECORD_COOKER
 from energon_packing.energon.dataset_limits import DatasetLimits
-from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import FatalSampleError, SavableDataset
 from energon_packing.energon.micro_batches import two_rows
 from energon_packing.energon.samples import (
@@ -39,6 +38,7 @@ from energon_packing.energon.samples import (
     data_of,
     read_media,
 )
+from energon_packing.energon.window_task_encoder import refuse_unlimited_failures
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.thd.batch import IGNORE_INDEX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -17,7 +17,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.drop_reasons import DroppedSample
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.errors import PackingError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.read_again import read_again
 from energon_packing.thd import PackedBatch
@@ -100,6 +100,40 @@ def data_of(sample: Sample) -> str:
     """Path of the data set that a sample was read from; empty if it does not say."""
     sources = sample.__sources__
     return str(sources[0].dataset_path) if sources else ""
+
+
+def group_name(subflavors: Mapping[str, Any] | None) -> str:
+    """Returns the group of a data set, which never shares a pack with another group; empty if it names none.
+
+    It is ``group`` in the ``subflavors`` of a data set in a blend::
+
+        blend:
+          - {weight: 3, path: chats, subflavors: {group: text}}
+          - {weight: 1, path: charts, subflavors: {group: charts}}
+
+    Energon's development branch has the same word as a key of the entry.
+
+    Raises:
+        ConfigError: the group is no name.
+    """
+    found = (subflavors or {}).get("group")
+    if found is None:
+        return ""
+    if not isinstance(found, str | int) or isinstance(found, bool):
+        raise ConfigError(f"subflavors.group is {found!r}; it must be a name.")
+    return str(found)
+
+
+def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
+    """Positions of the samples of each group, ascending; groups are in the order of their oldest sample.
+
+    Args:
+        samples: with Energon's subflavors, oldest first.
+    """
+    found: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        found.setdefault(group_name(sample.__subflavors__), []).append(position)
+    return found
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:

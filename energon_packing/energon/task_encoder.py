@@ -5,7 +5,7 @@
 3. ``postencode_sample`` renders the samples of one pack.
 4. ``pack_selected_samples`` assembles the row.
 
-Energon's own ``packing_buffer_size`` works too: steps 2 to 4 then run in its `PackingDataset` of disjoint buffers.
+Energon's own ``packing_buffer_size`` works too: step 2 then packs disjoint buffers of that many samples.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from energon_packing.encoders.measured import Measured
 from energon_packing.encoders.sample_encoder import AnyMeasured, SampleEncoder
 from energon_packing.encoders.splitting import MeasuredSplit
 from energon_packing.energon.cookers import RECORD_COOKER
-from energon_packing.energon.dataset_limits import DatasetLimits
-from energon_packing.energon.disjoint_buffers import HookAccounts, disjoint_buffers
+from energon_packing.energon.dataset_limits import DatasetLimits, lower_limits
 from energon_packing.energon.dummy_image import DummyImage, aligned_filler, mask_fillers, needs_dummy
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.internals import SavableDataset
-from energon_packing.energon.lowered_limits import lower_limits
-from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import (
     ConversationSample,
     MeasuredSample,
     Pack,
     Problem,
     RenderedSample,
+    by_group,
     read_media,
 )
 from energon_packing.energon.split_pieces import SplitPieces
@@ -354,22 +352,7 @@ class PackingTaskEncoder(WindowTaskEncoder):
         """Packs the measured samples, from the window or from disjoint buffers; splits long samples if configured."""
         if self.packing.oversize == "split":
             dataset = SplitPieces(dataset, worker_config=worker_config)
-        if packing_buffer_size is None:
-            return self.windowed(dataset, worker_config)
-        return disjoint_buffers(
-            dataset,
-            buffer_size=packing_buffer_size,
-            accounts=HookAccounts(
-                select=self.select_samples_to_pack,
-                render=self.postencode_sample,
-                assemble=self.pack_selected_samples,
-                ledger=functools.partial(self.make_ledger, worker_config),
-            ),
-            fingerprint=self.loader_fingerprint(dataset),
-            accept_changed=self.accept_changed,
-            tells_end=self.tells_end,
-            worker_config=worker_config,
-        )
+        return self.windowed(dataset, worker_config, packing_buffer_size)
 
     def plan_cost(self, plan: Sequence[AnyMeasured]) -> float:
         """See `pack_cost`."""

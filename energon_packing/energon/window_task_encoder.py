@@ -7,9 +7,7 @@ from typing import Any, NoReturn
 
 from megatron.energon import TaskEncoder, WorkerConfig, stateless
 
-from energon_packing.config import PackingConfig
 from energon_packing.conversation import Media
-from energon_packing.energon.failure_tolerance import refuse_unlimited_failures
 from energon_packing.energon.internals import (
     BatchDataset,
     MapDataset,
@@ -17,17 +15,48 @@ from energon_packing.energon.internals import (
     get_failure_tolerance,
     get_stateless,
 )
-from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.reader_shares import deal_samples, dealt_identity
-from energon_packing.energon.samples import MeasuredSample, RenderedSample
-from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.energon.samples import MeasuredSample, RenderedSample, by_group
+from energon_packing.energon.window import DisjointPackingDataset, WindowPackingDataset
 from energon_packing.errors import ConfigError, SampleRejected
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.packing.balance import serpentine_order
 from energon_packing.packing.online import next_pack
-from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.wan.config import TextToVideoPackingConfig
-from energon_packing.wan.limits import ClipLimits
+
+FUNCTIONS = (
+    "cook_crude_sample",
+    "preencode_sample",
+    "postencode_sample",
+    "select_samples_to_pack",
+    "pack_selected_samples",
+    "batch",
+    "encode_batch",
+)
+"""The functions of a task encoder whose failures Energon counts."""
+
+
+def refuse_unlimited_failures(task_encoder: Any) -> None:
+    """Refuses ``failure_tolerance=0``, which in Energon means that there is no limit on failures.
+
+    Energon counts consecutive exceptions of each function of a task encoder and stops at ``failure_tolerance`` of them.
+    The check is ``0 < tolerance <= failures`` (`megatron.energon.errors.ErrorContext`): 0 switches it off, and so does
+    None, which becomes 0. A user who writes 0 to tolerate no failure gets a loader that reads broken data forever.
+
+    Args:
+        task_encoder: a ``megatron.energon.TaskEncoder``; its limits come from ``@stateless(failure_tolerance=N)`` on
+            its functions, or from ``__default_failure_tolerance__``.
+
+    Raises:
+        ConfigError: a limit is 0 or None.
+    """
+    default = task_encoder.__default_failure_tolerance__
+    kind = type(task_encoder).__name__
+    meant = "in Energon that means no limit, so data that always fail are read forever; 1 stops at the first failure"
+    if not default:
+        raise ConfigError(f"{kind}.__default_failure_tolerance__ is {default}: {meant}.")
+    for name in FUNCTIONS:
+        if not get_failure_tolerance(getattr(task_encoder, name), default):
+            raise ConfigError(f"{kind}.{name} has failure_tolerance 0: {meant}.")
 
 
 class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
@@ -44,8 +73,8 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     """
 
     decoder = None  # Energon's decoder would decode all media in the first pass, before it is known what fits.
-    packing: PackingConfig | TextToVideoPackingConfig
-    limits: PackLimits | ClipLimits
+    packing: Any
+    limits: Any
     accept_changed: tuple[str, ...] = ()
     tells_end: bool = False
     _extra_fingerprint: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
@@ -159,14 +188,25 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
         readers = {"rank": own.rank, "ranks": own.world_size, "workers": own.num_workers}
         return {**self.fingerprint(), **readers, **dealt_identity(dataset)}
 
-    def windowed(self, dataset: SavableDataset[Any], worker_config: WorkerConfig) -> SavableDataset[Any]:
-        """Returns packs from a sliding window over measured samples."""
-        return WindowPackingDataset(
+    def windowed(
+        self, dataset: SavableDataset[Any], worker_config: WorkerConfig, buffer_size: int | None = None
+    ) -> SavableDataset[Any]:
+        """Returns packs from a sliding window over measured samples, or from disjoint buffers of a size.
+
+        Raises:
+            ConfigError: a buffer size below 1.
+        """
+        kind, window, balance, own = WindowPackingDataset, self.packing.window, self.packing.balance_window, {}
+        if buffer_size is not None:
+            if buffer_size < 1:
+                raise ConfigError(f"packing_buffer_size is {buffer_size}; it must be at least 1.")
+            kind, window, balance, own = DisjointPackingDataset, buffer_size, 1, {"packing_buffer_size": buffer_size}
+        return kind(
             dataset,
-            window=self.packing.window,
-            balance_window=self.packing.balance_window,
+            window=window,
+            balance_window=balance,
             packer=self,
-            fingerprint=self.loader_fingerprint(dataset),
+            fingerprint={**self.loader_fingerprint(dataset), **own},
             accept_changed=self.accept_changed,
             tells_end=self.tells_end,
             worker_config=worker_config,
@@ -237,7 +277,7 @@ class WindowTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
 
     def _units(self, samples: Sequence[MeasuredSample]) -> int:
         measured: list[Any] = [sample.measured for sample in samples if sample.measured is not None]
-        return sum(self.limits.length_units(sample) for sample in measured)
+        return sum(int(self.limits.length_units(sample)) for sample in measured)
 
     def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
         """Serpentine order: cost rises in one block and falls in the next, so all ranks have similar costs at once."""

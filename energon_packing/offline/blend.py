@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from energon_packing.config.plan import PlanConfig
-from energon_packing.energon.packing_groups import group_name
+from energon_packing.energon.samples import group_name
 from energon_packing.offline.fitting_samples import Samples
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.shares import Share, shares_of

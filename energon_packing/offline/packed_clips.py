@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.window import attempt
 from energon_packing.ledger import Ledger
 from energon_packing.offline.packed_packs import StoredPacks
 from energon_packing.offline.stored_clips import StoredClip, StoredClips

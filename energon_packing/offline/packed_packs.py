@@ -13,8 +13,8 @@ import numpy as np
 
 from energon_packing.encoders.decoding import as_configured
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import Pack, RenderedSample, read_media
+from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.offline.packed import Packed, media_path, shard_path

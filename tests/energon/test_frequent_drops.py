@@ -366,15 +366,13 @@ PASSED_ON = [
     "encoders/decoding.py: error.reason",
     "encoders/fitting.py: over.reason",  # oversize and too_many_*, see below
     "energon/cookers.py: error.reason",
-    "energon/disjoint_buffers.py: error.reason",
-    "energon/disjoint_buffers.py: reason",
-    "energon/packer.py: error.reason",
     "energon/sample_task_encoder.py: error.reason",
     "energon/samples.py: error.reason",
     "energon/samples.py: problem.reason",
     "energon/shard_reads.py: REASON",  # unreadable_shard
     "energon/split_pieces.py: piece.reason",
     "energon/task_encoder.py: reason",  # oversize or over_limit
+    "energon/window.py: error.reason",
     "energon/window_task_encoder.py: reason",
     "ledger.py: REASON",  # quarantined
     "media/decoding_process.py: CRASH",

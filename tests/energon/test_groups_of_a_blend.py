@@ -13,7 +13,7 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.energon.loader import build_loader, build_task_encoder
 from energon_packing.energon.pack_bytes import field_digests
-from energon_packing.energon.packing_groups import by_group, group_name
+from energon_packing.energon.samples import by_group, group_name
 from energon_packing.errors import ConfigError, PackingError
 
 

@@ -21,7 +21,7 @@ from megatron.energon.eyaml import load_yaml
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon import loader as loader_module
-from energon_packing.energon import window_dataset
+from energon_packing.energon import window
 from energon_packing.energon.data_identity import data_identity
 from energon_packing.energon.loader import build_loader
 from energon_packing.errors import ConfigError, UserError
@@ -49,13 +49,13 @@ def test_an_error_in_a_pack_that_is_made_ahead_leaves_the_state_of_the_last_one_
     config = config_of(run_config, workers=workers)
     keys = [pack.keys for pack in itertools.islice(build_loader(config), 3 + workers)]
 
-    def render_or_drop(render: Any, sample: Any, ledger: Any, *, own: Any = window_dataset.render_or_drop) -> Any:
+    def render_or_drop(render: Any, sample: Any, ledger: Any, *, own: Any = window.render_or_drop) -> Any:
         if sample.__key__ in keys[workers]:  # the second pack of the first worker
             raise OSError(5, "Input/output error")
         return own(render, sample, ledger)
 
     with monkeypatch.context() as broken:
-        broken.setattr(window_dataset, "render_or_drop", render_or_drop)
+        broken.setattr(window, "render_or_drop", render_or_drop)
         loader = build_loader(config)
         packs = iter(loader)
         next(packs)
@@ -76,7 +76,7 @@ def test_a_loader_that_an_error_ended_in_this_process_gives_no_state(run_config,
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(window_dataset, "render_or_drop", fail)
+    monkeypatch.setattr(window, "render_or_drop", fail)
     with pytest.raises(UserError, match="Input/output error"):
         next(packs)
     with pytest.raises(UserError, match="within a pack, whose samples a state saved now would lose"):

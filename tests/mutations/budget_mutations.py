@@ -129,7 +129,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the run that was never stopped",
         edits=(
             (
-                "energon/window_dataset.py",
+                "energon/window.py",
                 'self.ledger.resume(self._restored.get("counts"), held=held)',
                 "self.ledger.resume(None, held=held)",
             ),
@@ -142,8 +142,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the keys of the data set",
         edits=(
             (
-                "energon/disjoint_buffers.py",
-                "            self.accounts.ledger.count_read(data_of(sample), sample.modality)\n",
+                "energon/window.py",
+                "            self.ledger.count_read(data_of(sample), sample.modality)\n",
                 "",
             ),
         ),

@@ -447,7 +447,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a restored pack has another order than the one that was emitted",
         test=LOADED + "test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first",
         oracle="the pack before the restore",
-        edits=(("energon/window_dataset.py", "[restore_keys[at] for at in order]", "list(restore_keys)"),),
+        edits=(("energon/window.py", "[restore_keys[at] for at in order]", "list(restore_keys)"),),
         needs_bridge=True,
     ),
     Mutation(

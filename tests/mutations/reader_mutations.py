@@ -89,7 +89,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         test=SHARES + "test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs",
         oracle="the keys of the blend",
         edits=(
-            ("energon/window_dataset.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
+            ("energon/window.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
         ),
     ),
     Mutation(

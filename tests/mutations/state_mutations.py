@@ -135,7 +135,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "energon/packer.py",
+                "energon/window.py",
                 "except (UserError, PackingError, FatalSampleError):",
                 "except (UserError, PackingError, FatalSampleError, MemoryError):",
             ),
@@ -180,7 +180,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="a listed sample is decoded again",
         test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
-        edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
+        edits=(("energon/window.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
     ),
     Mutation(
         trap=93,

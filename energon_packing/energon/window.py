@@ -4,41 +4,184 @@ Energon's own `PackingDataset` packs disjoint buffers: what does not fit at the 
 Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next pack. This way a
 small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
-The two buffers hold measured samples only; a sample is decoded when its pack is due.
+The two buffers hold measured samples only; a sample is decoded when its pack is due. `DisjointPackingDataset` packs
+what Energon's wrapper would, for users who set ``packing_buffer_size``.
 """
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from megatron.energon import WorkerConfig
 
 from energon_packing.energon.fingerprint import check_fingerprint
 from energon_packing.energon.internals import (
     BaseWrapperDataset,
+    FatalSampleError,
     FlexState,
     SampleIndex,
     SavableDataset,
+    SavableSampleBuffer,
     set_sample_restore_key,
 )
-from energon_packing.energon.packer import Packer, render_or_drop
-from energon_packing.energon.packing_groups import by_group
 from energon_packing.energon.samples import (
     END,
     MeasuredSample,
     Pack,
     RenderedSample,
     account_for,
+    by_group,
     comes_again,
     data_of,
     end_of_epoch,
     shuffled_ahead,
 )
-from energon_packing.energon.window_buffer import WindowBuffer
-from energon_packing.errors import ConfigError, PackingError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
+
+SHOWN_KEYS = 8
+"""Number of keys that an error names; the rest are only counted."""
+
+
+class Packer(Protocol):
+    """Chooses, orders, renders and assembles packs for a `WindowPackingDataset`; its methods are called in this order.
+
+    `energon_packing.energon.window_task_encoder.WindowTaskEncoder` implements it. ``postencode_sample``,
+    ``select_samples_to_pack`` and ``pack_selected_samples`` keep the names of Energon's own hooks.
+    """
+
+    def make_ledger(self, worker_config: WorkerConfig) -> Ledger:
+        """Returns the ledger of this worker; called once, inside the worker."""
+
+    def select_pack(self, samples: Sequence[MeasuredSample], ended: bool) -> Sequence[int]:
+        """Selects the next pack from the window.
+
+        Args:
+            samples: held by the window, oldest first; all are measured.
+            ended: whether the source is exhausted, so that no further sample enters the window.
+
+        Returns:
+            Ascending positions of samples of one group (`by_group`), its oldest among them. With one group, the oldest
+            sample is always in the next pack.
+        """
+
+    def select_samples_to_pack(self, samples: list[MeasuredSample]) -> Sequence[Sequence[MeasuredSample]]:
+        """Returns the packs of a whole buffer, for a `DisjointPackingDataset`."""
+
+    def order_plans(self, plans: Sequence[Sequence[MeasuredSample]], block: int) -> Sequence[int]:
+        """Returns the order in which a block of plans is emitted, as positions; ``block`` is its number, from 0."""
+
+    def fewest_packs(self, samples: Sequence[MeasuredSample]) -> int:
+        """Returns a lower bound on the number of packs that the samples of a window will fill."""
+
+    def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
+        """Decodes one sample.
+
+        Raises:
+            SampleRejected: the sample is dropped and written to the ledger. Any other error drops it too, except those
+                that stop the run (`UserError`, `PackingError`, `FatalSampleError`).
+        """
+
+    def arrange(self, samples: Sequence[Any]) -> Sequence[int]:
+        """Returns the order of the rendered samples of a pack in their row, as positions.
+
+        The result depends on the samples alone, and arranging it again changes nothing: a restored pack is not
+        arranged again.
+        """
+
+    def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:
+        """Assembles the pack of the rendered samples, in the order given."""
+
+
+def render_or_drop(packer: Packer, sample: MeasuredSample, ledger: Ledger) -> RenderedSample | None:
+    """Decodes one sample of a pack; if that fails, the ledger names it, and only this sample is lost.
+
+    Raises:
+        UserError, PackingError, FatalSampleError: the run must stop.
+        DropBudgetExceeded: raised by the ledger.
+    """
+    render = functools.partial(packer.postencode_sample, sample)
+    return attempt(sample.__key__, render, ledger, data=data_of(sample), modality=sample.modality)
+
+
+def attempt(
+    key: str, render: Callable[[], RenderedSample], ledger: Ledger, *, data: str = "", modality: str = ""
+) -> RenderedSample | None:
+    """As `render_or_drop`, for a sample that is rendered in another way; see `DroppedSample` for ``data`` and
+    ``modality``."""
+    if ledger.drop_quarantined(key, data, modality):
+        return None
+    try:
+        return render()
+    except SampleRejected as error:
+        ledger.drop(key, error.reason, error.detail, data=data, modality=modality)
+    except (UserError, PackingError, FatalSampleError):
+        raise
+    except Exception as error:  # whatever failed, memory and recursion included, only this sample is lost
+        ledger.drop(key, "render_error", f"{type(error).__name__}: {error}", data=data, modality=modality)
+    return None
+
+
+class Held(NamedTuple):
+    """Samples on their way from one buffer to another.
+
+    Attributes:
+        samples: in order.
+        keys: the stored restore key of each; the sample's own key may have changed since.
+        arrivals: number of each sample in its worker's stream, from 0.
+    """
+
+    samples: list[Any]
+    keys: list[Any]
+    arrivals: list[int]
+
+
+class WindowBuffer(SavableSampleBuffer):
+    """Energon's sample buffer with shallow saves. Saved states contain the class name, so it must not change.
+
+    Restore keys are tuples that are never changed, so a shallow copy of the list is enough. It is thirty times faster
+    than a deep copy, which makes a checkpoint after every pack affordable.
+    """
+
+    _savable_fields = ("_restore_keys", "_arrivals")
+
+    def reset_state_own(self) -> None:
+        """Empties the buffer."""
+        super().reset_state_own()
+        self._arrivals: list[int] = []
+
+    def hold(self, sample: Any, arrival: int) -> None:
+        """Appends a sample with its number in the stream."""
+        self.append(sample)
+        self._arrivals.append(arrival)
+
+    def put(self, held: Held) -> None:
+        """Appends samples that were taken out of another buffer."""
+        self.extend(held.samples, held.keys)
+        self._arrivals.extend(held.arrivals)
+
+    def take(self, positions: Sequence[int]) -> Held:
+        """Removes the samples at ``positions`` and returns them in that order."""
+        held = Held(
+            samples=[self._buffer[position] for position in positions],
+            keys=[self._restore_keys[position] for position in positions],
+            arrivals=[self._arrivals[position] for position in positions],
+        )
+        gone = set(positions)
+        columns: tuple[list[Any], ...] = (self._buffer, self._restore_keys, self._arrivals)
+        for column in columns:
+            column[:] = [entry for at, entry in enumerate(column) if at not in gone]
+        return held
+
+    def save_state(self) -> FlexState:
+        """Returns restore keys and arrivals; on restore, the samples are read again from the keys."""
+        return FlexState(
+            __class__=type(self).__name__, _restore_keys=list(self._restore_keys), _arrivals=list(self._arrivals)
+        )
 
 
 class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
@@ -88,6 +231,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         self.tells_end = tells_end
         self._run = uuid.uuid4().hex[:12]  # the same in all workers, which are forks
         self.reset_state_own()
+
+    _waits_for_plans = False  # whether planned samples count as held, and all plans are emitted before the next ones
 
     def reset_state_own(self) -> None:
         """Starts with an empty window, no plans, and indices from 0."""
@@ -188,7 +333,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def _fill(self, source: Iterator[MeasuredSample]) -> bool:
         """Fills the window; returns False if the source ended."""
-        while len(self._window.buffer) < self.window:
+        planned = len(self._planned.buffer) if self._waits_for_plans else 0
+        while len(self._window.buffer) + planned < self.window:
             try:
                 sample = next(source)
             except StopIteration:
@@ -319,3 +465,39 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def __str__(self) -> str:
         return f"WindowPackingDataset(window={self.window}, dataset={self.dataset})"
+
+
+class DisjointPackingDataset(WindowPackingDataset):
+    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon's own `PackingDataset`.
+
+    Energon calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad
+    sample, a broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in
+    the window.
+    """
+
+    _waits_for_plans = True
+
+    def _plan(self) -> None:
+        """Moves all samples of the buffer to plans once those before them were emitted.
+
+        Raises:
+            PackingError: the selection leaves a sample out or repeats one.
+        """
+        samples = list(self._window.buffer)
+        if self._plan_lengths or not samples:
+            return
+        groups = [list(group) for group in self.packer.select_samples_to_pack(samples)]
+        position = {id(sample): at for at, sample in enumerate(samples)}
+        chosen = Counter(id(sample) for group in groups for sample in group)
+        wrong = [sample.__key__ for group in groups for sample in group if chosen[id(sample)] > 1]
+        wrong += [sample.__key__ for group in groups for sample in group if id(sample) not in position]
+        wrong += [sample.__key__ for sample in samples if id(sample) not in chosen]
+        if wrong:
+            more = f" and {len(wrong) - SHOWN_KEYS} more" if wrong[SHOWN_KEYS:] else ""
+            raise PackingError(
+                f"select_samples_to_pack leaves out, repeats or makes up {', '.join(wrong[:SHOWN_KEYS])}{more}; its "
+                "packs must be a partition of the buffer"
+            )
+        groups = [group for group in groups if group]
+        self._planned.put(self._window.take([position[id(sample)] for group in groups for sample in group]))
+        self._plan_lengths += map(len, groups)

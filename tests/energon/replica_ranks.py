@@ -26,8 +26,8 @@ from torch import distributed
 
 from energon_packing import thd
 from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_channel import SharedBlock
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import ConfigError
 from energon_packing.thd.batch import PackedBatch
 

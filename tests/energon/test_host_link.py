@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
+from multiprocessing.connection import Connection
 
 import pytest
 
-from energon_packing.energon import replica_channel
-from energon_packing.energon.host_link import HostLeader, HostMember, Message, RankGone
 from energon_packing.energon.replica import Replica
-from energon_packing.energon.replica_channel import END, StageSpread
+from energon_packing.energon.replica_channel import END, HostLeader, HostMember, Message, RankGone, StageSpread
 from energon_packing.errors import PackingError
 
 
@@ -30,15 +28,14 @@ def linked():
 def test_a_member_that_leaves_as_soon_as_it_has_the_last_message_is_not_missed(linked, monkeypatch):
     leader, member = linked
     found = []
-    send = socket.send_fds
+    send = Connection.send
 
-    def sent_and_read(*given):
-        count = send(*given)
+    def sent_and_read(connection, given):
+        send(connection, given)
         found.append(member.receive())
         member.close()
-        return count
 
-    monkeypatch.setattr(socket, "send_fds", sent_and_read)
+    monkeypatch.setattr(Connection, "send", sent_and_read)
     leader.send(Message(kind=END, number=7))
     assert [(message.kind, message.number) for message in found] == [(END, 7)]
     with pytest.raises(RankGone):
@@ -59,4 +56,4 @@ def test_a_rank_that_is_gone_keeps_no_message_from_other_hosts(linked):
     member.close()
     with pytest.raises(PackingError, match="rank 1 has ended"):
         spread.send(Message(kind=END, number=7))
-    assert casts == [([replica_channel.END, 7, 0, 0], 0)]
+    assert casts == [([END, 7, 0, 0], 0)]

@@ -34,11 +34,11 @@ def measure(data: str, samples: int, keep: bool) -> list[tuple[int, int]]:
     """
     from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, RunConfig
     from energon_packing.demo import processor_path
-    from energon_packing.energon import shard_reads
+    from energon_packing.energon import cookers
     from energon_packing.energon.loader import build_loader
 
     if keep:
-        shard_reads.forget_members = lambda reader: None
+        cookers.forget_members = lambda reader: None
     config = RunConfig(
         data=DataConfig(path=data, workers=0),
         encoder=EncoderConfig(processor=str(processor_path("text"))),

@@ -14,7 +14,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.config import MetricsConfig
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.samples import Pack
 from energon_packing.metrics_report import RunLines, figures, run_state
 

@@ -23,7 +23,7 @@ from bench.encoder_samples import BenchSample
 from bench.encoders import PIXELS, SHARES
 from energon_packing.encoders.decoding import MediaToDecode
 from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.energon.worker_memory import keep_freed_memory
+from energon_packing.energon.workers import keep_freed_memory
 from energon_packing.errors import PackingError
 
 TARGET = 1.03

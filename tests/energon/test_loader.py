@@ -14,7 +14,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.energon.loader import build_dataset, build_loader
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 

@@ -11,7 +11,7 @@ from energon_packing import thd
 from energon_packing.config import PackingConfig
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.micro_batches import UNREAD, MicroBatchTaskEncoder, refuse_unread
+from energon_packing.energon.sample_task_encoder import UNREAD, MicroBatchTaskEncoder, refuse_unread
 from energon_packing.errors import ConfigError
 
 

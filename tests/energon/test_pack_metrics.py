@@ -21,10 +21,8 @@ import torch
 from energon_packing import metrics_report, thd
 from energon_packing.config import MetricsConfig
 from energon_packing.drop_reasons import DroppedSample
-from energon_packing.energon import pack_metrics
-from energon_packing.energon.metrics_log import MetricsLog
-from energon_packing.energon.pack_metrics import PackMetrics, watched
-from energon_packing.energon.packing_monitor import PackingMonitor
+from energon_packing.energon import metrics as metrics_module
+from energon_packing.energon.metrics import MetricsLog, PackingMonitor, PackMetrics, watched
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError
 
@@ -128,7 +126,7 @@ def test_a_loaders_statistics_and_its_lines_are_the_same_sums(tmp_path):
         monitor.add(pack)
     found = monitor.statistics()
     assert list(watched(packs, MetricsConfig(directory=str(tmp_path)), capacity=CAPACITY)) == packs
-    figures = pack_metrics.PackSums.from_json(lines_of(tmp_path)[-1]["total"]).figures()
+    figures = metrics_module.PackSums.from_json(lines_of(tmp_path)[-1]["total"]).figures()
     assert figures["fill"] == pytest.approx(found.fill)
     assert figures["padding_alignment"] == pytest.approx(found.alignment_padding)
     assert figures["padding_tail"] + figures["padding_unused"] == pytest.approx(found.tail_padding)
@@ -138,7 +136,7 @@ def test_a_loaders_statistics_and_its_lines_are_the_same_sums(tmp_path):
 
 def test_waiting_is_the_time_in_the_reader_but_for_the_first_pack(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(pack_metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
 
     class Reader:
         packs = 7  # restored

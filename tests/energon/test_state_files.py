@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
 
 MISSING = "begin again."

@@ -20,8 +20,8 @@ from test_epoch_report import config_of, source_of
 
 from energon_packing import read_again
 from energon_packing.convert import ConvertConfig, convert
+from energon_packing.energon.cookers import REASON
 from energon_packing.energon.loader import build_dataset, build_loader, build_task_encoder
-from energon_packing.energon.shard_reads import REASON
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import UserError
 from energon_packing.ledger import DropBudgetExceeded

@@ -16,7 +16,7 @@ from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.energon.loader import build_dataset, build_loader
-from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
+from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError, SampleRejected

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.worker_errors import in_sentences
+from energon_packing.energon.workers import in_sentences
 from energon_packing.errors import ConfigError, UserError
 
 

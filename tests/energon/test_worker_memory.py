@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from energon_packing.energon import worker_memory
+from energon_packing.energon import workers as worker_start
 from energon_packing.energon.loader import build_loader
 from energon_packing.offline.evaluation import evaluation_loader
 
@@ -22,7 +22,7 @@ FAULTS = """
 import json, resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from energon_packing.energon.worker_memory import keep_freed_memory
+from energon_packing.energon.workers import keep_freed_memory
 from energon_packing.offline.evaluation import evaluation_loader
 import numpy
 if sys.argv[2] == "keep":
@@ -41,7 +41,7 @@ needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reas
 
 def faults(how: str) -> list[int]:
     """Page faults of each of six rounds of three images."""
-    root = str(Path(worker_memory.__file__).resolve().parents[2])
+    root = str(Path(worker_start.__file__).resolve().parents[2])
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     done = subprocess.run(
         [sys.executable, "-c", FAULTS, root, how], env=own, capture_output=True, text=True, timeout=240, check=True
@@ -67,7 +67,7 @@ def test_loader_processes_keep_memory_where_so_configured_and_the_training_proce
     run_config, monkeypatch, tmp_path, kind, workers, keep
 ):
     called = tmp_path / "called"
-    monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: called.open("a").write("once\n"))
+    monkeypatch.setattr(worker_start, "keep_freed_memory", lambda: called.open("a").write("once\n"))
     config = run_config(data={"workers": workers, "keep_memory": keep}, seq_length=1024, drop_budget=1.0)
     assert next(iter(loader_of(kind, config)))
     assert (called.read_text().split() if called.exists() else []) == ["once"] * (workers if keep else 0)
@@ -75,9 +75,9 @@ def test_loader_processes_keep_memory_where_so_configured_and_the_training_proce
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_worker_tokenizes_without_threads_unless_the_user_says_otherwise(monkeypatch, keep):
-    monkeypatch.setattr(worker_memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(worker_start, "keep_freed_memory", lambda: None)
     loader = SimpleNamespace(worker_init_fn=None, num_workers=1)
-    worker_memory.in_workers(loader, keep_memory=keep)
+    worker_start.in_workers(loader, keep_memory=keep)
     for before, after in ((None, "false"), ("true", "true")):
         monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
         if before is not None:
@@ -114,14 +114,14 @@ def test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them(r
 def test_a_workers_own_start_is_kept():
     started = []
     loader = SimpleNamespace(worker_init_fn=functools.partial(started.append), num_workers=1)
-    worker_memory.in_workers(loader)
+    worker_start.in_workers(loader)
     loader.worker_init_fn(3)
     assert started == [3]
 
 
 def test_a_c_library_without_the_call_is_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert worker_memory.keep_freed_memory() is False
+    assert worker_start.keep_freed_memory() is False
 
 
 def test_an_older_glibc_gets_the_largest_block_that_it_takes(monkeypatch):
@@ -132,5 +132,5 @@ def test_an_older_glibc_gets_the_largest_block_that_it_takes(monkeypatch):
         return int(parameter != -3 or value <= 32 << 20)
 
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
-    assert worker_memory.keep_freed_memory() is True
+    assert worker_start.keep_freed_memory() is True
     assert (-3, 32 << 20) in asked

@@ -180,7 +180,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(("energon/loader_base.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
+        edits=(("energon/loader.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
     ),
     Mutation(
         trap=57,

@@ -103,7 +103,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=FILES + "test_a_missing_an_empty_and_a_foreign_file_are_refused_by_name",
         oracle="the definition",
         edits=(
-            ("energon/state_file.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
+            ("energon/states.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
         ),
     ),
     Mutation(
@@ -126,7 +126,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="an epoch that made no pack ends as if it had",
         test=EPOCHS + "test_a_finite_run_that_makes_no_pack_ends_with_the_reason",
         oracle="the definition",
-        edits=(("energon/loader_base.py", "if not report.made and (", "if False and ("),),
+        edits=(("energon/loader.py", "if not report.made and (", "if False and ("),),
     ),
     Mutation(
         trap=56,
@@ -234,7 +234,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test="tests/energon/test_worker_memory.py::"
         "test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them[online]",
         oracle="Python's garbage collector",
-        edits=(("energon/worker_memory.py", "        gc.collect()\n", "        pass\n"),),
+        edits=(("energon/workers.py", "        gc.collect()\n", "        pass\n"),),
     ),
     Mutation(
         trap=95,
@@ -264,7 +264,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Energon's own `save_state`",
         edits=(
             (
-                "energon/shallow_states.py",
+                "energon/states.py",
                 "_restore_keys=list(value._restore_keys)",
                 "_restore_keys=value._restore_keys",
             ),

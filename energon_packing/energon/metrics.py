@@ -335,36 +335,26 @@ class MetricsLog:
             self._thread = threading.Thread(target=self._gather, name="metrics of all ranks", daemon=True)
             self._thread.start()
 
-    def finish(self, step: int, tensorboard: Any, wandb: Any) -> None:
-        """Posts what is not posted yet."""
-        if self._thread is not None:
-            self._thread.join(PATIENCE)
-        self._due = None
-        self.post(step, tensorboard, wandb)
-        if self._thread is not None and not self._broken:
-            self._thread.join(PATIENCE)
-            if not self._thread.is_alive() and self._found:
-                self._write(step, tensorboard, wandb)
-
-    def finish_with_all(self, step: int, tensorboard: Any) -> None:
-        """Posts the last lines of all ranks, which end about now; waits for them, but no longer than `PATIENCE`.
+    def finish(self, step: int, tensorboard: Any, wandb: Any = None, *, seconds: float = 0.0) -> None:
+        """Posts what is not posted yet.
 
         It starts no thread: when an interpreter ends, none can be started.
+
+        Args:
+            step, tensorboard, wandb: as for `post`.
+            seconds: how long to wait for the last lines of all ranks, which end about now.
         """
         if self._thread is not None:
             self._thread.join(PATIENCE)
             if self._thread.is_alive():
                 return
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + seconds
         self._gather()
-        while not self._broken and not self._ended() and time.monotonic() < until:
+        while time.monotonic() < until and not self._broken and not all(line.ended for line in self._lines.present()):
             time.sleep(0.05)
             self._gather()
         if self._found and not self._broken:
-            self._write(step, tensorboard, None)
-
-    def _ended(self) -> bool:
-        return all(line.ended for line in self._lines.present())
+            self._write(step, tensorboard, wandb)
 
     def _gather(self) -> None:
         try:

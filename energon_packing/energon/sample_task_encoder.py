@@ -46,8 +46,7 @@ from energon_packing.energon.samples import (
     data_of,
     read_media,
 )
-from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.energon.window_task_encoder import refuse_unlimited_failures
+from energon_packing.energon.task_encoder import PackingTaskEncoder, refuse_unlimited_failures
 from energon_packing.errors import ConfigError, SampleRejected, UserError
 from energon_packing.ledger import Ledger
 from energon_packing.thd.batch import IGNORE_INDEX

@@ -69,7 +69,7 @@ class MeasuredSample(Sample):
     """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it, and
     ``modality`` that of its record (`Conversation.modality`), empty if it could not be read.
 
-    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.split_pieces` turns them into samples.
+    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.window` turns them into samples.
     """
 
     measured: AnyMeasured | None

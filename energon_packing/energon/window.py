@@ -5,11 +5,13 @@ Here the window slides. It is filled, one pack is taken out of it, and the rest 
 small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
 The two buffers hold measured samples only; a sample is decoded when its pack is due. `DisjointPackingDataset` packs
-what Energon's wrapper would, for users who set ``packing_buffer_size``.
+what Energon's wrapper would, for users who set ``packing_buffer_size``. `SplitPieces`, before the window, turns
+the pieces of split samples into samples.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import uuid
 from collections import Counter
@@ -26,12 +28,15 @@ from energon_packing.energon.internals import (
     SampleIndex,
     SavableDataset,
     SavableSampleBuffer,
+    add_sample_restore_key,
+    get_sample_restore_key,
     set_sample_restore_key,
 )
 from energon_packing.energon.samples import (
     END,
     MeasuredSample,
     Pack,
+    Problem,
     RenderedSample,
     account_for,
     by_group,
@@ -50,7 +55,7 @@ SHOWN_KEYS = 8
 class Packer(Protocol):
     """Chooses, orders, renders and assembles packs for a `WindowPackingDataset`; its methods are called in this order.
 
-    `energon_packing.energon.window_task_encoder.WindowTaskEncoder` implements it. ``postencode_sample``,
+    `energon_packing.energon.task_encoder.WindowTaskEncoder` implements it. ``postencode_sample``,
     ``select_samples_to_pack`` and ``pack_selected_samples`` keep the names of Energon's own hooks.
     """
 
@@ -501,3 +506,71 @@ class DisjointPackingDataset(WindowPackingDataset):
         groups = [group for group in groups if group]
         self._planned.put(self._window.take([position[id(sample)] for group in groups for sample in group]))
         self._plan_lengths += map(len, groups)
+
+
+class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
+    """Yields the pieces of split samples, and all other samples unchanged. Saved states and restore keys contain the
+    class name.
+
+    Args:
+        dataset: yields measured samples; one with ``split`` set is replaced by its pieces ``key#0``, ``key#1``, ...
+    """
+
+    _savable_fields = ("_whole_key", "_next")
+
+    def __init__(self, dataset: SavableDataset[MeasuredSample], *, worker_config: WorkerConfig) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        """Starts with no pending pieces."""
+        self._whole_key: Any = None  # of the sample whose pieces are being yielded
+        self._next = 0  # number of its next piece
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        """Returns the source's length; the number of pieces is unknown before the samples are measured."""
+        return self.dataset.len_worker(worker_idx)
+
+    def __iter__(self) -> Iterator[MeasuredSample]:
+        if self._whole_key is not None:
+            yield from self._pieces(self.dataset.restore_sample(self._whole_key))
+        for sample in self.dataset:
+            if sample.split is not None:
+                self._whole_key, self._next = get_sample_restore_key(sample), 0
+            yield from self._pieces(sample)
+
+    def _pieces(self, sample: MeasuredSample) -> Iterator[MeasuredSample]:
+        if sample.split is None:  # an ordinary sample, or a restored one that can no longer be read
+            self._whole_key, self._next = None, 0
+            yield add_sample_restore_key(sample, 0, src=self)
+            return
+        for number in range(self._next, len(sample.split.pieces)):
+            self._next = number + 1
+            yield add_sample_restore_key(piece_of(sample, number), number, src=self)
+        self._whole_key, self._next = None, 0
+
+    def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
+        """Rebuilds a piece from its restore key."""
+        name, number, *inner = restore_key
+        if name != type(self).__name__:
+            raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
+        sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
+        return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
+
+    def config(self) -> dict[str, Any]:
+        """What Energon writes into the description of a loader."""
+        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
+
+    def __str__(self) -> str:
+        return f"SplitPieces(dataset={self.dataset})"
+
+
+def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
+    """Returns one piece of a split sample: measured, or with its problem."""
+    assert sample.split is not None
+    piece = sample.split.pieces[number]
+    measured, problem = piece, None
+    if isinstance(piece, SampleRejected):
+        measured, problem = None, Problem(reason=piece.reason, detail=piece.detail)
+    key = f"{sample.__key__}#{number}"
+    return dataclasses.replace(sample, __key__=key, measured=measured, problem=problem, split=None)

@@ -13,12 +13,12 @@ import ctypes
 import errno
 import functools
 import gc
-import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any
 
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import PackingError, UserError
@@ -98,8 +98,8 @@ def in_sentences[Pack](packs: Iterator[Pack]) -> Iterator[Pack]:
     except (UserError, PackingError) as error:
         raise _without_traceback(error) from None
     except (RuntimeError, OSError, EOFError) as error:
-        if (told := _told(error)) is not None:
-            raise UserError(told) from error
+        if told := _told(error):
+            raise told from error
         raise
 
 
@@ -115,61 +115,57 @@ def answered[Answer](ask: Callable[[], Answer], workers: Sequence[BaseProcess]) 
     """
     if not workers:
         return ask()
-    answers: queue.SimpleQueue[Callable[[], Answer]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(_outcome(ask)), name="state of the workers", daemon=True).start()
+    answer: Future[Answer] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=wait, name="state of the workers", daemon=True).start()
     while True:
         try:
-            return answers.get(timeout=_LOOK_EVERY)()
-        except queue.Empty:
+            return answer.result(_LOOK_EVERY)
+        except TimeoutError:
             if gone := [str(worker.pid) for worker in workers if not worker.is_alive()]:
                 raise UserError(_killed("", ", ".join(gone))) from None
         except RuntimeError as error:  # torch raises it in whatever runs when a worker ends
-            if (told := _told(error)) is not None:
-                raise UserError(told) from error
+            if told := _told(error):
+                raise told from error
             raise
-
-
-def _outcome[Answer](ask: Callable[[], Answer]) -> Callable[[], Answer]:
-    try:
-        answer = ask()
-    except Exception as error:
-        return functools.partial(_raise, error)
-    return lambda: answer
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _without_traceback(error: Exception) -> Exception:
     """Returns the error with its original message: torch puts a worker's whole traceback into it."""
     message = str(error)
-    if not _TRACEBACK.match(message):
-        return error
-    return type(error)(_TRACEBACK.sub("", message).strip())
+    return type(error)(_TRACEBACK.sub("", message).strip()) if _TRACEBACK.match(message) else error
 
 
-def _told(error: Exception) -> str | None:
-    """What a user can do about an error of torch; None for one that is not known."""
+def _told(error: Exception) -> UserError | None:
+    """Returns what a user can do about an error of torch; None for one that is not known."""
     text = str(error)
+    last = text.strip().splitlines()[-1][:300] if text.strip() else "no reason was given"
     if died := _DIED.search(text):
         pids, signal = died.groups()
-        if signal == "Bus error":
-            return _shared_memory(f"a loader's worker (pid {pids}) was ended by a bus error")
-        return _killed(f" ({signal})" if signal else "", pids)
-    if _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
-        return "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
-    if _ROOM.search(text):
-        return _shared_memory(_last_line(text))
+        full = signal == "Bus error"
+        told = f"a loader's worker (pid {pids}) was ended by a bus error" if full else ""
+        told = _full(told) if full else _killed(f" ({signal})" if signal else "", pids)
+    elif _FILES.search(text) or getattr(error, "errno", None) == errno.EMFILE:
+        told = "A process has too many open files for the packs of its workers; raise the limit (ulimit -n 65536)."
+    elif _ROOM.search(text):
+        told = _full(last)
     # Of the socket through which it hands over a pack, which has no name; a missing file of the data has one.
-    if isinstance(error, ConnectionError | EOFError) or text == "[Errno 2] No such file or directory":
-        return _killed(f" while it handed over a pack ({_last_line(text)})")
-    if isinstance(error, OSError):
-        return (
-            f"The data cannot be read any more: {_last_line(text)}. See whether the data set and its storage are there "
-            "and continue from the last checkpoint."
+    elif isinstance(error, ConnectionError | EOFError) or text == "[Errno 2] No such file or directory":
+        told = _killed(f" while it handed over a pack ({last})")
+    elif isinstance(error, OSError):
+        told = (
+            f"The data cannot be read any more: {last}. See whether the data set and its storage are there and "
+            "continue from the last checkpoint."
         )
-    return None
+    else:
+        return None
+    return UserError(told)
 
 
 def _killed(how: str, pids: str = "") -> str:
@@ -180,9 +176,5 @@ def _killed(how: str, pids: str = "") -> str:
     )
 
 
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1][:300] if text.strip() else "no reason was given"
-
-
-def _shared_memory(what: str) -> str:
+def _full(what: str) -> str:
     return f"Shared memory is full ({what}); make /dev/shm larger (docker run --shm-size=16g), or lower data.workers."

@@ -27,9 +27,8 @@ from energon_packing.offline.stored_clips import StoredClip, StoredClips
 from energon_packing.offline.stored_pack import StoredPack, StoredSample
 from energon_packing.offline.tar_files import TarFiles, inside
 from energon_packing.thd.batch import PackedBatch
-from energon_packing.thd.joined import joined
 from energon_packing.thd.pixels import PIXEL_FORMS
-from energon_packing.thd.rows import unpack
+from energon_packing.thd.rows import joined, unpack
 
 MOST_OPEN = 64
 """Open shards of one process."""

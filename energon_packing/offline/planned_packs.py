@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.energon.samples import MeasuredSample, Pack
-from energon_packing.energon.split_pieces import piece_of
-from energon_packing.energon.window import attempt
+from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import IndexedDataset, shard_status

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # planning needs neither torch nor Energon
     from megatron.energon import CrudeSample
     from megatron.energon.cache import FileStore
 
-    from energon_packing.energon.window_task_encoder import WindowTaskEncoder
+    from energon_packing.energon.task_encoder import WindowTaskEncoder
 
 AnyRun = RunConfig | TextToVideoRunConfig
 AnyEncoderConfig = EncoderConfig | TextToVideoConfig

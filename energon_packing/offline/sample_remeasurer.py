@@ -7,8 +7,8 @@ from pathlib import Path
 
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.energon.samples import MeasuredSample
-from energon_packing.energon.split_pieces import piece_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.window import piece_of
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard
 from energon_packing.offline.plan import PlannedMedia, PlannedSample
 from energon_packing.offline.planned_packs import PlannedSource

@@ -10,8 +10,7 @@ from megatron.energon.errors import ErrorContext, FatalSampleError
 
 from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
-from energon_packing.energon.task_encoder import PackingTaskEncoder
-from energon_packing.energon.window_task_encoder import FUNCTIONS
+from energon_packing.energon.task_encoder import FUNCTIONS, PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.validate.rules.registry import violations
 from energon_packing.validate.views.container import view_of

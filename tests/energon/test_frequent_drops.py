@@ -370,10 +370,10 @@ PASSED_ON = [
     "energon/sample_task_encoder.py: error.reason",
     "energon/samples.py: error.reason",
     "energon/samples.py: problem.reason",
-    "energon/split_pieces.py: piece.reason",
+    "energon/window.py: piece.reason",
     "energon/task_encoder.py: reason",  # oversize or over_limit
     "energon/window.py: error.reason",
-    "energon/window_task_encoder.py: reason",
+    "energon/task_encoder.py: reason",
     "ledger.py: REASON",  # quarantined
     "media/decoding_process.py: CRASH",
     "media/decoding_process.py: TIMEOUT",

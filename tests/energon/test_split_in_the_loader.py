@@ -15,8 +15,8 @@ from energon_packing.conversation import Conversation, Turn
 from energon_packing.demo import processor_path
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.samples import ConversationSample
-from energon_packing.energon.split_pieces import piece_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.window import piece_of
 from energon_packing.errors import ConfigError
 
 ROW = 192

@@ -369,7 +369,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges"
         "[text-8-False]",
         oracle="the same rows without padding, trained by Bridge with experts",
-        edits=(("thd/expert_masks.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
+        edits=(("thd/routers.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -379,7 +379,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row's own mask, in a layer called as Qwen3-VL of Bridge 0.7 calls it",
         edits=(
             (
-                "thd/expert_masks.py",
+                "thd/routers.py",
                 "    if mask is None:\n        return None\n    # Replaces",
                 "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
             ),

@@ -130,6 +130,6 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a state of other shares is restored",
         test=SHARES + "test_a_state_is_refused_where_other_samples_are_a_readers",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
+        edits=(("energon/task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
     ),
 )

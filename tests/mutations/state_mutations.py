@@ -62,7 +62,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="rank 0's state restores on rank 1",
         test=STATES + "test_a_state_of_another_reader_is_refused_in_one_sentence",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
+        edits=(("energon/task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
     ),
     Mutation(
         trap=52,

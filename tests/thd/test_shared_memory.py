@@ -10,7 +10,7 @@ import torch
 
 from energon_packing import thd
 from energon_packing.errors import PackingError
-from energon_packing.thd.joined import joined
+from energon_packing.thd.rows import joined
 
 
 def rows():

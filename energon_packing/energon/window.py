@@ -1,6 +1,6 @@
 """The packing window: a savable data set wrapper that selects, renders and assembles packs with carry-over.
 
-Energon's own `PackingDataset` packs disjoint buffers: what does not fit at the end of a buffer becomes a short pack.
+Energon's own ``PackingDataset`` packs disjoint buffers: what does not fit at the end of a buffer becomes a short pack.
 Here the window slides. It is filled, one pack is taken out of it, and the rest stays for the next pack. This way a
 small window reaches the fill of packing a whole list. If a sample fails, only that sample is lost.
 
@@ -473,7 +473,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
 
 class DisjointPackingDataset(WindowPackingDataset):
-    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon's own `PackingDataset`.
+    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon's own ``PackingDataset``.
 
     Energon calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad
     sample, a broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in

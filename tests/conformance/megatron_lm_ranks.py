@@ -231,6 +231,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     from megatron.core import parallel_state
 
     from energon_packing.megatron_lm import dataloader, gpt
+    from energon_packing.thd import routers
 
     train_step, get_batch, run_config_of = training.train_step, gpt.get_batch, dataloader.run_config_of
 

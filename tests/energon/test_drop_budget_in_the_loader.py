@@ -8,7 +8,7 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 
 from energon_packing.config import EncoderConfig
 from energon_packing.demo import processor_path
-from energon_packing.energon import task_encoder
+from energon_packing.energon import task_encoder as task_encoder_module
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.ledger import Ledger
@@ -49,7 +49,7 @@ def ledgers(monkeypatch):
             super().__init__(*arguments, **named)
             made.append(self)
 
-    monkeypatch.setattr(task_encoder, "Ledger", Kept)
+    monkeypatch.setattr(task_encoder_module, "Ledger", Kept)
     return made
 
 

@@ -339,19 +339,6 @@ def _send_all(post: queue.SimpleQueue[Message | None], group: OwnGroup, destinat
                 group.send(message.text, destination, tag)
 
 
-@dataclass(kw_only=True, slots=True)
-class Sent:
-    """Bytes that one rank sent to others of its stage.
-
-    Attributes:
-        shared: of blocks, which are not copied, to ranks of its host.
-        collective: in broadcasts to other hosts.
-    """
-
-    shared: int = 0
-    collective: int = 0
-
-
 class StageSpread:
     """Messages from the leader of a pipeline stage to its other ranks; a collective call of the stage.
 
@@ -360,12 +347,13 @@ class StageSpread:
         ahead: messages that a rank may have waiting before the sender waits for it.
 
     Attributes:
-        sent: what this rank sent so far.
+        sent: bytes that this rank sent so far: ``shared`` of blocks, which are not copied, to ranks of its host, and
+            ``collective`` in broadcasts to other hosts.
     """
 
     def __init__(self, replica: Replica, *, ahead: int) -> None:
         self._replica = replica
-        self.sent = Sent()
+        self.sent = {"shared": 0, "collective": 0}
         # The kernel frees a block when its last process lets go of it, which takes a while for 100 MB. That shall not
         # be a step that drops its pack, so the one that shares a block keeps it until all steps have dropped it.
         self._kept: deque[tuple[SharedBlock, ...]] = deque(maxlen=ahead + 2)
@@ -441,7 +429,7 @@ class StageSpread:
         except RankGone as gone:
             raise PackingError(f"{gone}; it gets its packs from rank {self._replica.global_rank}") from gone
         self._kept.append(message.blocks)
-        self.sent.shared += sum(block.size for block in message.blocks)
+        self.sent["shared"] += sum(block.size for block in message.blocks)
 
     def _broadcast(self, message: Message | None) -> Message:
         """Broadcasts a message from the stage's leader, which gives it, to the first rank of every other host."""
@@ -451,7 +439,7 @@ class StageSpread:
         def cast(given: torch.Tensor | None, size: int = 0, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
             tensor = torch.empty(size, dtype=dtype) if given is None else given
             group.broadcast(tensor, source)
-            self.sent.collective += tensor.nbytes if message is not None else 0
+            self.sent["collective"] += tensor.nbytes if message is not None else 0
             return tensor
 
         try:

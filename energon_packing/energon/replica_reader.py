@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import threading
 import weakref
@@ -43,7 +42,7 @@ EXIT_SECONDS = 10.0
 """How long the end of the interpreter waits for a thread that makes packs ahead: one that wakes up in a library
 afterwards would abort the process."""
 
-_running: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
+_running: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
 
 
 class PackSource(Protocol):
@@ -78,45 +77,29 @@ class Made:
     state: Callable[[], Any] | None = None
 
 
-class ReadAhead[T]:
-    """Results of a function, made ahead of use in a thread.
+class ReadAhead:
+    """Packs of a road, made ahead of use in a thread.
 
     Args:
-        make: makes one result; it does not raise.
-        is_last: whether nothing follows a result.
-        interrupt: called by `stop`; makes a call of ``make`` that waits for another process return.
-        finish: called in the thread when it ends, with whether `stop` ended it.
-        depth: results that are ready or being made, at least 1.
+        road: knows nothing of the reader.
+        copy: what starts their way to the GPU.
+        depth: packs that are ready or being made, at least 1.
         name: of the thread.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], T],
-        *,
-        is_last: Callable[[T], bool],
-        interrupt: Callable[[], None],
-        finish: Callable[[bool], None],
-        depth: int,
-        name: str,
-    ) -> None:
-        self._make, self._is_last, self._depth = make, is_last, depth
-        self._interrupt, self._finish = interrupt, finish
-        self._ready: deque[T] = deque()
+    def __init__(self, road: _Road, copy: DeviceCopy, depth: int, name: str) -> None:
+        self._road, self._copy, self._depth = road, copy, depth
+        self._ready: deque[Made] = deque()
         self._changed = threading.Condition()
         self._stopped = False
-        self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
 
-    def take(self) -> T:
-        """The next result; waits for it if it is not ready. Not to be called after the last one."""
+    def take(self) -> Made:
+        """Returns the next result; waits for it if it is not ready. Not to be called after the last one."""
         with self._changed:
-            while not self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._ready)
             self._changed.notify_all()
             return self._ready.popleft()
 
@@ -125,7 +108,7 @@ class ReadAhead[T]:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        self._interrupt()
+        self._road.interrupt()
 
     def join(self, seconds: float) -> None:
         """Waits for the thread to end."""
@@ -133,25 +116,18 @@ class ReadAhead[T]:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        try:
-            while self._has_room():
-                made = self._make()
-                with self._changed:
-                    self._ready.append(made)
-                    self._changed.notify_all()
-                if self._is_last(made):
-                    break
-        except BaseException as error:  # `make` broke its promise: nobody may wait for the rest
+        error = None
+        while error is None and self._has_room():
+            made = _copied(self._road, self._copy)
+            error = made.error
             with self._changed:
-                self._failure = error
+                self._ready.append(made)
                 self._changed.notify_all()
-        finally:
-            self._finish(self._stopped)
+        self._road.finish(self._stopped)
 
     def _has_room(self) -> bool:
         with self._changed:
-            while len(self._ready) >= self._depth and not self._stopped:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._stopped or len(self._ready) < self._depth)
             return not self._stopped
 
 
@@ -166,21 +142,8 @@ def _end_all() -> None:
 atexit.register(_end_all)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartedCopy:
-    """A pack whose pixels are on their way.
-
-    Attributes:
-        batch: with the tensors that will hold the pixels.
-        done: event after the copy.
-    """
-
-    batch: PackedBatch
-    done: Any
-
-
 class DeviceCopy:
-    """Copies packs to this process's current GPU.
+    """Copies packs to this process's current GPU, if there is one; only started copies need their `take`.
 
     Args:
         pixels: whether to copy pixels; False only moves packs to page-locked memory, for a trainer that keeps the packs
@@ -188,40 +151,36 @@ class DeviceCopy:
     """
 
     def __init__(self, *, pixels: bool) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device) if pixels else None
+        there = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if there else None
+        self._stream = torch.cuda.Stream(self._device) if pixels and there else None
 
-    @classmethod
-    def if_any(cls, *, pixels: bool) -> DeviceCopy | None:
-        """None where there is no GPU."""
-        return cls(pixels=pixels) if torch.cuda.is_available() else None
+    def start(self, batch: Any) -> tuple[Any, Any]:
+        """Starts the copy of a pack, in any thread; returns the pack, and an event after the copy of its pixels.
 
-    def start(self, batch: Any) -> Any:
-        """Starts the copy of a pack; in any thread. Packs of other classes stay as they are."""
-        if not isinstance(batch, PackedBatch):
-            return batch
+        Packs of other classes stay as they are.
+        """
+        if self._device is None or not isinstance(batch, PackedBatch):
+            return batch, None
         with torch.cuda.device(self._device):  # a new thread's device is the first one
             batch = batch.pin_memory()
             visual = dict(batch.visual_inputs or {})
             large = [name for name in PIXELS if name in visual]
             if self._stream is None or not large:
-                return batch
+                return batch, None
             with torch.cuda.stream(self._stream):
-                for name in large:
-                    visual[name] = visual[name].to(self._device, non_blocking=True)
-                done = self._stream.record_event()
-        return StartedCopy(batch=replace(batch, visual_inputs=visual), done=done)
+                visual |= {name: visual[name].to(self._device, non_blocking=True) for name in large}
+                return replace(batch, visual_inputs=visual), self._stream.record_event()
 
-    def take(self, started: Any) -> Any:
+    def take(self, batch: Any, done: Any) -> Any:
         """Returns a pack for use on the current stream, which waits for the copy; the host does not."""
-        if not isinstance(started, StartedCopy):
-            return started
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(started.done)
-        for name in PIXELS:
-            if name in (visual := started.batch.visual_inputs or {}):
-                visual[name].record_stream(stream)  # so that its memory is not given away before the step is done
-        return started.batch
+        if done is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(done)
+            for name in PIXELS:
+                if name in batch.visual_inputs:  # so that its memory is not given away before the step is done
+                    batch.visual_inputs[name].record_stream(stream)
+        return batch
 
 
 class _Road:
@@ -430,8 +389,8 @@ class _Numbered:
         self._source = source
         self._replica = replica
         self._road, self._depth = road, depth
-        self._copy = DeviceCopy.if_any(pixels=pixels_to_device)
-        self._ahead: ReadAhead[Made] | None = None
+        self._copy = DeviceCopy(pixels=pixels_to_device)
+        self._ahead: ReadAhead | None = None
         self._last: Made | None = None
         self._end = self._at_end(road.finish, False)
         self.packs = 0
@@ -452,14 +411,8 @@ class _Numbered:
             raise PackingError("this reader was closed")
         made = _copied(self._road, self._copy) if self._ahead is None else self._ahead.take()
         if self._ahead is None and self._depth and made.error is None:
-            self._ahead = ReadAhead(
-                functools.partial(_copied, self._road, self._copy),
-                is_last=lambda made: made.error is not None,
-                interrupt=self._road.interrupt,
-                finish=self._road.finish,
-                depth=self._depth,
-                name=f"packs ahead on rank {self._replica.global_rank}",
-            )
+            name = f"packs ahead on rank {self._replica.global_rank}"
+            self._ahead = ReadAhead(self._road, self._copy, self._depth, name)
             self._end.detach()
             self._end = self._at_end(self._ahead.stop)
         if made.error is not None:
@@ -467,7 +420,7 @@ class _Numbered:
             raise made.error
         self._last = replace(made, batch=None)
         self.packs += 1
-        batch: PackedBatch = made.batch if self._copy is None else self._copy.take(made.batch)
+        batch: PackedBatch = self._copy.take(*made.batch)
         return batch
 
     def close(self) -> None:
@@ -530,10 +483,13 @@ class _Numbered:
         return self._replica.agree(act)
 
 
-def _copied(road: _Road, copy: DeviceCopy | None) -> Made:
+def _copied(road: _Road, copy: DeviceCopy) -> Made:
     """The next pack of a road, on its way to the GPU if there is one."""
     made = road.make()
-    return made if copy is None or made.error is not None else replace(made, batch=copy.start(made.batch))
+    try:
+        return made if made.error is not None else replace(made, batch=copy.start(made.batch))
+    except Exception as error:
+        return Made(error=error)
 
 
 class OneReader(_Numbered):

@@ -473,7 +473,7 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
 
 class DisjointPackingDataset(WindowPackingDataset):
-    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon's own ``PackingDataset``.
+    """Packs each ``window`` samples as a whole by ``packer.select_samples_to_pack``, as Energon itself would.
 
     Energon calls the hooks of a task encoder inside error handlers that print an error and continue, so that a bad
     sample, a broken selection and an invalid configuration would all be lost alike. Here they are accounted for as in

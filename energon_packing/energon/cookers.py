@@ -44,7 +44,7 @@ def guard_shards(dataset: Any, *, go_on: bool) -> None:
         go_on: whether a sample of `REASON` takes the place of one that cannot be read, which our cookers understand;
             else the run ends with the name of the shard.
     """
-    for reader in _readers(dataset, set()):
+    for reader in {id(reader): reader for reader in _readers(dataset)}.values():
         reader._get_item_by_sample_pointer = functools.partial(
             _read, reader, reader._get_item_by_sample_pointer, go_on=go_on
         )
@@ -88,17 +88,11 @@ def _read(reader: Any, read: Any, pointer: Any, restore_index: Any, *others: Any
         )
 
 
-def _readers(dataset: Any, seen: set[int]) -> Iterator[Any]:
-    """The readers of shards beneath a data set and its wrappers."""
-    if id(dataset) in seen:
-        return
-    seen.add(id(dataset))
-    for reader in getattr(dataset, "join_readers", ()):
-        if isinstance(reader, ITarReader) and id(reader) not in seen:
-            seen.add(id(reader))
-            yield reader
+def _readers(dataset: Any) -> Iterator[Any]:
+    """Yields the readers of shards beneath a data set and its wrappers; of one that is there twice, twice."""
+    yield from (reader for reader in getattr(dataset, "join_readers", ()) if isinstance(reader, ITarReader))
     for each in getattr(dataset, "datasets", ()):
-        yield from _readers(each, seen)
+        yield from _readers(each)
 
 
 TOO_DEEP = "the record's JSON is nested too deeply for Python to read"
@@ -125,14 +119,14 @@ def cook_record(sample: CrudeSample, primary: FileStore, media: FileStore | None
         check_depth(text, record)
         conversation = Conversation.from_record(sample["__key__"], record)
         conversation = complete(conversation, store)
+        return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
     except SampleRejected as error:
         problem = Problem(reason=error.reason, detail=error.detail)
-        return ConversationSample(**keys, conversation=conversation, problem=problem)
     except RecursionError:
-        return ConversationSample(**keys, conversation=None, problem=Problem(reason="too_deep", detail=TOO_DEEP))
+        conversation, problem = None, Problem(reason="too_deep", detail=TOO_DEEP)
     except Exception as error:  # whatever a record does to its reader, only this sample is lost
-        return ConversationSample(**keys, conversation=None, problem=Problem(reason="bad_record", detail=repr(error)))
-    return ConversationSample(**keys, conversation=conversation, store=store if conversation.media else None)
+        conversation, problem = None, Problem(reason="bad_record", detail=repr(error))
+    return ConversationSample(**keys, conversation=conversation, problem=problem)
 
 
 def complete(conversation: Conversation, store: FileStore) -> Conversation:
@@ -144,8 +138,7 @@ def complete(conversation: Conversation, store: FileStore) -> Conversation:
     """
     for media in conversation.media:
         for name in (media.name, *media.frame_names):
-            path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts:
+            if name.startswith("/") or ".." in PurePosixPath(name).parts:
                 raise SampleRejected("media_outside_root", f"{media.kind} {name!r} points outside the data set")
     if all(media.width is not None for media in conversation.media):
         return conversation
@@ -165,21 +158,20 @@ def measured(media: Media, store: FileStore) -> Media:
             "unmeasured_media",
             f"the size of {media.name!r} is unknown; run: energon prepare-media --media-metadata-by-extension DIR",
         ) from error
-    if isinstance(found, ImageMetadata) and media.frame_names:
-        return dataclasses.replace(media, width=found.width, height=found.height)
     if isinstance(found, ImageMetadata):
-        return Media(kind=media.kind, name=media.name, width=found.width, height=found.height)
-    if isinstance(found, AVMetadata):
-        return Media(
-            kind=media.kind,
-            name=media.name,
-            width=found.video_width,
-            height=found.video_height,
-            frames=found.video_num_frames,
-            fps=found.video_fps,
-            duration=found.video_duration,
-        )
-    raise SampleRejected("unmeasured_media", f"metadata of {media.name!r} is a {type(found).__name__}")
+        known = media if media.frame_names else Media(kind=media.kind, name=media.name)
+        return dataclasses.replace(known, width=found.width, height=found.height)
+    if not isinstance(found, AVMetadata):
+        raise SampleRejected("unmeasured_media", f"metadata of {media.name!r} is a {type(found).__name__}")
+    return Media(
+        kind=media.kind,
+        name=media.name,
+        width=found.video_width,
+        height=found.video_height,
+        frames=found.video_num_frames,
+        fps=found.video_fps,
+        duration=found.video_duration,
+    )
 
 
 RECORD_COOKER: Cooker[Any] = Cooker(cook_record, has_subflavors={"energon_packing": "v1"})

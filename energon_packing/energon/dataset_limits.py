@@ -51,28 +51,24 @@ class DatasetLimits:
             ConfigError: the subflavor is not a mapping, has an unknown key or an invalid value, or the encoder is not a
                 `ConversationEncoder`.
         """
-        given = _given(sample)
+        given, where = _given(sample), _where(sample)
         if given is None:
             return encoder
-        where = _where(sample)
         known = (number, json.dumps([where, given], sort_keys=True, default=str))
         if known not in self._encoders:
-            self._encoders[known] = self._make(encoder, given, where)
+            if not isinstance(encoder, ConversationEncoder):
+                kind = type(encoder).__name__
+                raise ConfigError(f"{where}: {kind} does not support limits; use a ConversationEncoder.")
+            if not isinstance(given, Mapping):
+                raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
+            limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
+            limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
+            worker = torch.utils.data.get_worker_info()
+            if sentences and (worker is None or worker.id == 0):
+                lower = ", ".join(sentences)
+                warnings.warn(f"{where}: a sample must fit into a pack, so these were lowered: {lower}.", stacklevel=2)
+            self._encoders[known] = encoder.under(limits)
         return self._encoders[known]
-
-    def _make(self, encoder: SampleEncoder, given: Any, where: str) -> SampleEncoder:
-        if not isinstance(encoder, ConversationEncoder):
-            raise ConfigError(f"{where}: {type(encoder).__name__} does not support limits; use a ConversationEncoder.")
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"{where} is {given!r}; it must be a mapping of limits, such as {{max_images: 2}}.")
-        limits = from_mapping(LimitsConfig, {**to_mapping(encoder.config.limits), **given}, where=where)
-        limits, sentences = (limits, []) if self._packing is None else lowered(limits, self._packing)
-        worker = torch.utils.data.get_worker_info()
-        if sentences and (worker is None or worker.id == 0):
-            warnings.warn(
-                f"{where}: a sample must fit into a pack, so these were lowered: {', '.join(sentences)}.", stacklevel=2
-            )
-        return encoder.under(limits)
 
 
 def refuse_dataset_limits(sample: Any) -> None:

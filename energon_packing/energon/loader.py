@@ -84,9 +84,7 @@ class LoaderBase(ABC):
         self._number = next(_BUILT)  # equal on all ranks, which build the same loaders
         self._together = epoch_end != "uneven" and world_size > 1
         if self._together and padding is None:
-            raise ConfigError(
-                f"PackLoader(epoch_end={epoch_end!r}) needs padding, a function that makes an empty pack."
-            )
+            raise ConfigError(f"epoch_end={epoch_end!r} needs padding, a function that makes an empty pack.")
         self._epoch_end, self._padding, self._agree, self._group = epoch_end, padding, agree, group
         self.capacity = capacity
         self._monitor = None if capacity is None else PackingMonitor(capacity)
@@ -187,9 +185,7 @@ class LoaderBase(ABC):
             PackingError: the loader was built without ``capacity``.
         """
         if self._monitor is None:
-            raise PackingError(
-                "this PackLoader keeps no statistics; pass capacity=task_encoder.capacity, as build_loader does"
-            )
+            raise PackingError("this loader keeps no statistics; give it a capacity, such as task_encoder.capacity")
         return self._monitor.statistics()
 
     @abstractmethod
@@ -265,11 +261,11 @@ class PackLoader(LoaderBase):
     Args:
         dataset: what `build_dataset` returned.
         prefetch: packs that each worker prepares in advance.
-        epoch_end, padding, agree, group, capacity, budget, lock: as for `LoaderBase`.
         keep_memory: whether workers keep freed memory, see ``data.keep_memory``.
         ahead: packs that may have been read since the one whose state `state_later` gives.
         fingerprint: what a saved state must match, such as `PackingTaskEncoder.loader_fingerprint`.
         accept_changed: names of it that may differ, see ``data.accept_changed``.
+        common: as for `LoaderBase`.
     """
 
     def __init__(
@@ -277,29 +273,14 @@ class PackLoader(LoaderBase):
         dataset: Any,
         *,
         prefetch: int = 2,
-        epoch_end: EpochEnd = "uneven",
-        padding: Callable[[], Pack] | None = None,
-        agree: Agree | None = None,
-        group: Any = None,
-        capacity: int | None = None,
-        budget: float | None = None,
-        lock: LedgerLock | None = None,
         keep_memory: bool = True,
         ahead: int = 0,
         fingerprint: Mapping[str, Any] | None = None,
         accept_changed: Sequence[str] = (),
+        **common: Any,
     ) -> None:
-        super().__init__(
-            rank=dataset.worker_config.rank,
-            world_size=dataset.worker_config.world_size,
-            epoch_end=epoch_end,
-            padding=padding,
-            agree=agree,
-            group=group,
-            capacity=capacity,
-            budget=budget,
-            lock=lock,
-        )
+        own = dataset.worker_config
+        super().__init__(rank=own.rank, world_size=own.world_size, **common)
         # With shallow saves a checkpoint after every pack costs a quarter of a millisecond, and a restored loader
         # renders no pack twice. Energon's default of 60 s replays up to a minute of decoding.
         with _no_pin_memory_warning():
@@ -308,7 +289,7 @@ class PackLoader(LoaderBase):
                 checkpoint_every_sec=0,
                 checkpoint_every_min_n_samples=1,
                 # Each worker keeps its last ones: for the packs in its queue, and for those that were read ahead.
-                n_checkpoints=prefetch * max(dataset.worker_config.num_workers, 1) + 2 + ahead,
+                n_checkpoints=prefetch * max(own.num_workers, 1) + 2 + ahead,
                 prefetch_factor=prefetch,
                 watchdog_timeout_seconds=NEXT_PACK_SECONDS,
                 watchdog_initial_timeout_seconds=FIRST_PACK_SECONDS,
@@ -338,10 +319,10 @@ class PackLoader(LoaderBase):
                 self._failed = not self._loader.num_workers
                 raise
             self._started, self._restored = True, None
-            if pack.ended is not None:
+            if pack.ended is None:
+                yield pack
+            else:
                 report.ended(pack)
-                continue
-            yield pack
 
     def save_state(self) -> Any:
         """Returns the state after the last yielded pack; it holds only builtins and Energon's own state classes.
@@ -357,16 +338,16 @@ class PackLoader(LoaderBase):
                 "An error ended the loader within a pack, whose samples a state saved now would lose; go on from the "
                 "last state that was saved before it."
             )
-        if self._started:
-            return self._state_of(self._loader)
-        if self._restored is not None:
+        if not self._started and self._restored is not None:
             return copied(self._restored)
-        return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": None}
+        return self._state_of(self._loader if self._started else None)
 
     def _state_of(self, loader: Any) -> dict[str, Any]:
-        loaded = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
-        # Without workers, Energon hands out lists that it goes on using.
-        own = copied(loaded) if loader.num_workers == 0 else loaded
+        own = None
+        if loader is not None:
+            own = answered(functools.partial(_state_of_rank, loader), getattr(loader._iterator, "_workers", ()))
+            if not loader.num_workers:  # Energon hands out lists that it goes on using
+                own = copied(own)
         return {"format": STATE_FORMAT, "fingerprint": dict(self._fingerprint), "loader": own}
 
     def state_later(self) -> Callable[[], Any]:
@@ -399,17 +380,17 @@ class PackLoader(LoaderBase):
         Warns:
             UserWarning: it differs in what ``data.accept_changed`` names.
         """
-        if not (isinstance(state, Mapping) and state.get("format") == STATE_FORMAT and "loader" in state):
+        made = state.get("format") if isinstance(state, Mapping) else None
+        if made != STATE_FORMAT or "loader" not in state:
             way_out = "give the state of this run, or start the data over"
-            if isinstance(state, Mapping) and state.get("format") in OLDER_FORMATS:
+            if made in OLDER_FORMATS:
                 way_out = (
                     "an older version saved it, whose readers read the samples in another order. Begin the data anew: "
                     'in Bridge with dataset.data.accept_changed=["missing_state"] and dataset.dataloader_load="", in '
                     "Megatron-LM with --packing-restart-data"
                 )
-            raise ConfigError(
-                f"The loader state is {_kind_of(state)}, not what a loader of this version saved; {way_out}."
-            )
+            kind = "empty" if state is None else f"a {type(state).__name__} of format {made!r}"
+            raise ConfigError(f"The loader state is {kind}, not what a loader of this version saved; {way_out}.")
         differs = check_fingerprint(state.get("fingerprint"), self._fingerprint, self._accept_changed)
         if self._restored is not None:
             raise PackingError("the loader has been restored already; build another one for another state")
@@ -464,14 +445,6 @@ def _state_of_rank(loader: Any) -> Any:
         time.sleep(_BEGINNING_SECONDS)
 
 
-def _kind_of(state: Any) -> str:
-    """What somebody handed over in place of a state."""
-    if isinstance(state, Mapping):
-        made = state.get("format")
-        return f"one of format {made!r}" if isinstance(made, str) else f"a mapping of {len(state)} other entries"
-    return "empty" if state is None else f"a {type(state).__name__}"
-
-
 def build_dataset(
     config: RunConfig,
     *,
@@ -504,10 +477,10 @@ def build_dataset(
         UserError: there is no data set at ``data.path``, or it lacks the split.
         ConfigError: the processor or a size cannot be used, or ``packing.pairs`` refuses what is known of the data.
     """
+    chosen = split or config.data.split
     if not config.data.path:
         raise ConfigError(NO_PATH)
-    entry = dataset_entry(config.data.path)
-    known_pairs(config.data.path, split or config.data.split).check(config.data.path, config.packing.pairs)
+    known_pairs(config.data.path, chosen).check(config.data.path, config.packing.pairs)
     worker_config = WorkerConfig(
         rank=rank,
         world_size=world_size,
@@ -517,11 +490,10 @@ def build_dataset(
     )
     if task_encoder is None:
         task_encoder = build_task_encoder(config)
-    chosen = split or config.data.split
     task_encoder.tells_end = tells_end
     try:
         dataset = get_train_dataset(
-            entry,
+            dataset_entry(config.data.path),
             split_part=chosen,
             worker_config=worker_config,
             batch_size=batch_size,
@@ -559,13 +531,9 @@ def build_loader(
         prefetch, agree: as for `PackLoader`.
         task_encoder, data_parallel_group, arguments: as for `build_dataset`.
     """
-    if not config.data.path:
-        raise ConfigError(NO_PATH)
     if task_encoder is None:
-        split = arguments.get("split") or config.data.split
-        task_encoder = build_task_encoder(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, split=split))
-        )
+        data = dataclasses.replace(config.data, split=arguments.get("split") or config.data.split)
+        task_encoder = build_task_encoder(dataclasses.replace(config, data=data))
     dataset = build_dataset(
         config, task_encoder=task_encoder, data_parallel_group=data_parallel_group, tells_end=True, **arguments
     )
@@ -617,9 +585,8 @@ def data_fingerprint(config: RunConfig) -> dict[str, Any]:
     Raises:
         UserError: there is no data set at ``data.path``, or it cannot be read.
     """
-    data = config.data
-    settings = {"split": data.split, **settings_of("data", data)}
-    return settings | identity_of(data.path, data.split)
+    settings = {"split": config.data.split, **settings_of("data", config.data)}
+    return settings | identity_of(config.data.path, config.data.split)
 
 
 def identity_of(path: str, split: str) -> dict[str, str]:

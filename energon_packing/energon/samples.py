@@ -89,17 +89,14 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
         DropBudgetExceeded: raised by the ledger.
     """
     problem = sample.problem
-    if problem is None:
-        raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
-    if problem.fatal is not None:
-        raise problem.fatal
+    if problem is None or problem.fatal is not None:
+        raise (problem and problem.fatal) or PackingError(f"sample {sample.__key__} was neither measured nor refused")
     ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample), modality=sample.modality)
 
 
 def data_of(sample: Sample) -> str:
-    """Path of the data set that a sample was read from; empty if it does not say."""
-    sources = sample.__sources__
-    return str(sources[0].dataset_path) if sources else ""
+    """Returns the path of the data set that a sample was read from; empty if it does not say."""
+    return str(sample.__sources__[0].dataset_path) if sample.__sources__ else ""
 
 
 def group_name(subflavors: Mapping[str, Any] | None) -> str:
@@ -116,12 +113,10 @@ def group_name(subflavors: Mapping[str, Any] | None) -> str:
     Raises:
         ConfigError: the group is no name.
     """
-    found = (subflavors or {}).get("group")
-    if found is None:
-        return ""
-    if not isinstance(found, str | int) or isinstance(found, bool):
-        raise ConfigError(f"subflavors.group is {found!r}; it must be a name.")
-    return str(found)
+    group = (subflavors or {}).get("group", "")
+    if not isinstance(group, str | int | None) or isinstance(group, bool):
+        raise ConfigError(f"subflavors.group is {group!r}; it must be a name.")
+    return "" if group is None else str(group)
 
 
 def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
@@ -191,9 +186,7 @@ def beneath(dataset: Any) -> Sequence[Any]:
     """The data sets that one of Energon's wrappers reads; none if it is no wrapper."""
     # They have `datasets`, and a property `dataset` that fails where these are several.
     inner = getattr(dataset, "datasets", None)
-    if inner is None:
-        return (dataset.dataset,) if hasattr(dataset, "dataset") else ()
-    return tuple(inner)
+    return tuple(inner) if inner is not None else (dataset.dataset,) if hasattr(dataset, "dataset") else ()
 
 
 def forget_members(reader: Any) -> None:

@@ -90,13 +90,6 @@ _ADMITTED = {
 }
 
 
-def _bytes_of(text: str, encoding: str) -> bytes:
-    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
-    return text.encode(encoding)
-
-
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
@@ -104,6 +97,13 @@ class _StateUnpickler(pickle.Unpickler):
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed")
+
+
+def _bytes_of(text: str, encoding: str) -> bytes:
+    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
+    return text.encode(encoding)
 
 
 def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:

@@ -80,16 +80,6 @@ def test_a_padding_pack_has_the_dummy_too(run_config):
     assert pack.batch.padding_mask.all()
 
 
-def test_a_filler_that_is_not_masked_is_found_by_the_check(run_config):
-    pack = build_task_encoder(run_config(dummy_image=True)).padding_pack()
-    seen = pack.batch.padding_mask.clone()
-    seen[0, 0] = False
-    assert thd.check_thd(dataclasses.replace(pack.batch, padding_mask=seen))
-    labels = pack.batch.labels.clone()
-    labels[0, 1] = 5
-    assert thd.check_thd(dataclasses.replace(pack.batch, labels=labels))
-
-
 def test_rows_that_cannot_hold_the_dummy_are_refused_in_a_sentence(run_config):
     with pytest.raises(ConfigError, match=r"packing\.dummy_image takes \d+ tokens"):
         build_task_encoder(run_config(dummy_image=True, seq_length=8))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from megatron.energon import stateless
 from megatron.energon.errors import ErrorContext, FatalSampleError
@@ -12,8 +10,6 @@ from energon_packing.energon.loader import build_dataset
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
 from energon_packing.energon.task_encoder import FUNCTIONS, PackingTaskEncoder
 from energon_packing.errors import ConfigError
-from energon_packing.validate.rules.registry import violations
-from energon_packing.validate.views.container import view_of
 
 
 def failures_until_energon_stops(tolerance, most=500):
@@ -75,32 +71,3 @@ def test_an_encoder_of_one_sample_a_row_is_held_to_the_same(run_config_of):
     encoder = kind(config.encoder, max_length=512)
     with pytest.raises(ConfigError, match="no limit"):
         build_dataset(config, task_encoder=encoder, batch_size=2)
-
-
-def container(dataset):
-    """What a view reads of a Bridge configuration."""
-    return SimpleNamespace(
-        model=SimpleNamespace(seq_length=4096, calculate_per_token_loss=True),
-        train=SimpleNamespace(micro_batch_size=1, global_batch_size=1),
-        validation=SimpleNamespace(eval_micro_batch_size=None, eval_global_batch_size=None),
-        ddp=SimpleNamespace(average_in_collective=False, overlap_grad_reduce=False),
-        dist=SimpleNamespace(eval_context_parallel_size=None),
-        dataset=dataset,
-    )
-
-
-@pytest.mark.parametrize(
-    ("dataset", "broken"),
-    [
-        ({"failure_tolerance": 0}, True),
-        ({"dataset_kwargs": {"failure_tolerance": 0}}, True),
-        ({"task_encoder": SimpleNamespace(__default_failure_tolerance__=None)}, True),
-        ({"task_encoder": SimpleNamespace(__default_failure_tolerance__=100)}, False),
-        ({"failure_tolerance": 5}, False),
-        ({}, False),
-    ],
-)
-def test_validate_names_the_rule_for_any_data_set_that_says_so(dataset, broken):
-    view = view_of(container(SimpleNamespace(**dataset)), world_size=1)
-    found = [judgement.rule.id for judgement in violations(view)]
-    assert found == (["ours/failures-are-limited"] if broken else [])

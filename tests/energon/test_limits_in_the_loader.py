@@ -27,16 +27,3 @@ def test_resized_and_truncated_samples_are_emitted_once_and_entered_as_changed(r
     dropped = {entry["dropped"] for entry in written if "dropped" in entry}
     assert everything - set(emitted) <= dropped
     assert not dropped & set(emitted)
-
-
-def test_a_row_that_truncates_emits_what_a_row_that_drops_leaves_out(run_config):
-    kept = {}
-    for oversize in ("drop", "truncate"):
-        packs = list(build_loader(run_config(oversize=oversize, seq_length=256, drop_budget=1.0)))
-        kept[oversize] = {key for pack in packs for key in pack.batch.sample_keys}
-        if oversize == "truncate":
-            cut = {entry.key for pack in packs for entry in pack.changed}
-            assert cut
-            assert cut <= kept["truncate"] - kept["drop"]
-            assert all(pack.batch.total_tokens <= 256 for pack in packs)
-    assert kept["drop"] < kept["truncate"]

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
 from megatron.energon import WorkerConfig, get_loader, get_train_dataset
 
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
-from energon_packing.encoders.encoder import ConversationEncoder
-from energon_packing.energon.dataset_limits import DatasetLimits
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.sample_task_encoder import MixedTaskEncoder
 from energon_packing.errors import ConfigError
@@ -103,29 +98,6 @@ def test_limits_above_a_packs_are_lowered_with_one_warning_a_data_set(blend, sec
     assert found[True]
 
 
-def test_the_runs_own_limits_still_hold_where_a_data_set_says_nothing(blend):
-    config = blend({"max_images": 1})
-    limits = dataclasses.replace(config.encoder.limits, max_tokens=300)
-    config = dataclasses.replace(config, encoder=dataclasses.replace(config.encoder, limits=limits))
-    found, _ = some(config)
-    assert max(found[True].values()) <= 300
-    assert max(found[False].values()) <= 300
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_of_several_workers_the_first_one_alone_warns(run_config, number, monkeypatch):
-    config = run_config(seq_length=1536)
-    limits, encoder = DatasetLimits(config.packing), ConversationEncoder(config.encoder)
-    sample = SimpleNamespace(__subflavors__={"limits": {"max_tokens": 100_000}}, __sources__=())
-    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(id=number, num_workers=2))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        found = limits.encoder(encoder, sample)
-        assert limits.encoder(encoder, sample) is found
-    assert found.config.limits.max_tokens == 1536
-    assert len(told) == (1 if number == 0 else 0)
-
-
 def single_samples(config, batches=20, **arguments):
     """As `some`, from the task encoder that does not pack."""
     task_encoder = MixedTaskEncoder(config.encoder, max_length=4096, drop_budget=1.0, **arguments)
@@ -191,18 +163,3 @@ def test_single_samples_stop_at_limits_that_cannot_work(blend, limits, message):
 def test_limits_that_cannot_work_stop_the_run_with_the_data_sets_name(blend, limits, message, workers):
     with pytest.raises(ConfigError, match=message):
         some(blend(limits, workers=workers))
-
-
-def test_a_restored_loader_measures_under_the_same_limits(blend):
-    config = blend({"max_tokens": 200, "when_over": ["truncate"]}, window=8, seq_length=1024)
-    loader = build_loader(config)
-    packs, states = [], []
-    for pack in loader:
-        packs.append(pack)
-        states.append(loader.save_state())
-        if len(packs) == 6:
-            break
-    restored = build_loader(config)
-    restored.restore_state(states[2])
-    for expected, pack in zip(packs[3:], restored, strict=False):
-        assert (pack.keys, pack.batch.sample_lengths) == (expected.keys, expected.batch.sample_lengths)

@@ -155,19 +155,6 @@ def test_a_state_that_is_asked_for_while_a_worker_begins_continues_exactly(run_c
         same(pack, reference[number])
 
 
-def test_a_state_made_under_another_window_or_processor_is_refused_by_name(run_config):
-    loader = build_loader(run_config(data={"repeat": True}))
-    next(iter(loader))
-    state = loader.save_state()
-    for config, name in (
-        (run_config(data={"repeat": True}, window=33), "window=32"),
-        (run_config(data={"repeat": True}, seq_length=2048), "seq_length=4096"),
-        (run_config(data={"repeat": True}, family="qwen3_vl"), "chat_template|family|vision|tokenizer"),
-    ):
-        with pytest.raises(ConfigError, match=name):
-            restored(config, state)
-
-
 def restored(config, state):
     """The first pack after a restore; a worker-less loader takes the state over at once, others when they start."""
     loader = build_loader(config)
@@ -231,13 +218,6 @@ def test_a_failing_member_costs_itself_alone(dataset, run_config, monkeypatch, w
     # A render failure of the very last pack has no pack to travel with; the ledger's file has it.
     assert len(missing) <= (1 if stage == "render" else 0)
     assert len(emitted) == len(set(emitted))
-
-
-def test_dropping_too_much_stops_the_run_with_one_sentence(run_config, monkeypatch):
-    monkeypatch.setattr("energon_packing.drop_budget.BUDGET_STARTS_AT", 10)
-    config = run_config(seq_length=128, drop_budget=0.05)
-    with pytest.raises(UserError, match=r"drop_budget=0\.05"):
-        list(build_loader(config))
 
 
 def test_an_oversize_sample_can_stop_the_run_from_inside_a_worker(run_config):

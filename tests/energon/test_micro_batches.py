@@ -60,26 +60,6 @@ def test_a_longer_sample_is_dropped_before_it_takes_a_place_in_a_micro_batch(pla
     assert set(train_keys) >= {key for batch in batches for key in batch.keys} | {entry.key for entry in dropped}
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("size", [1, 4])
-def test_statistics_are_shares_of_micro_batches_of_the_longest_samples(plain, size, multiple):
-    config = plain(seq_length=1024, drop_budget=1.0)
-    if multiple > 1:
-        parallel = type(config.parallel)(context_parallel=2, tensor_parallel=4, sequence_parallel=True)
-        assert parallel.multiple == multiple
-        config = type(config)(data=config.data, encoder=config.encoder, packing=config.packing, parallel=parallel)
-    loader = micro_batches(config, size)
-    batches = list(loader)
-    lengths = [length for batch in batches for length in batch.batch.sample_lengths]
-    found = loader.statistics()
-    assert (found.packs, found.samples) == (len(batches), len(lengths))
-    assert found.fill == pytest.approx(sum(lengths) / (1024 * size * len(batches)))
-    assert 0 < found.fill <= 1
-    assert found.alignment_padding == 0  # nothing is aligned before the run's form of a row
-    assert found.tail_padding == pytest.approx(1 - found.fill)
-    assert found.delay_max < size
-
-
 def test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row(tmp_path, plain):
     lines = []
     for number in range(12):
@@ -137,11 +117,3 @@ def test_a_buffer_to_choose_from_is_refused(plain):
     task_encoder = MicroBatchTaskEncoder(config.encoder, config.packing, micro_batch_size=2)
     with pytest.raises(ConfigError, match="leave packing_buffer_size out"):
         build_loader(config, task_encoder=task_encoder, packing_buffer_size=16)
-
-
-def test_a_state_of_another_micro_batch_size_is_refused_by_name(plain):
-    loader = micro_batches(plain(), 2)
-    next(iter(loader))
-    other = micro_batches(plain(), 3)
-    with pytest.raises(ConfigError, match="made with micro_batch_size=2, but this run has 3"):
-        other.restore_state(loader.save_state())

@@ -63,19 +63,6 @@ def test_disjoint_buffers_keep_the_limits_too(run_config):
         assert all(measures(pack)[name] <= limit for name, limit in LIMITS.items())
 
 
-@pytest.mark.parametrize(
-    "changed", [{"policy": "best_fit"}, {"max_segments_per_pack": 4}, {"max_images_per_pack": None}]
-)
-def test_a_state_made_under_other_limits_or_another_policy_is_refused_by_name(run_config, changed):
-    limits = {"max_segments_per_pack": 3, "max_images_per_pack": 2}
-    loader = build_loader(run_config(data={"repeat": True}, drop_budget=1.0, **limits))
-    next(iter(loader))
-    state = loader.save_state()
-    other = build_loader(run_config(data={"repeat": True}, drop_budget=1.0, **{**limits, **changed}))
-    with pytest.raises(ConfigError, match=next(iter(changed))):
-        other.restore_state(state)
-
-
 def test_sample_limits_above_those_of_a_pack_are_lowered_with_one_warning(run_config):
     limits = LimitsConfig(max_tokens=9999, max_images=40, max_visual_tokens=3000, when_over=("resize", "drop"))
     config = run_config(encoder={"limits": limits}, max_images_per_pack=8)
@@ -88,10 +75,3 @@ def test_sample_limits_above_those_of_a_pack_are_lowered_with_one_warning(run_co
         max_tokens=4096, max_images=8, max_visual_tokens=3000, when_over=("resize", "drop")
     )
     assert encoder.fingerprint()["limits"] == repr(encoder.config.limits)
-
-
-def test_limits_that_a_pack_can_hold_are_left_alone_in_silence(run_config, recwarn):
-    for limits in (LimitsConfig(), LimitsConfig(max_tokens=4096, max_images=8)):
-        config = run_config(encoder={"limits": limits}, max_images_per_pack=8)
-        assert build_task_encoder(config).encoder.config.limits == limits
-    assert not [warning for warning in recwarn if "lowered" in str(warning.message)]

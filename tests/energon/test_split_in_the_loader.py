@@ -17,7 +17,6 @@ from energon_packing.energon.loader import build_loader
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.window import piece_of
-from energon_packing.errors import ConfigError
 
 ROW = 192
 """So short that many demo conversations are split."""
@@ -130,20 +129,6 @@ def test_the_ledger_says_of_each_piece_what_part_it_is(split_config, tmp_path):
     assert all(entry["how"] == "split" for entry in changed.values())
 
 
-def test_another_way_of_splitting_is_refused_with_a_saved_state(split_config):
-    loader = build_loader(split_config(data={"repeat": True}))
-    next(iter(loader))
-    state = loader.save_state()
-    other = build_loader(split_config(data={"repeat": True}, split_at="token"))
-
-    def go_on():  # a loader without workers takes the state over at once, others when they start
-        other.restore_state(state)
-        next(iter(other))
-
-    with pytest.raises(ConfigError, match=r"packing\.split_at="):
-        go_on()
-
-
 def sample(conversation: Conversation) -> ConversationSample:
     base = {"__key__": conversation.key, "__restore_key__": (), "__subflavors__": {}, "__sources__": ()}
     return ConversationSample(**base, conversation=conversation)
@@ -178,12 +163,3 @@ def test_a_sample_that_fits_stays_whole_and_a_piece_keeps_the_key_of_its_source(
     dropped = task_encoder().preencode_sample(sample(Conversation(key="k", turns=turns)))
     assert dropped.split is None
     assert dropped.problem.reason == "oversize"
-
-
-def test_limits_of_a_sample_may_be_above_those_of_a_pack_where_it_is_split(recwarn):
-    limits = {"max_tokens": 100_000}
-    config = EncoderConfig(processor=str(processor_path("text")))
-    config = dataclasses.replace(config, limits=dataclasses.replace(config.limits, **limits))
-    made = PackingTaskEncoder(config, PackingConfig(seq_length=128, oversize="split"))
-    assert made.encoder.config.limits.max_tokens == 100_000
-    assert not [warning for warning in recwarn if "lowered" in str(warning.message)]

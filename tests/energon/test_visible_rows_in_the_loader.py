@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 
 import pytest
@@ -99,38 +98,6 @@ def test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first(align
             assert torch.equal(again.batch.cu_seqlens, pack.batch.cu_seqlens)
     finally:
         config.worker_deactivate()
-
-
-@pytest.mark.parametrize(("workers", "balance_window"), [(0, 2), (1, 1)])
-def test_a_state_saved_around_a_pack_whose_order_changed_continues_bit_identically(
-    aligned_config, workers, balance_window
-):
-    config = aligned_config(data={"workers": workers}, balance_window=balance_window)
-    loader = build_loader(config)
-    packs, states = [], []
-    for pack in loader:
-        packs.append(pack)
-        states.append(loader.save_state())
-    moved = [at for at, pack in enumerate(packs) if list(pack.delays) != sorted(pack.delays, reverse=True)]
-    assert moved
-    for at in moved[:3]:
-        for before in (at - 1, at, at + 1):  # saved after this pack
-            if not 0 <= before < len(packs) - 1:
-                continue
-            restored = build_loader(config)
-            restored.restore_state(states[before])
-            for pack, expected in zip(itertools.islice(restored, 3), packs[before + 1 :], strict=False):
-                assert pack.keys == expected.keys
-                assert torch.equal(pack.batch.tokens, expected.batch.tokens)
-                assert torch.equal(pack.batch.cu_seqlens, expected.batch.cu_seqlens)
-
-
-def test_the_order_is_in_the_fingerprint_where_rows_are_aligned_and_only_there(text_config):
-    def fingerprint(**parallel):
-        return PackingTaskEncoder(text_config, PackingConfig(), ParallelConfig(**parallel)).fingerprint()
-
-    assert "visible" in fingerprint(context_parallel=2)["padding"]  # states of before would go on with other rows
-    assert "padding" not in fingerprint()  # nothing has changed there, and its states go on
 
 
 def test_a_member_that_fails_leaves_a_row_that_still_shows_its_padding(aligned_config, monkeypatch):

@@ -166,13 +166,6 @@ def test_an_impossible_weight_is_refused_by_key(weight):
         thd.assemble(rows, multiple=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_fractional_weights_survive_assembly(dtype):
-    row = make_row(4)
-    row["loss_mask"] = torch.tensor([0.0, 0.25, 2.0, 0.0], dtype=dtype)
-    assert thd.assemble([row], multiple=4).loss_mask.tolist() == [[0.0, 0.25, 2.0, 0.0]]
-
-
 def test_padding_has_no_effect_on_the_router_losses_of_megatron_core():
     moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     batch = thd.assemble(rows_of(5, 12, 3), multiple=8, width=48)
@@ -258,14 +251,6 @@ def test_an_empty_pack_is_refused():
 def test_an_impossible_alignment_is_a_configuration_error(options):
     with pytest.raises(ConfigError):
         thd.assemble(rows_of(5), **options)
-
-
-def test_rows_may_be_arrays():
-    rows = rows_of(5, 3)
-    arrays = [{name: value if name == "key" else value.numpy() for name, value in row.items()} for row in rows]
-    ours, theirs = thd.assemble(rows, multiple=4), thd.assemble(arrays, multiple=4)
-    for name, tensor in ours.token_tensors.items():
-        assert torch.equal(tensor, theirs.token_tensors[name])
 
 
 # Extra fields and media

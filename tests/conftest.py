@@ -51,7 +51,7 @@ LONGEST_FIRST = (
     "offline/test_state_convert.py",
     "offline/test_pack_command.py",
     "offline/test_kills.py",
-    "energon/test_drop_budget_in_the_loader.py",
+    "energon/test_drops.py",
     "wan/test_text_to_video_loader.py",
     "wan/test_global_generators.py",
     "media/test_decoding_process.py",

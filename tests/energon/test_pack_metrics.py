@@ -282,9 +282,3 @@ def test_a_writer_that_raises_is_one_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_report.LineFollower, "read", fails)
     with pytest.warns(UserWarning, match=r"The metrics x cannot be read \(I/O error\)\. Training goes on"):
         MetricsLog(config)
-
-
-
-
-
-

@@ -14,10 +14,10 @@ BUDGET_TRAPS: dict[int, str] = {
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
-LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
+LOADER = "tests/energon/test_drops.py::"
 SAMPLES = "NumPy on the samples written into the file"
 PIXELS = "tests/thd/test_pixels.py::"
-FREQUENT = "tests/energon/test_frequent_drops.py::"
+FREQUENT = "tests/energon/test_drops.py::"
 AHEAD = "tests/energon/test_packs_ahead.py::"
 
 BUDGET_MUTATIONS: tuple[Mutation, ...] = (
@@ -265,7 +265,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=64,
         name="a rank that has left keeps the last message from other hosts",
-        test="tests/energon/test_host_link.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
+        test="tests/energon/test_replica.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
         oracle="the broadcast of the message",
         edits=(
             (

@@ -62,7 +62,7 @@ TRAP_TESTS = "tests/test_silent_traps.py::"
 STEP = "tests/conformance/test_packed_forward_step.py::"
 
 VISIBLE = "tests/thd/test_visible_padding.py::"
-LOADED = "tests/energon/test_visible_rows_in_the_loader.py::"
+LOADED = "tests/energon/test_rows_of_packs.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(

@@ -6,17 +6,17 @@ from mutation_table import Mutation
 
 FIELDS = "tests/energon/test_fingerprint.py::"
 EACH_FIELD = FIELDS + "test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream"
-EPOCHS = "tests/energon/test_epoch_report.py::"
-HOSTILE = "tests/energon/test_hostile_members.py::"
-SHARDS = "tests/energon/test_unreadable_shards.py::"
+EPOCHS = "tests/energon/test_drops.py::"
+HOSTILE = "tests/energon/test_damaged_data.py::"
+SHARDS = "tests/energon/test_damaged_data.py::"
 STATES = "tests/energon/test_states.py::"
-FILES = "tests/energon/test_state_files.py::"
+FILES = "tests/energon/test_states.py::"
 RESUMED = "tests/conformance/test_resumed_state.py::"
 
 GENERATORS = "tests/wan/test_global_generators.py::"
 EARLY = "test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning"
 ENDS = "tests/energon/test_epoch_end.py::"
-COST = "tests/energon/test_checkpoint_cost.py::"
+COST = "tests/energon/test_states.py::"
 
 CHILD = "tests/media/test_decoding_process.py::"
 
@@ -178,7 +178,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=65,
         name="a listed sample is decoded again",
-        test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
+        test="tests/energon/test_damaged_data.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
         edits=(("energon/window.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
     ),
@@ -231,7 +231,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=102,
         name="what only a cycle of the training process holds is left for the workers to collect",
-        test="tests/energon/test_worker_memory.py::"
+        test="tests/energon/test_workers.py::"
         "test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them[online]",
         oracle="Python's garbage collector",
         edits=(("energon/workers.py", "        gc.collect()\n", "        pass\n"),),

@@ -253,14 +253,13 @@ class MixedTaskEncoder(TaskEncoder[Any, Any, Any, Any]):
     @stateless
     def preencode_sample(self, sample: ConversationSample) -> MeasuredSample:
         """Measures one conversation. Never raises: an error becomes the sample's problem."""
-        problem = sample.problem
-        measured: AnyMeasured | None = None
+        problem, measured = sample.problem, None
+        modality = sample.conversation.modality if sample.conversation else ""
         if problem is None:
             try:
                 measured = self._measured(sample)
             except Exception as error:
                 problem = Problem.of(error)
-        modality = sample.conversation.modality if sample.conversation else ""
         return MeasuredSample.derive_from(
             sample, measured=measured, store=sample.store, problem=problem, modality=modality
         )

@@ -410,15 +410,10 @@ class PackingTaskEncoder(WindowTaskEncoder):
         Raises:
             SampleRejected: as `VisionFamily.plan`.
         """
-        needed = {each.kind for each in media}
         for encoder in self.encoders:
-            if isinstance(encoder, ConversationEncoder) and needed <= encoder.kinds:
+            if isinstance(encoder, ConversationEncoder) and {each.kind for each in media} <= encoder.kinds:
                 return min(sum(plan.tokens for plan in encoder.family.plans(media)), self.limits.tokens)
         return 0
-
-    def aligned(self, measured: AnyMeasured) -> int:
-        """Tokens that a sample occupies in a row."""
-        return self.limits.aligned(measured)
 
     def prepare(self, samples: Sequence[ConversationSample]) -> None:
         """Renders and tokenizes the texts of samples together."""
@@ -488,9 +483,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
         """Returns the pieces of a sample that fits no pack, if splitting is configured; pairs are never split."""
-        if self.packing.oversize != "split" or not isinstance(measured, Measured):
-            return None
-        if self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
+        splits = self.packing.oversize == "split" and isinstance(measured, Measured)
+        if not splits or self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
             return None
         limits = self.limits
         # Any piece may be alone in its row, and whether it fits must not depend on its length being aligned.
@@ -509,8 +503,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
         return next(accepting, len(self.encoders) - 1)
 
     def _check_size(self, measured: AnyMeasured) -> None:
+        reason, detail = "over_limit", self.limits.exceeded(measured)
         if self.limits.too_long(measured):
-            aligned = f", {self.aligned(measured)} aligned" if self.multiple > 1 else ""
+            aligned = f", {self.limits.aligned(measured)} aligned" if self.multiple > 1 else ""
             masked = self.limits.masked_units(measured) * self.multiple
             aligned += f" and {masked} for a masked segment after it" if masked else ""
             reason = "oversize"
@@ -518,12 +513,8 @@ class PackingTaskEncoder(WindowTaskEncoder):
             detail = (
                 f"{measured.length} tokens{aligned}; a row holds packing.seq_length={self.packing.seq_length}{less}"
             )
-        else:
-            reason, exceeded = "over_limit", self.limits.exceeded(measured)
-            if exceeded is None:
-                return
-            detail = exceeded
-        self.refuse_size(measured.key, reason, detail, measured.length)
+        if detail is not None:
+            self.refuse_size(measured.key, reason, detail, measured.length)
 
     @stateless
     def postencode_sample(self, sample: MeasuredSample) -> RenderedSample:
@@ -542,29 +533,27 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def select_samples_to_pack(self, samples: list[MeasuredSample]) -> list[list[MeasuredSample]]:
         """Packs one of Energon's own disjoint buffers as a whole, best-fit decreasing; bad samples are left out."""
-        good = [sample for sample in samples if sample.measured is not None]
-        return [pack for own in by_group(good).values() for pack in self._whole([good[at] for at in own])]
-
-    def _whole(self, good: Sequence[MeasuredSample]) -> list[list[MeasuredSample]]:
-        """Packs the samples of one group."""
-        measured = [sample.measured for sample in good if sample.measured is not None]
-        costs = self.limits.costs(measured)
-        groups = pack_lengths(
-            [self.limits.length_units(sample) for sample in measured],
-            self.limits.units,
-            policy="best_fit",
-            constraints={name: (costs[name], limit) for name, limit in self.limits.limited.items()},
-        )
-        packs = [[good[int(position)] for position in group] for group in groups]
-        return [[pack[at] for at in self._visible([sample.measured for sample in pack])] for pack in packs]
+        good = [(sample, sample.measured) for sample in samples if sample.measured is not None]
+        packs = []
+        for held in by_group([sample for sample, _ in good]).values():
+            own = [good[at] for at in held]
+            measured = [each for _, each in own]
+            costs = self.limits.costs(measured)
+            groups = pack_lengths(
+                [self.limits.length_units(each) for each in measured],
+                self.limits.units,
+                policy="best_fit",
+                constraints={name: (costs[name], limit) for name, limit in self.limits.limited.items()},
+            )
+            for group in groups:
+                order = visible_order([measured[at].segment_lengths for at in group], self.multiple)
+                packs.append([own[group[at]][0] for at in order])
+        return packs
 
     def arrange(self, samples: Sequence[RenderedSample]) -> list[int]:
         """Returns the order of a pack's samples in its row; see `visible_order`."""
         lengths = [[int(row["input_ids"].shape[0]) for row in sample.rows] for sample in samples]
         return visible_order(lengths, self.multiple) if self.aligns_rows else list(range(len(samples)))
-
-    def _visible(self, measured: Sequence[AnyMeasured | None]) -> list[int]:
-        return visible_order([sample.segment_lengths for sample in measured if sample is not None], self.multiple)
 
     @stateless
     def pack_selected_samples(self, samples: list[RenderedSample]) -> Pack:

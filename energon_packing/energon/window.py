@@ -340,9 +340,8 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         """Fills the window; returns False if the source ended."""
         planned = len(self._planned.buffer) if self._waits_for_plans else 0
         while len(self._window.buffer) + planned < self.window:
-            try:
-                sample = next(source)
-            except StopIteration:
+            sample = next(source, None)
+            if sample is None:
                 return False
             self.ledger.count_read(data_of(sample), sample.modality)
             if sample.measured is None:
@@ -389,29 +388,23 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
         in_window, in_plans = len(self._window.buffer), len(self._planned.buffer)
         plan = self._planned.take(range(self._plan_lengths.pop(0)))
         self._ready -= 1
-        rendered: list[RenderedSample] = []
-        restore_keys: list[Any] = []
-        delays: list[int] = []
+        members: list[tuple[RenderedSample, Any, int]] = []
         for sample, key, arrival in zip(*plan, strict=True):
             with self._render_index.ctx() as index:
                 made = render_or_drop(self.packer, sample, self.ledger)
-            if made is None:
-                continue
-            rendered.append(made)
-            restore_keys.append((type(self).__name__, index, *key))
-            delays.append(self._arrived - 1 - arrival)
-        if not rendered:
+            if made is not None:
+                members.append((made, (type(self).__name__, index, *key), self._arrived - 1 - arrival))
+        if not members:
             return None
         # After rendering, because a failed sample changes which one is last.
-        order = self.packer.arrange(rendered)
-        rendered = [rendered[at] for at in order]
-        restore_keys, delays = [restore_keys[at] for at in order], [delays[at] for at in order]
+        order = self.packer.arrange([made for made, _, _ in members])
+        rendered, restore_keys, delays = zip(*(members[at] for at in order), strict=True)
         with self._pack_index.ctx() as index:
-            pack = self.packer.pack_selected_samples(rendered)
+            pack = self.packer.pack_selected_samples(list(rendered))
         pack.index = index
         pack.flush = self._draining
         pack.dropped, pack.read = self.ledger.take_dropped(), self.ledger.take_read()
-        pack.delays, pack.held = tuple(delays), in_window + in_plans
+        pack.delays, pack.held = delays, in_window + in_plans
         pack.worker = self.worker_config.rank_worker_id()
         pack.ahead = len(self._plan_lengths) + self.packer.fewest_packs(self._window.buffer)
         self.ledger.emit(index, [sample.__key__ for sample in rendered], changed=pack.changed)
@@ -419,14 +412,12 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> Pack:
         """Rebuilds a pack from its restore key."""
-        name, index, *members = restore_key
-        self._check_name(name)
+        index, *members = _after_name(self, restore_key)
         if index == END:
             return self._end(0)
         rendered = []
         for member in members:
-            name, render_index, *inner = member
-            self._check_name(name)
+            render_index, *inner = _after_name(self, member)
             sample = self.dataset.restore_sample(tuple(inner))
             with self._render_index.ctx(render_index):
                 rendered.append(self.packer.postencode_sample(sample))
@@ -434,10 +425,6 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
             pack = self.packer.pack_selected_samples(rendered)
         pack.index = index
         return set_sample_restore_key(pack, index, *members, src=self)
-
-    def _check_name(self, name: str) -> None:
-        if name != type(self).__name__:
-            raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
 
     def save_state(self) -> FlexState:
         """Returns the state, with the fingerprint that `restore_state` compares and the counts of the drop budget."""
@@ -470,6 +457,18 @@ class WindowPackingDataset(BaseWrapperDataset[MeasuredSample, Pack]):
 
     def __str__(self) -> str:
         return f"WindowPackingDataset(window={self.window}, dataset={self.dataset})"
+
+
+def _after_name(dataset: Any, restore_key: tuple[Any, ...]) -> list[Any]:
+    """Returns what follows the class name in a restore key.
+
+    Raises:
+        ConfigError: another class made it.
+    """
+    name, *rest = restore_key
+    if name != type(dataset).__name__:
+        raise ConfigError(f"The restore key was made by {name}, not by {type(dataset).__name__}.")
+    return rest
 
 
 class DisjointPackingDataset(WindowPackingDataset):
@@ -551,9 +550,7 @@ class SplitPieces(BaseWrapperDataset[MeasuredSample, MeasuredSample]):
 
     def restore_sample(self, restore_key: tuple[Any, ...]) -> MeasuredSample:
         """Rebuilds a piece from its restore key."""
-        name, number, *inner = restore_key
-        if name != type(self).__name__:
-            raise ConfigError(f"The restore key was made by {name}, not by {type(self).__name__}.")
+        number, *inner = _after_name(self, restore_key)
         sample: MeasuredSample = self.dataset.restore_sample(tuple(inner))
         return add_sample_restore_key(sample if sample.split is None else piece_of(sample, number), number, src=self)
 

@@ -67,7 +67,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
             if one_a_row and len(sample.measured.segments) > 1:
                 raise two_rows(sample.__key__)
             lengths.append(sample.measured.length)
-            aligned.append(encoder.aligned(sample.measured))
+            aligned.append(encoder.limits.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":
             too_long += 1
             longest = max(longest, sample.problem.length or 0)

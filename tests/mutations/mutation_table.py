@@ -447,7 +447,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a restored pack has another order than the one that was emitted",
         test=LOADED + "test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first",
         oracle="the pack before the restore",
-        edits=(("energon/window.py", "[restore_keys[at] for at in order]", "list(restore_keys)"),),
+        edits=(
+            (
+                "energon/window.py",
+                "zip(*(members[at] for at in order), strict=True)",
+                "zip(*((*members[at][:1], *members[n][1:]) for n, at in enumerate(order)), strict=True)",
+            ),
+        ),
         needs_bridge=True,
     ),
     Mutation(

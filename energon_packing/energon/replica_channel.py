@@ -30,6 +30,7 @@ from torch import multiprocessing
 
 from energon_packing.energon.replica import PATIENCE, OwnGroup, Replica, new_name
 from energon_packing.errors import PackingError
+from energon_packing.thd.rows import write_bytes
 
 PACK, END, ERROR, CLOSED = range(4)
 """Kinds of messages: a pack, the end of the data, an error of the reader, and that the reader reads no more."""
@@ -86,9 +87,7 @@ class SharedBlock:
                 start = int(tensor.storage_offset()) * tensor.itemsize
                 return cls.received(os.dup(descriptor), start, tensor.nbytes)
         block = cls.new(tensor.nbytes)
-        left = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-        while left:  # writing clears no page beforehand, unlike a mapping
-            left = left[os.pwrite(block.descriptor, left, block.size - len(left)) :]
+        write_bytes(block.descriptor, [tensor])
         return block
 
     def view(self, *, private: bool = True) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,6 @@ from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, ROW_TENSORS, TOKEN_FIELDS, TokenField
 from energon_packing.thd.pixels import PIXEL_FORMS, PixelForm
 
-_MOST_PARTS = 512
-"""Parts per write; Linux allows 1,024."""
 _MOST_BYTES = 1 << 30
 """Bytes per write; Linux writes at most 2 GiB less a page."""
 
@@ -48,7 +46,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(parts), out=result)
     descriptor, _ = result.untyped_storage()._share_fd_cpu_()  # of the storage itself: not to be closed
     try:
-        _write(descriptor, [part for part in parts if part.numel()])
+        write_bytes(descriptor, parts)
     except OSError as error:
         size = result.numel() * result.element_size()
         raise PackingError(
@@ -58,19 +56,14 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-def _write(descriptor: int, parts: Sequence[torch.Tensor]) -> None:
-    left = [memoryview(part.contiguous().view(-1).view(torch.uint8).numpy()) for part in parts]
+def write_bytes(descriptor: int, parts: Iterable[torch.Tensor]) -> None:
+    """Writes the bytes of tensors to a file in memory, one after the other; a write clears no page beforehand."""
     at = 0
-    while left:
-        together = left[:_MOST_PARTS]
-        if len(together[0]) > _MOST_BYTES:
-            together = [together[0][:_MOST_BYTES]]
-        written = os.pwritev(descriptor, together, at)
-        at += written
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if left:
-            left[0] = left[0][written:]
+    for part in parts:
+        left = memoryview(part.contiguous().view(-1).view(torch.uint8).numpy())
+        while left:
+            written = os.pwrite(descriptor, left[:_MOST_BYTES], at)
+            at, left = at + written, left[written:]
 
 
 ROW_FIELDS = (*ROW_TENSORS, "attention_mask", "visual_inputs", PIXEL_FORMS, "key", "expected_length", "position_start")
@@ -141,14 +134,15 @@ def verify_targets(
             f"{loss_mask[ends[index]]:g}; nothing follows it inside the sample, so it needs label {IGNORE_INDEX} "
             "and weight 0"
         )
-    if not (loss_mask.min() >= 0 and loss_mask.max() < np.inf):
-        at = int(np.flatnonzero(~((loss_mask >= 0) & (loss_mask < np.inf)))[0])
-        key = keys[int(np.searchsorted(starts, at, side="right")) - 1]
-        raise PackingError(f"sample {key}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative")
-    unlabelled = (loss_mask > 0) & (labels < 0)
-    if unlabelled.any():
-        at = int(unlabelled.argmax())
+    impossible = ~((loss_mask >= 0) & (loss_mask < np.inf))
+    wrong = impossible | ((loss_mask > 0) & (labels < 0))
+    if wrong.any():
+        at = int((impossible if impossible.any() else wrong).argmax())
         index = int(np.searchsorted(starts, at, side="right")) - 1
+        if impossible[at]:
+            raise PackingError(
+                f"sample {keys[index]}: loss_mask holds {loss_mask[at]!r}; weights are finite and not negative"
+            )
         raise PackingError(
             f"sample {keys[index]}: token {at - starts[index]} has weight {loss_mask[at]:g} but label {labels[at]}"
         )

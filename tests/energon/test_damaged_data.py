@@ -153,42 +153,6 @@ def test_with_cookers_of_a_user_the_run_ends_with_the_shard_named(whole, tmp_pat
         list(build_loader(config, task_encoder=encoder))
 
 
-def test_the_command_names_the_shard_and_reports_no_bug(whole, tmp_path):
-    from click.testing import CliRunner
-
-    from energon_packing.cli.main import cli
-    from energon_packing.demo import processor_path
-
-    shutil.copytree(whole, tmp_path / "data")
-    for shard in (tmp_path / "data" / "text").glob("*.tar"):
-        shard.write_bytes(shard.read_bytes()[:700])
-    options = ["--set", f"encoder.processor={processor_path('text')}", "--json"]
-    result = CliRunner().invoke(cli, ["preview", str(tmp_path / "data"), *options])
-    assert result.exit_code == 2
-    sentence = json.loads(result.output)["error"]
-    assert "unreadable_shard" in sentence
-    assert ".tar at byte" in sentence
-    assert "bug" not in sentence
-
-
-def test_a_cut_shard_of_one_data_set_of_a_blend_costs_its_own_samples(whole, tmp_path):
-    for name in ("one", "two"):
-        shutil.copytree(whole, tmp_path / name)
-    shard = sorted((tmp_path / "two" / "text").glob("*.tar"))[0]
-    there = places(shard)
-    with shard.open("r+b") as stream:
-        stream.truncate(list(there.values())[4][1])
-    (tmp_path / "blend.yaml").write_text(
-        "{__module__: megatron.energon, __class__: MetadatasetV2, splits: {train: {blend_epochized: "
-        "[{repetitions: 1, path: one/dataset.yaml}, {repetitions: 2, path: two/dataset.yaml}]}}}"
-    )
-    loader = build_loader(config_of(tmp_path / "blend.yaml"))
-    packs = list(loader)
-    lost = 2 * (len(there) - 5)
-    assert loader.epoch_report.dropped == {REASON: lost}
-    assert sum(len(pack.keys) for pack in packs) == 3 * RECORDS - lost
-
-
 def test_open_tars_remember_nothing_of_what_was_read(whole):
     dataset = build_dataset(config_of(whole))
     assert list(get_loader(dataset))

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from manual.blocks import read_page
 from megatron.energon import WorkerConfig, get_loader, get_savable_loader, get_train_dataset, stateless
 from megatron.energon.errors import ErrorContext, FatalSampleError
 
@@ -140,16 +137,6 @@ def test_a_loader_of_single_samples_resumes_after_any_batch(dataset):
         assert keys(restored) == whole[stop:]
 
 
-def test_the_configuration_names_a_modality_too(dataset, run_config_of, train_keys):
-    loader = build_loader(run_config_of(encoder={"modality": "text"}, drop_budget=1.0))
-    packs = list(loader)
-    emitted = [key for pack in packs for key in pack.keys]
-    reasons = {entry.reason for pack in packs for entry in pack.dropped}
-    assert all(not pack.batch.visual_inputs for pack in packs)
-    assert reasons == {"other_modality"}
-    assert len(emitted) < len(train_keys)
-
-
 def test_a_modality_that_the_family_lacks_or_that_contradicts_the_encoder_is_refused():
     llava = EncoderConfig(processor=str(processor_path("qwen2_5_vl")), family="text")
     with pytest.raises(ConfigError, match="does not accept images"):
@@ -189,27 +176,6 @@ def test_encoders_of_one_pack_must_agree_on_the_fields_of_a_row(run_config_of):
         PackingTaskEncoder([TextEncoder(encoder_config()), MixedEncoder(encoder_config(position_ids="mrope"))], packing)
     with pytest.raises(ConfigError, match="at least one built encoder"):
         PackingTaskEncoder([], packing)
-
-
-def test_the_own_encoder_of_the_page_runs_under_the_packing_encoder(run_config_of, train_keys):
-    """The Python example "your own encoder" of docs/encoders.md, as it stands there."""
-    page = read_page(Path(__file__).parents[2] / "docs" / "encoders.md")
-    example = next(block.text for block in page.blocks if "SampleEncoder" in block.text)
-    names = {}
-    exec(compile(example, "docs/encoders.md", "exec"), names)
-    config = run_config_of(seq_length=8192)
-    task_encoder = PackingTaskEncoder(names["Bytes"](EncoderConfig()), config.packing)
-    packs = list(build_loader(config, task_encoder=task_encoder))
-    emitted = [key for pack in packs for key in pack.keys]
-    dropped = [entry for pack in packs for entry in pack.dropped]
-    assert sorted([*emitted, *(entry.key for entry in dropped)]) == train_keys
-    assert {entry.reason for entry in dropped} == {"has_media"}
-    for pack in packs:
-        for row in thd.unpack(pack.batch):
-            text = bytes(np.asarray(row["input_ids"], dtype=np.uint8)).decode()
-            assert text
-            assert row["labels"][:-1].tolist() == list(text.encode())[1:]
-    assert build_dataset(config, task_encoder=task_encoder) is not None
 
 
 def micro_batches(config, size):

@@ -173,8 +173,9 @@ class _Link:
 
     def close(self) -> None:
         """Closes the link, which the other end sees as the end of this rank."""
-        for end in (self._listener, *self._connections.values()):
-            end.close()
+        self._listener.close()
+        for connection in list(self._connections.values()):
+            connection.close()
 
 
 class HostLeader(_Link):

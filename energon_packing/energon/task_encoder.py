@@ -483,8 +483,9 @@ class PackingTaskEncoder(WindowTaskEncoder):
 
     def _split(self, encoder: SampleEncoder, conversation: Conversation, measured: AnyMeasured) -> MeasuredSplit | None:
         """Returns the pieces of a sample that fits no pack, if splitting is configured; pairs are never split."""
-        splits = self.packing.oversize == "split" and isinstance(measured, Measured)
-        if not splits or self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
+        if self.packing.oversize != "split" or not isinstance(measured, Measured):
+            return None
+        if self.limits.holds(measured) or not isinstance(encoder, ConversationEncoder):
             return None
         limits = self.limits
         # Any piece may be alone in its row, and whether it fits must not depend on its length being aligned.

@@ -566,8 +566,8 @@ def piece_of(sample: MeasuredSample, number: int) -> MeasuredSample:
     """Returns one piece of a split sample: measured, or with its problem."""
     assert sample.split is not None
     piece = sample.split.pieces[number]
-    measured, problem = piece, None
-    if isinstance(piece, SampleRejected):
-        measured, problem = None, Problem(reason=piece.reason, detail=piece.detail)
     key = f"{sample.__key__}#{number}"
-    return dataclasses.replace(sample, __key__=key, measured=measured, problem=problem, split=None)
+    if isinstance(piece, SampleRejected):
+        problem = Problem(reason=piece.reason, detail=piece.detail)
+        return dataclasses.replace(sample, __key__=key, measured=None, problem=problem, split=None)
+    return dataclasses.replace(sample, __key__=key, measured=piece, problem=None, split=None)

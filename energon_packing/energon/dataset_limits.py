@@ -78,7 +78,9 @@ def refuse_dataset_limits(sample: Any) -> None:
         ConfigError: the sample's data set has its own limits.
     """
     if _given(sample) is not None:
-        raise ConfigError(f"{_where(sample)}: clips do not support limits per data set; set them in encoder.")
+        raise ConfigError(
+            f"{_where(sample)}: samples of this kind do not support limits per data set; set them in encoder."
+        )
 
 
 def _given(sample: Any) -> Any:

@@ -217,13 +217,11 @@ class Replica:
         error, done = _tried(act)
         result, (of_all, of_readers) = done if done is not None else (None, ({"error": _words(error)}, {}))
         if self.world_size * self.size > 1:
-            first, second = _number(of_all), _number(of_readers) if of_readers else None
             nobody = -(2**62)  # loses against every number
+            first, second = _number(of_all), _number(of_readers)
+            both = [first, -first, *([second, -second] if of_readers else [nobody, nobody])]
             on_gpu = distributed.get_backend() == "nccl"
-            numbers = torch.tensor(
-                [first, -first, nobody if second is None else second, nobody if second is None else -second],
-                device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None,
-            )
+            numbers = torch.tensor(both, device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else None)
             distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
             highest, lowest, of_reading, least_of_reading = numbers.tolist()
             if highest != -lowest or of_reading not in (-least_of_reading, nobody):
@@ -329,15 +327,13 @@ def _tried[T](act: Callable[[], T]) -> tuple[Exception | None, T | None]:
 
 def _words(error: Exception | None) -> tuple[bool, str] | None:
     """What another rank is told of an error: whether it is the user's mistake, and its text."""
-    if error is None:
-        return None
-    by_user = isinstance(error, UserError)
-    return by_user, str(error) if by_user else f"{type(error).__name__}: {error}"
+    if isinstance(error, UserError):
+        return True, str(error)
+    return None if error is None else (False, f"{type(error).__name__}: {error}")
 
 
 def _of_another_rank(rank: int, words: tuple[bool, str]) -> Exception:
-    by_user, text = words
-    return (UserError if by_user else PackingError)(f"Rank {rank} cannot go on, so all ranks stop: {text}")
+    return (UserError if words[0] else PackingError)(f"Rank {rank} cannot go on, so all ranks stop: {words[1]}")
 
 
 def _number(facts: Mapping[str, Any]) -> int:
@@ -356,9 +352,8 @@ def _disagreement(everyone: Sequence[Facts]) -> Exception:
         for name in dict.fromkeys(name for each in facts.values() for name in each):
             values = {rank: _shown(each, name) for rank, each in facts.items()}
             common = Counter(values.values()).most_common(1)[0][0]
-            odd = [rank for rank, value in values.items() if value != common]
-            if odd:
-                alike = next(rank for rank, value in values.items() if value == common)
+            if odd := [rank for rank, value in values.items() if value != common]:
+                alike = next(rank for rank in values if rank not in odd)
                 more = f" (and {len(odd) - 1} more)" if len(odd) > 1 else ""
                 return ConfigError(
                     f"The ranks of this run differ: rank {odd[0]}{more} has {name}={values[odd[0]]}, but rank {alike} "

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -351,26 +352,23 @@ def _difference(by_rank: dict[int, dict[str, Any]], number: int) -> str:
     if failures:
         rank, why = next(iter(failures.items()))
         return f"pack {number} could be read by some ranks of a replica only: rank {rank} says {why!r}; {way_out}"
-    first, *others = by_rank.items()
+    (reader, mine), *others = by_rank.items()
     for rank, found in others:
-        if found["number"] != first[1]["number"]:
-            return f"rank {rank} is at pack {found['number']}, rank {first[0]} at pack {first[1]['number']}; {way_out}"
-        ours, theirs = first[1]["keys"], found["keys"]
-        if ours != theirs:
-            at = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(ours), len(theirs)) if at is None else at
-            names = [repr(keys[at]) if at < len(keys) else "no further sample" for keys in (ours, theirs)]
-            return (
-                f"pack {number} differs inside a replica from sample {at} on: rank {first[0]} has {names[0]}, rank "
-                f"{rank} has {names[1]}; {way_out}"
-            )
-        left, right = first[1]["fields"], found["fields"]
-        for name in {**left, **right}:
-            if left.get(name) != right.get(name):
+        if found["number"] != mine["number"]:
+            return f"rank {rank} is at pack {found['number']}, rank {reader} at pack {mine['number']}; {way_out}"
+        for at, (ours, theirs) in enumerate(itertools.zip_longest(mine["keys"], found["keys"])):
+            if ours != theirs:
+                names = ["no further sample" if key is None else repr(key) for key in (ours, theirs)]
                 return (
-                    f"pack {number} differs inside a replica in {name!r} of the samples {', '.join(ours)}: rank "
-                    f"{first[0]} and rank {rank} have other values; {way_out}"
+                    f"pack {number} differs inside a replica from sample {at} on: rank {reader} has {names[0]}, rank "
+                    f"{rank} has {names[1]}; {way_out}"
                 )
+        left, right = mine["fields"], found["fields"]
+        if differ := [name for name in {**left, **right} if left.get(name) != right.get(name)]:
+            return (
+                f"pack {number} differs inside a replica in {differ[0]!r} of the samples {', '.join(mine['keys'])}: "
+                f"rank {reader} and rank {rank} have other values; {way_out}"
+            )
     return f"pack {number} differs inside a replica; {way_out}"
 
 
@@ -404,7 +402,17 @@ class _Numbered:
         end.atexit = False
         return end
 
-    def _take(self) -> PackedBatch:
+    def __next__(self) -> PackedBatch:
+        """Returns the next pack.
+
+        Raises:
+            StopIteration: the data have ended, on all ranks of the stage, or of the replica if one rank reads.
+            UserError: the rank that reads raised it because of a user's mistake; on all ranks that ask for this pack.
+            PackingError: the reader raised any other error, the ranks are at different packs, or a rank is gone. Or
+                ranks that read for themselves read different packs, or one could not read its pack; the message names
+                the first sample or tensor that differs, and the ranks.
+            Exception: this rank's own reading raised it, and no comparison was due.
+        """
         if self._last is not None and self._last.error is not None and self._depth:
             raise self._last.error
         if not self._end.alive:
@@ -493,7 +501,7 @@ def _copied(road: _Road, copy: DeviceCopy) -> Made:
 
 
 class OneReader(_Numbered):
-    """Packs of one replica, read by one of its ranks.
+    """Packs of one replica, read by one of its ranks; later pipeline stages get them without pixels.
 
     Args:
         source: what that rank reads; None on all other ranks.
@@ -514,18 +522,6 @@ class OneReader(_Numbered):
         road = _PassedOn(source, replica, depth)
         super().__init__(source, replica, road, depth, pixels_to_device)
         self.sent = road.spread.sent
-
-    def __next__(self) -> PackedBatch:
-        """The next pack; later pipeline stages get it without pixels.
-
-        Raises:
-            StopIteration: the reader's data have ended; on all ranks.
-            UserError: the reader raised it because of a user's mistake; on all ranks of the first stage, and on ranks
-                of later stages that ask for this pack.
-            PackingError: the reader raised any other error, the ranks are at different packs, or the reader or a rank
-                that gets packs from this one is gone.
-        """
-        return self._take()
 
 
 class EveryReader(_Numbered):
@@ -551,14 +547,3 @@ class EveryReader(_Numbered):
         if compare_every < 1:
             raise ConfigError(f"compare_every is {compare_every}; it is a number of packs, at least 1.")
         super().__init__(source, replica, _Compared(source, replica, depth, compare_every), depth, pixels_to_device)
-
-    def __next__(self) -> PackedBatch:
-        """The next pack, compared with the other ranks' if a comparison is due.
-
-        Raises:
-            StopIteration: the data have ended, on all ranks of the stage.
-            PackingError: ranks read different packs, or one of them could not read its pack; the message names the
-                first sample or tensor that differs, and the ranks.
-            Exception: this rank's own reading raised it, and no comparison was due.
-        """
-        return self._take()

@@ -232,7 +232,7 @@ def _state_seeds(folder: Path) -> list[bytes]:
 
 
 def _read_state(data: bytes, folder: Path) -> None:
-    from energon_packing.energon.state_file import read_state
+    from energon_packing.energon.states import read_state
 
     (folder / "state.pt").write_bytes(data)
     read_state(folder / "state.pt", missing="begin again.")

@@ -23,7 +23,7 @@ from energon_packing.config import DataConfig, EncoderConfig, MetricsConfig, Pac
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.pack_metrics import watched
+from energon_packing.energon.metrics import watched
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs/images"
 CONVERSATIONS = 300

@@ -202,7 +202,7 @@ def test_imports_go_down_only() -> None:
 def test_packing_and_thd_stand_on_numpy_and_torch_alone() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "torch", "energon_packing"}
     # Conversions to a container of Megatron's import it when they are called, which the last line holds.
-    theirs = ("batch", "boundaries", "expert_masks", "routers", "visual_container")
+    theirs = ("batch", "boundaries", "routers")
     extra = {f"energon_packing.thd.{name}": {"megatron"} for name in theirs}
     for path in sources():
         module = module_of(path)

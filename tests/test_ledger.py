@@ -1,7 +1,7 @@
 """The ledger of one worker: what it counts, when it stops a run, and a file that survives kills and odd keys.
 
 Files are read with Python's own `json`, line by line. What a whole loader enters is in
-``energon/test_ledger_in_the_loader.py``.
+``energon/test_drops.py``.
 """
 
 from __future__ import annotations

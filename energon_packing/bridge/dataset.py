@@ -27,9 +27,8 @@ from energon_packing.bridge.pack_iterator import to_bridge
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, ParallelConfig, RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader import build_task_encoder, data_fingerprint
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.micro_batches import MicroBatchTaskEncoder
+from energon_packing.energon.loader import LoaderBase, build_task_encoder, data_fingerprint
+from energon_packing.energon.sample_task_encoder import MicroBatchTaskEncoder
 from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader

@@ -18,7 +18,7 @@ from megatron.bridge.data.packing.in_batch import build_mcore_thd_sequence_batch
 
 from energon_packing import thd
 from energon_packing.config import ParallelConfig
-from energon_packing.energon.micro_batches import refuse_unread
+from energon_packing.energon.sample_task_encoder import refuse_unread
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.thd.batch import PackedBatch
 from energon_packing.thd.fields import IGNORE_INDEX, TOKEN_FIELDS, TokenField

@@ -25,8 +25,8 @@ from energon_packing.bridge.pack_iterator import BridgePackIterator, EndlessPack
 from energon_packing.bridge.resumed_state import saved_state, step_and_folder
 from energon_packing.config import ParallelConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.loader import LoaderBase
+from energon_packing.energon.metrics import PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import EveryReader, OneReader
 from energon_packing.errors import ConfigError

@@ -13,7 +13,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
 
 FILE = "train_dataloader_dprank{:03d}.pt"

@@ -49,19 +49,19 @@ class DummyImage:
             raise ConfigError(
                 f"packing.dummy_image needs a vision family; {encoder.family.name} does not accept images."
             )
-        found: list[Measured] = []
+        accepted: list[Measured] = []
         refused = ""
         for side in SIDES:
             try:
-                found.append(encoder.measure(_conversation(side)))
+                accepted.append(encoder.measure(_conversation(side)))
             except SampleRejected as error:
                 refused = f"{error.reason}: {error.detail}"
-        if not found:
+        if not accepted:
             raise ConfigError(
                 f"packing.dummy_image: the family {encoder.family.name} or encoder.limits refuse every small image; "
                 f"the last reason was {refused}."
             )
-        self.measured = min(found, key=lambda measured: (measured.length, measured.patches))
+        self.measured = min(accepted, key=lambda measured: (measured.length, measured.patches))
         side = self.measured.media[0].width or 0
         self.row = encoder.render(self.measured, lambda _: _png(side))
         self.row["labels"] = torch.full_like(self.row["labels"], IGNORE_INDEX)

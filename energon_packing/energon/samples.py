@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -17,7 +17,7 @@ from energon_packing.conversation import Conversation
 from energon_packing.drop_reasons import DroppedSample
 from energon_packing.encoders.sample_encoder import AnyMeasured
 from energon_packing.encoders.splitting import MeasuredSplit
-from energon_packing.errors import PackingError, SampleRejected, UserError
+from energon_packing.errors import ConfigError, PackingError, SampleRejected, UserError
 from energon_packing.ledger import ChangedSample, Ledger
 from energon_packing.read_again import read_again
 from energon_packing.thd import PackedBatch
@@ -69,7 +69,7 @@ class MeasuredSample(Sample):
     """A sample of known length, in the packing window; ``encoder`` is the number of the encoder that measured it, and
     ``modality`` that of its record (`Conversation.modality`), empty if it could not be read.
 
-    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.split_pieces` turns them into samples.
+    If it fits no pack, ``split`` holds its pieces; `energon_packing.energon.window` turns them into samples.
     """
 
     measured: AnyMeasured | None
@@ -89,17 +89,46 @@ def account_for(sample: MeasuredSample, ledger: Ledger) -> None:
         DropBudgetExceeded: raised by the ledger.
     """
     problem = sample.problem
-    if problem is None:
-        raise PackingError(f"sample {sample.__key__} was neither measured nor refused")
-    if problem.fatal is not None:
-        raise problem.fatal
+    if problem is None or problem.fatal is not None:
+        raise (problem and problem.fatal) or PackingError(f"sample {sample.__key__} was neither measured nor refused")
     ledger.drop(sample.__key__, problem.reason, problem.detail, data=data_of(sample), modality=sample.modality)
 
 
 def data_of(sample: Sample) -> str:
-    """Path of the data set that a sample was read from; empty if it does not say."""
-    sources = sample.__sources__
-    return str(sources[0].dataset_path) if sources else ""
+    """Returns the path of the data set that a sample was read from; empty if it does not say."""
+    return str(sample.__sources__[0].dataset_path) if sample.__sources__ else ""
+
+
+def group_name(subflavors: Mapping[str, Any] | None) -> str:
+    """Returns the group of a data set, which never shares a pack with another group; empty if it names none.
+
+    It is ``group`` in the ``subflavors`` of a data set in a blend::
+
+        blend:
+          - {weight: 3, path: chats, subflavors: {group: text}}
+          - {weight: 1, path: charts, subflavors: {group: charts}}
+
+    Energon's development branch has the same word as a key of the entry.
+
+    Raises:
+        ConfigError: the group is no name.
+    """
+    group = (subflavors or {}).get("group", "")
+    if not isinstance(group, str | int | None) or isinstance(group, bool):
+        raise ConfigError(f"subflavors.group is {group!r}; it must be a name.")
+    return "" if group is None else str(group)
+
+
+def by_group(samples: Sequence[Any]) -> dict[str, list[int]]:
+    """Positions of the samples of each group, ascending; groups are in the order of their oldest sample.
+
+    Args:
+        samples: with Energon's subflavors, oldest first.
+    """
+    found: dict[str, list[int]] = {}
+    for position, sample in enumerate(samples):
+        found.setdefault(group_name(sample.__subflavors__), []).append(position)
+    return found
 
 
 def read_media(store: FileStore | None, name: str) -> bytes:
@@ -157,9 +186,7 @@ def beneath(dataset: Any) -> Sequence[Any]:
     """The data sets that one of Energon's wrappers reads; none if it is no wrapper."""
     # They have `datasets`, and a property `dataset` that fails where these are several.
     inner = getattr(dataset, "datasets", None)
-    if inner is None:
-        return (dataset.dataset,) if hasattr(dataset, "dataset") else ()
-    return tuple(inner)
+    return tuple(inner) if inner is not None else (dataset.dataset,) if hasattr(dataset, "dataset") else ()
 
 
 def forget_members(reader: Any) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from energon_packing.config import RunConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
-from energon_packing.energon.metrics_log import MetricsLog
-from energon_packing.energon.pack_metrics import PackMetrics
+from energon_packing.energon.loader import LoaderBase
+from energon_packing.energon.metrics import PATIENCE, MetricsLog, PackMetrics
 from energon_packing.energon.replica import Replica
 from energon_packing.energon.replica_reader import OneReader
 from energon_packing.errors import ConfigError, UserError
@@ -117,7 +116,7 @@ def _post_rest(log: MetricsLog, own: PackMetrics | None, process: int) -> None:
         own.close()
     writer = get_tensorboard_writer()
     if writer is not None:
-        log.finish_with_all(get_args().curr_iteration + 1, writer)
+        log.finish(get_args().curr_iteration + 1, writer, seconds=PATIENCE)
         writer.flush()
 
 

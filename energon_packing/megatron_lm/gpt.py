@@ -16,7 +16,7 @@ from energon_packing.megatron_lm.arguments import add_energon_packing_args, pars
 from energon_packing.megatron_lm.batch import StageBatch, get_batch
 from energon_packing.megatron_lm.dataloader import train_valid_test_datasets_provider
 from energon_packing.megatron_lm.loss import bound_loss, loss_func
-from energon_packing.thd.expert_masks import experts_read_masks
+from energon_packing.thd.routers import experts_read_masks
 
 __all__ = [
     "add_energon_packing_args",
@@ -86,7 +86,7 @@ def refuse_schedule_plan(asked: bool) -> None:
 def inputs_of(model: Any, batch: StageBatch) -> dict[str, torch.Tensor]:
     """What the model reads besides tokens, by the names of its forward: media, the family's fields per token, padding.
 
-    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.expert_masks`.
+    The mask reaches experts even if the forward does not take it, see `energon_packing.thd.routers`.
 
     Raises:
         ConfigError: the model's forward does not take what the processor makes for it; or a router would count wrongly.

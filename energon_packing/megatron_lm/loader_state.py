@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError
 
 MISSING = (

@@ -19,7 +19,7 @@ import numpy as np
 
 from energon_packing.config.plan import PlanConfig, PlannedDatasetConfig
 from energon_packing.convert.layout import TEXT_DIRECTORY
-from energon_packing.energon.packing_groups import group_name
+from energon_packing.energon.samples import group_name
 from energon_packing.errors import ConfigError
 from energon_packing.offline.index import IndexedDataset
 from energon_packing.offline.samples import Samples

@@ -23,8 +23,8 @@ from megatron.energon import WorkerConfig
 from energon_packing.config import PackingConfig, RunConfig
 from energon_packing.energon.epoch_end import Agree
 from energon_packing.energon.loader import build_dataset, reads_here
-from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
+from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.ledger_place import LedgerLock

@@ -12,9 +12,9 @@ import torch.utils.data
 from energon_packing.config import RunConfig
 from energon_packing.energon.epoch_end import Agree, EpochReport
 from energon_packing.energon.fingerprint import check_fingerprint, tell_of_accepted
-from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.loader import LoaderBase
 from energon_packing.energon.samples import Pack
-from energon_packing.energon.worker_memory import in_workers
+from energon_packing.energon.workers import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
 from energon_packing.ledger_place import LedgerLock
 from energon_packing.offline.files import differing

@@ -13,8 +13,7 @@ from typing import Any
 
 from energon_packing import __version__
 from energon_packing.energon.data_identity import told_identity
-from energon_packing.energon.loader import identity_of
-from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.loader import LoaderBase, identity_of
 from energon_packing.energon.replica import Facts, Replica
 from energon_packing.errors import UserError
 from energon_packing.offline.data_paths import has_global_packs, is_packed, is_plan

@@ -41,7 +41,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
     from megatron.energon import get_loader
 
     from energon_packing.energon.loader import build_dataset
-    from energon_packing.energon.micro_batches import two_rows
+    from energon_packing.energon.sample_task_encoder import two_rows
     from energon_packing.energon.task_encoder import PackingTaskEncoder
     from energon_packing.packing.whole_list import pack_lengths
 
@@ -67,7 +67,7 @@ def measure_data(config: RunConfig, parallel: ParallelConfig, *, samples: int, o
             if one_a_row and len(sample.measured.segments) > 1:
                 raise two_rows(sample.__key__)
             lengths.append(sample.measured.length)
-            aligned.append(encoder.aligned(sample.measured))
+            aligned.append(encoder.limits.aligned(sample.measured))
         elif sample.problem is not None and sample.problem.reason == "oversize":
             too_long += 1
             longest = max(longest, sample.problem.length or 0)

@@ -15,7 +15,7 @@ from energon_packing.bridge.dataset_sections import DataSection, MetricsSection,
 from energon_packing.bridge.provider import PackProvider
 from energon_packing.config import DataConfig, ParallelConfig
 from energon_packing.config.metrics import MetricsConfig
-from energon_packing.energon.loader_base import LoaderBase
+from energon_packing.energon.loader import LoaderBase
 from energon_packing.errors import ConfigError
 from energon_packing.offline.open_loader import open_loader
 from energon_packing.validate.views.container import finalised

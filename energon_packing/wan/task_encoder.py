@@ -24,11 +24,11 @@ from megatron.energon import (
 )
 from megatron.energon.cache import FileStore
 
+from energon_packing.energon.cookers import refuse_unreadable
 from energon_packing.energon.dataset_limits import refuse_dataset_limits
 from energon_packing.energon.fingerprint import settings_of
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample, read_media
-from energon_packing.energon.shard_reads import refuse_unreadable
-from energon_packing.energon.window_task_encoder import WindowTaskEncoder
+from energon_packing.energon.task_encoder import WindowTaskEncoder
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.wan.caption_encoder import CaptionEncoder
 from energon_packing.wan.config import SUBFLAVORS, TextToVideoPackingConfig, TextToVideoRunConfig

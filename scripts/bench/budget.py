@@ -17,7 +17,7 @@ import numpy as np
 from energon_packing.drop_budget import reads_until_stop
 from energon_packing.energon.internals import SavableDataset
 from energon_packing.energon.samples import MeasuredSample, Pack, Problem, RenderedSample
-from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.energon.window import WindowPackingDataset
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.ledger import DropBudgetExceeded, Ledger
 

@@ -146,8 +146,8 @@ def run_rank(job: HandoverJob, rank: int, folder: str) -> None:
         "seconds": time.perf_counter() - start,
         "waits": waits[WARM_UP:],
         "releases": releases[WARM_UP:],
-        "shared": 0 if reader is None else reader.sent.shared,
-        "collective": broadcast[0] if reader is None else reader.sent.collective,
+        "shared": 0 if reader is None else reader.sent["shared"],
+        "collective": broadcast[0] if reader is None else reader.sent["collective"],
         "digests": field_digests(batch) if batch is not None else {},
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(figures))

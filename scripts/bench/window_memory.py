@@ -54,7 +54,7 @@ def measure(job: LoaderJob) -> dict[str, Any]:
 
 
 def _window_of(dataset: Any) -> Any:
-    from energon_packing.energon.window_dataset import WindowPackingDataset
+    from energon_packing.energon.window import WindowPackingDataset
 
     while not isinstance(dataset, WindowPackingDataset):
         dataset = dataset.dataset

@@ -231,7 +231,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
     from megatron.core import parallel_state
 
     from energon_packing.megatron_lm import dataloader, gpt
-    from energon_packing.thd import expert_masks
+    from energon_packing.thd import routers
 
     train_step, get_batch, run_config_of = training.train_step, gpt.get_batch, dataloader.run_config_of
 
@@ -255,7 +255,7 @@ def record(case: Case, rank: int, folder: Path, seen: dict[str, Any]) -> None:
         params = batch.packed_seq_params
         if not case.mask:
             batch = replace(batch, padding_mask=None)
-            expert_masks.put_mask(params, None)
+            routers.put_mask(params, None)
             return batch
         seen["batches"].append(
             {

@@ -20,7 +20,7 @@ from energon_packing.config import DataConfig, EncoderConfig, PackingConfig, Run
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.demo import make_data, processor_path
 from energon_packing.energon.loader import build_loader
-from energon_packing.energon.state_file import read_state as state_in_file
+from energon_packing.energon.states import read_state as state_in_file
 from energon_packing.errors import ConfigError
 from energon_packing.megatron_lm.arguments import add_energon_packing_args, run_config_of
 from energon_packing.megatron_lm.loader_state import MISSING, packs_left, saved_state

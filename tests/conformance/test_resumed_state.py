@@ -24,7 +24,7 @@ if importlib.util.find_spec("megatron.bridge") is None:
 
 from support.bridge_cpu import stand_ins
 
-from energon_packing.energon.state_file import read_state
+from energon_packing.energon.states import read_state
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.ledger_report import merged
 from energon_packing.offline.measure import MeasureConfig, measure

@@ -143,7 +143,7 @@ def test_a_pair_fills_what_its_two_aligned_segments_fill(packer, multiple):
         (sample,) = measured(made, pair(rejected=answer))
         expected = sum(-(-length // multiple) * multiple for length in sample.measured.segment_lengths)
         more_than_joined += expected > -(-sample.measured.length // multiple) * multiple
-        assert made.aligned(sample.measured) == expected
+        assert made.limits.aligned(sample.measured) == expected
         assert packed(made, [sample]).occupied == expected
     assert bool(more_than_joined) == (multiple > 1)
 

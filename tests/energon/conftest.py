@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tarfile
 
 import pytest
@@ -39,7 +40,7 @@ def run_config_of(dataset):
     """Configuration on that data set; keyword arguments replace packing fields, ``data`` and ``family`` the rest.
 
     Loaders decode in their own process, because a fork takes longer than decoding this data set. The tests of
-    `test_loader.py` and `test_hanging_decoders.py` have the child process that runs have.
+    `test_loader.py` and `test_damaged_data.py` have the child process that runs have.
     """
 
     def make(*, family="qwen2_5_vl", data=None, encoder=None, in_child=False, **packing):
@@ -57,3 +58,9 @@ def run_config_of(dataset):
 def run_config(run_config_of):
     """`run_config_of` under the name that most tests use."""
     return run_config_of
+
+
+@pytest.fixture
+def child_config(run_config_of):
+    """`run_config_of` with a child process that decodes, as runs have it."""
+    return functools.partial(run_config_of, in_child=True)

@@ -10,9 +10,8 @@ import pytest
 from megatron.energon import WorkerConfig
 
 from energon_packing.energon.internals import FlexState, SavableDataset
-from energon_packing.energon.packer import Packer
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample
-from energon_packing.energon.window_dataset import WindowPackingDataset
+from energon_packing.energon.window import Packer, WindowPackingDataset
 from energon_packing.errors import PackingError, SampleRejected
 from energon_packing.ledger import Ledger
 

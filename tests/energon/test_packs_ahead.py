@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from ranks_environment import ranks_environment
 
 from energon_packing.config import DataConfig
-from energon_packing.energon import read_ahead
+from energon_packing.energon import replica_reader
 from energon_packing.energon.loader import build_loader
 from energon_packing.energon.pack_bytes import field_digests
 from energon_packing.energon.replica import Replica
+from energon_packing.energon.replica_channel import SharedBlock
 from energon_packing.energon.replica_reader import EveryReader, OneReader
-from energon_packing.energon.shared_block import SharedBlock
 from energon_packing.errors import ConfigError, PackingError
 
 DEPTHS = (1, 2, 5)
@@ -221,7 +221,7 @@ def test_the_depth_is_checked_and_needs_workers_and_ranks_that_end_alone():
     assert DataConfig(packs_ahead=3).depth == 3
     assert DataConfig(packs_ahead=3, workers=0).depth == 0
     assert DataConfig(packs_ahead=3, repeat=False, epoch_end="drop").depth == 0
-    assert read_ahead.EXIT_SECONDS > 0
+    assert replica_reader.EXIT_SECONDS > 0
 
 
 # --- Blocks -----------------------------------------------------------------------------------------------------------

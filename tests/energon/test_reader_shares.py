@@ -12,18 +12,13 @@ import json
 import math
 import random
 import shutil
-import sys
 import tarfile
-import tempfile
-import time
-import warnings
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.utils.data._utils
 from hypothesis import given as for_all
 from hypothesis import strategies as st
 from megatron.energon import (
@@ -46,10 +41,7 @@ from energon_packing.energon.reader_shares import _media_tokens, _read_sizes, de
 from energon_packing.energon.samples import ConversationSample
 from energon_packing.errors import ConfigError, UserError
 
-SOURCES = ("length", "modality", "shuffled", "foreign")
-RANKS = (1, 2, 8)
 collect = gc.collect
-WORKERS = (0, 1, 4)
 IMAGE = b'{"kind": "image", "name": "a.jpg", '
 LOOKS_LIKE_MEDIA = (
     b"\xff\xd8\x00\x00" * 9,
@@ -421,49 +413,3 @@ def test_json_lines_are_dealt_whole_with_their_own_keys(tmp_path):
             for pack in build_loader(run, task_encoder=encoder, rank=rank, world_size=ranks):
                 given.update(pack.keys)
         assert given == Counter(str(n) for n in range(90))
-
-
-def print_deals() -> None:
-    """How far apart the tokens of ranks are, for a skewed distribution and sizes that are more or less off."""
-    draw = np.random.default_rng(5)
-    print("samples  ranks  order     tokens of ranks differ: no sizes, exact, 15 % off, 40 % off; seconds of a deal")
-    for samples, ranks, order in itertools.product((20_000, 200_000), (8, 64), ("shuffled", "sorted")):
-        tokens = np.exp(draw.normal(6, 1, samples)).clip(20, 8000)
-        tokens = np.sort(tokens) if order == "sorted" else tokens
-        found, began = [], time.process_time()
-        for off in (None, 0.0, 0.15, 0.4):
-            sizes = None if off is None else tokens * np.exp(draw.normal(0, off, samples))
-            bounds, reader_of = deal(samples, 4 * ranks, sizes)
-            own = np.bincount(np.repeat(reader_of, np.diff(bounds)) // 4, tokens, ranks)
-            found.append(f"{own.max() / own.min() - 1:6.1%}")
-        print(f"{samples:7} {ranks:6}  {order:9} {' '.join(found)}   {(time.process_time() - began) / 4:.2f}")
-
-
-def print_table(root: Path, names: list[str], samples: int = 1000) -> None:
-    print("source    ranks workers  times seen (short, long)   differ  packs per rank, finite epoch")
-    for name, ranks, workers in itertools.product(names, RANKS, WORKERS):
-        if name == "blend":
-            continue
-        path, sizes = make_source(root, name, samples)
-        times, packs = row(path, sizes, ranks, workers)
-        differ = max(times.values()) / max(min(times.values()), 1e-9) - 1
-        seen = ", ".join(f"{times[g]:5.2f}" for g in sorted(times))
-        print(f"{name:9} {ranks:5} {workers:7}  {seen:>24}  {differ:7.1%}  {sorted(packs)}", flush=True)
-    for weights in ((1, 1), (1, 3)) if "blend" in names else ():
-        few = [(f"{name}{weights}", count) for name, count in (("a", 3), ("b", 300))]
-        paths = [converted(root / name, [record(f"{name}-{n}", 20) for n in range(count)]) for name, count in few]
-        parts = [{"path": f"{path}/text", "weight": weight} for path, weight in zip(paths, weights, strict=True)]
-        path = metadataset(root, {"blend": parts})
-        for ranks, workers in itertools.product(RANKS, WORKERS):
-            given = sum(read(path, ranks, workers, 800 // ranks), Counter())
-            share = times_seen([given], {"a": 1})["a"] / (given.total() - given[None])
-            print(f"3 + 300 at {weights}: {ranks} ranks, {workers} workers: share of the first {share:.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2
-    gc.collect = lambda *_: 0  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory() as place:
-        print_deals()
-        print_table(Path(place), sys.argv[1:] or [*SOURCES, "blend"])

@@ -251,7 +251,7 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=98,
         name="Energon asks its workers without looking at them",
-        test="tests/energon/test_worker_errors.py::"
+        test="tests/energon/test_workers.py::"
         "test_a_state_that_a_killed_worker_would_have_to_give_is_refused_within_seconds",
         oracle="a worker that the kernel kills",
         edits=(
@@ -280,14 +280,14 @@ BRIDGE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=101,
         name="what another rank told of the shards is not used",
-        test="tests/energon/test_start_up.py::test_one_rank_opens_the_shards_and_tells_the_others_what_they_are",
+        test="tests/energon/test_replica.py::test_one_rank_opens_the_shards_and_tells_the_others_what_they_are",
         oracle="Python's audit of opened files",
         edits=(("energon/data_identity.py", "    if told is not None:\n", "    if told is not None and not place:\n"),),
     ),
     Mutation(
         trap=101,
         name="every rank makes the groups of all replicas",
-        test="tests/energon/test_start_up.py::"
+        test="tests/energon/test_replica.py::"
         "test_a_replica_of_4096_ranks_makes_one_group_by_its_leaders_alone_and_hears_of_its_own_ranks_only",
         oracle="the definition",
         edits=(

@@ -14,10 +14,10 @@ BUDGET_TRAPS: dict[int, str] = {
 }
 
 DEPTH = "tests/media/test_image_depth.py::"
-LOADER = "tests/energon/test_drop_budget_in_the_loader.py::"
+LOADER = "tests/energon/test_drops.py::"
 SAMPLES = "NumPy on the samples written into the file"
 PIXELS = "tests/thd/test_pixels.py::"
-FREQUENT = "tests/energon/test_frequent_drops.py::"
+FREQUENT = "tests/energon/test_drops.py::"
 AHEAD = "tests/energon/test_packs_ahead.py::"
 
 BUDGET_MUTATIONS: tuple[Mutation, ...] = (
@@ -129,7 +129,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the run that was never stopped",
         edits=(
             (
-                "energon/window_dataset.py",
+                "energon/window.py",
                 'self.ledger.resume(self._restored.get("counts"), held=held)',
                 "self.ledger.resume(None, held=held)",
             ),
@@ -142,8 +142,8 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the keys of the data set",
         edits=(
             (
-                "energon/disjoint_buffers.py",
-                "            self.accounts.ledger.count_read(data_of(sample), sample.modality)\n",
+                "energon/window.py",
+                "            self.ledger.count_read(data_of(sample), sample.modality)\n",
                 "",
             ),
         ),
@@ -180,7 +180,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
         name="every rank tells the same",
         test=FREQUENT + "test_of_all_ranks_the_first_one_tells",
         oracle="the warnings of two ranks, counted",
-        edits=(("energon/loader_base.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
+        edits=(("energon/loader.py", '{self._number}/{name}", 1)) == 1', '{self._number}/{name}", 1)) >= 1'),),
     ),
     Mutation(
         trap=57,
@@ -265,7 +265,7 @@ BUDGET_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=64,
         name="a rank that has left keeps the last message from other hosts",
-        test="tests/energon/test_host_link.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
+        test="tests/energon/test_replica.py::test_a_rank_that_is_gone_keeps_no_message_from_other_hosts",
         oracle="the broadcast of the message",
         edits=(
             (

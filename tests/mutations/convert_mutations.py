@@ -313,7 +313,7 @@ CONVERT_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=67,
         name="pairs that the run asked to drop use up its drop budget",
-        test="tests/energon/test_micro_batches.py::"
+        test="tests/energon/test_task_encoders.py::"
         "test_a_pair_is_left_out_by_choice_or_stops_the_run_where_a_sample_is_one_row",
         oracle="the record",
         edits=(("ledger.py", "over_budget(dropped, samples, ", "over_budget(self.dropped, self.read, "),),

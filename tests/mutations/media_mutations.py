@@ -85,7 +85,7 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=22,
         name="an image under a lower limit keeps the placeholders of its full size",
-        test="tests/energon/test_placeholders_of_segments.py::"
+        test="tests/energon/test_loader.py::"
         "test_placeholders_of_every_segment_are_the_patches_of_its_media_over_the_merge[resize-qwen2_5_vl]",
         oracle="the grids of the pack's own pixels",
         edits=(

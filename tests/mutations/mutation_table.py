@@ -62,7 +62,7 @@ TRAP_TESTS = "tests/test_silent_traps.py::"
 STEP = "tests/conformance/test_packed_forward_step.py::"
 
 VISIBLE = "tests/thd/test_visible_padding.py::"
-LOADED = "tests/energon/test_visible_rows_in_the_loader.py::"
+LOADED = "tests/energon/test_rows_of_packs.py::"
 
 MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
@@ -369,7 +369,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         test=STEP + "test_padding_changes_nothing_in_a_mixture_of_experts_with_our_step_and_does_with_bridges"
         "[text-8-False]",
         oracle="the same rows without padding, trained by Bridge with experts",
-        edits=(("thd/expert_masks.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
+        edits=(("thd/routers.py", "    setattr(params, _ON_PARAMS, mask)\n", "    pass\n"),),
         needs_bridge=True,
     ),
     Mutation(
@@ -379,7 +379,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         oracle="the row's own mask, in a layer called as Qwen3-VL of Bridge 0.7 calls it",
         edits=(
             (
-                "thd/expert_masks.py",
+                "thd/routers.py",
                 "    if mask is None:\n        return None\n    # Replaces",
                 "    if mask is None or keywords.get('padding_mask') is not None:\n        return None\n    # Replaces",
             ),
@@ -447,7 +447,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         name="a restored pack has another order than the one that was emitted",
         test=LOADED + "test_a_pack_made_again_from_its_restore_key_has_the_order_of_the_first",
         oracle="the pack before the restore",
-        edits=(("energon/window_dataset.py", "[restore_keys[at] for at in order]", "list(restore_keys)"),),
+        edits=(
+            (
+                "energon/window.py",
+                "zip(*(members[at] for at in order), strict=True)",
+                "zip(*((*members[at][:1], *members[n][1:]) for n, at in enumerate(order)), strict=True)",
+            ),
+        ),
         needs_bridge=True,
     ),
     Mutation(

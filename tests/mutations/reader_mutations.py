@@ -89,7 +89,7 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         test=SHARES + "test_a_reader_that_has_nothing_of_a_finite_blend_has_no_packs",
         oracle="the keys of the blend",
         edits=(
-            ("energon/window_dataset.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
+            ("energon/window.py", "self.dataset if self.dataset.worker_has_samples() else ()", "self.dataset"),
         ),
     ),
     Mutation(
@@ -130,6 +130,6 @@ READER_MUTATIONS: tuple[Mutation, ...] = (
         name="a state of other shares is restored",
         test=SHARES + "test_a_state_is_refused_where_other_samples_are_a_readers",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
+        edits=(("energon/task_encoder.py", "**readers, **dealt_identity(dataset)}", "**readers}"),),
     ),
 )

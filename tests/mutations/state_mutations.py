@@ -6,17 +6,17 @@ from mutation_table import Mutation
 
 FIELDS = "tests/energon/test_fingerprint.py::"
 EACH_FIELD = FIELDS + "test_a_state_is_refused_wherever_the_changed_setting_changes_the_stream"
-EPOCHS = "tests/energon/test_epoch_report.py::"
-HOSTILE = "tests/energon/test_hostile_members.py::"
-SHARDS = "tests/energon/test_unreadable_shards.py::"
+EPOCHS = "tests/energon/test_drops.py::"
+HOSTILE = "tests/energon/test_damaged_data.py::"
+SHARDS = "tests/energon/test_damaged_data.py::"
 STATES = "tests/energon/test_states.py::"
-FILES = "tests/energon/test_state_files.py::"
+FILES = "tests/energon/test_states.py::"
 RESUMED = "tests/conformance/test_resumed_state.py::"
 
 GENERATORS = "tests/wan/test_global_generators.py::"
 EARLY = "test_a_state_saved_before_the_first_pack_is_the_one_that_was_restored_or_the_beginning"
 ENDS = "tests/energon/test_epoch_end.py::"
-COST = "tests/energon/test_checkpoint_cost.py::"
+COST = "tests/energon/test_states.py::"
 
 CHILD = "tests/media/test_decoding_process.py::"
 
@@ -62,7 +62,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="rank 0's state restores on rank 1",
         test=STATES + "test_a_state_of_another_reader_is_refused_in_one_sentence",
         oracle="the definition",
-        edits=(("energon/window_task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
+        edits=(("energon/task_encoder.py", '{"rank": own.rank, "ranks"', '{"ranks"'),),
     ),
     Mutation(
         trap=52,
@@ -103,7 +103,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         test=FILES + "test_a_missing_an_empty_and_a_foreign_file_are_refused_by_name",
         oracle="the definition",
         edits=(
-            ("energon/state_file.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
+            ("energon/states.py", "except Exception as error:  # damaged", "except EOFError as error:  # damaged"),
         ),
     ),
     Mutation(
@@ -126,7 +126,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         name="an epoch that made no pack ends as if it had",
         test=EPOCHS + "test_a_finite_run_that_makes_no_pack_ends_with_the_reason",
         oracle="the definition",
-        edits=(("energon/loader_base.py", "if not report.made and (", "if False and ("),),
+        edits=(("energon/loader.py", "if not report.made and (", "if False and ("),),
     ),
     Mutation(
         trap=56,
@@ -135,7 +135,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="the definition",
         edits=(
             (
-                "energon/packer.py",
+                "energon/window.py",
                 "except (UserError, PackingError, FatalSampleError):",
                 "except (UserError, PackingError, FatalSampleError, MemoryError):",
             ),
@@ -178,9 +178,9 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=65,
         name="a listed sample is decoded again",
-        test="tests/energon/test_hanging_decoders.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
+        test="tests/energon/test_damaged_data.py::test_each_costs_its_sample_and_the_next_run_skips_it_at_once",
         oracle="the run before",
-        edits=(("energon/packer.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
+        edits=(("energon/window.py", "if ledger.drop_quarantined(key, data, modality):", "if False:"),),
     ),
     Mutation(
         trap=93,
@@ -231,10 +231,10 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         trap=102,
         name="what only a cycle of the training process holds is left for the workers to collect",
-        test="tests/energon/test_worker_memory.py::"
+        test="tests/energon/test_workers.py::"
         "test_what_only_a_cycle_holds_ends_before_the_workers_start_and_not_in_them[online]",
         oracle="Python's garbage collector",
-        edits=(("energon/worker_memory.py", "        gc.collect()\n", "        pass\n"),),
+        edits=(("energon/workers.py", "        gc.collect()\n", "        pass\n"),),
     ),
     Mutation(
         trap=95,
@@ -264,7 +264,7 @@ STATE_MUTATIONS: tuple[Mutation, ...] = (
         oracle="Energon's own `save_state`",
         edits=(
             (
-                "energon/shallow_states.py",
+                "energon/states.py",
                 "_restore_keys=list(value._restore_keys)",
                 "_restore_keys=value._restore_keys",
             ),

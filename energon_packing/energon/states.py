@@ -1,7 +1,15 @@
-"""Reads a loader's state from a file of Megatron's or Bridge's checkpoints, without running its code."""
+"""States of loaders: saved without deep copies, and read from a checkpoint's file without running its code.
+
+Each worker makes a state after every pack. Energon copies every list of it deeply, item by item: 44 ms for a shuffle
+buffer of 10,000 samples. The long lists hold restore keys (tuples) and numbers, which nobody changes, so copying the
+list itself is enough: 0.03 ms.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 import pickle
 import types
 import zipfile
@@ -10,7 +18,60 @@ from typing import Any
 
 import torch
 
+from energon_packing.energon.internals import (
+    BlendDataset,
+    FlexState,
+    Savable,
+    SavableSampleBuffer,
+    ShuffleBufferDataset,
+    WebdatasetSampleLoaderDataset,
+    WorkerRng,
+)
+from energon_packing.energon.samples import beneath
 from energon_packing.errors import ConfigError
+
+_LARGE = (BlendDataset, ShuffleBufferDataset, WebdatasetSampleLoaderDataset)
+"""Data sets of Energon whose states grow with a setting or with the data."""
+
+
+def save_shallowly(dataset: Any) -> None:
+    """Makes Energon's data sets beneath ``dataset`` save the states that they always save, only faster."""
+    for each in beneath(dataset):
+        save_shallowly(each)
+    if isinstance(dataset, _LARGE):
+        dataset.save_state = functools.partial(_state_of, dataset)
+
+
+def _state_of(dataset: Any) -> FlexState:
+    """What ``save_state`` of the data set returns."""
+    inner = [each.save_state() for each in beneath(dataset)]
+    state = FlexState(datasets=inner) if inner else FlexState()
+    state["__class__"] = type(dataset).__name__
+    for name in dataset._savable_fields:
+        value = getattr(dataset, name)
+        if isinstance(value, WorkerRng):
+            state[name] = FlexState(rng=value.rng.get_state().numpy().tobytes())
+        elif isinstance(value, SavableSampleBuffer):
+            state[name] = FlexState(__class__=type(value).__name__, _restore_keys=list(value._restore_keys))
+        else:
+            state[name] = value.save_state() if isinstance(value, Savable) else copied(value)
+    return state
+
+
+def copied(part: Any) -> Any:
+    """A copy of a state that shares nothing that can change; in a hundredth of `copy.deepcopy`'s time."""
+    if isinstance(part, dict):
+        return type(part)((name, copied(value)) for name, value in part.items())
+    if isinstance(part, list):
+        # A list that begins with a number or a restore key holds nothing else.
+        return list(part) if part and isinstance(part[0], int | tuple) else [copied(value) for value in part]
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
+        changed = copy.copy(part)
+        for entry in dataclasses.fields(part):
+            object.__setattr__(changed, entry.name, copied(getattr(part, entry.name)))
+        return changed
+    return part  # numbers, texts, and tuples of them, such as restore keys
+
 
 # The classes in the states of Energon's loaders, found by running them. A file with any other is not a loader's state.
 _ADMITTED = {
@@ -29,13 +90,6 @@ _ADMITTED = {
 }
 
 
-def _bytes_of(text: str, encoding: str) -> bytes:
-    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
-    return text.encode(encoding)
-
-
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_codecs", "encode"):
@@ -43,6 +97,13 @@ class _StateUnpickler(pickle.Unpickler):
         if name in _ADMITTED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it contains the class {module}.{name}, which is not allowed")
+
+
+def _bytes_of(text: str, encoding: str) -> bytes:
+    """Returns the bytes (of random-number generators) that torch.save writes as text with the name of a codec."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it has bytes in the codec {encoding!r}")
+    return text.encode(encoding)
 
 
 def read_state(path: Path, *, missing: str, bare: bool = False) -> Any:

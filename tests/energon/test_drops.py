@@ -1,22 +1,25 @@
-"""Ordinary visual question answering is trained, and whatever drops a hundredth of a data set is one warning."""
+"""What is dropped: told once with its setting, counted against the budget, reported by epoch, and in the ledger."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import itertools
 import json
 import os
 import random
 import re
+import shutil
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from bench.budget import Cell, measure, run
 from click.testing import CliRunner
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from PIL import Image
@@ -31,11 +34,14 @@ from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
 from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
-from energon_packing.energon import loader_base
+from energon_packing.energon import loader as loader_module
+from energon_packing.energon import task_encoder as task_encoder_module
 from energon_packing.energon.loader import build_dataset, build_loader
-from energon_packing.energon.sample_task_encoder import TextTaskEncoder
-from energon_packing.errors import ConfigError
-from energon_packing.report.settings import settings
+from energon_packing.energon.sample_task_encoder import MixedTaskEncoder, TextTaskEncoder
+from energon_packing.errors import UserError
+from energon_packing.ledger import DropBudgetExceeded, Ledger, NothingToPack
+from energon_packing.ledger_report import merged
+from energon_packing.report import settings as report_settings
 from energon_packing.wan.config import TextToVideoRunConfig
 
 QWEN = str(processor_path("qwen2_5_vl"))
@@ -258,28 +264,15 @@ def test_an_index_knows_the_modality_of_what_was_dropped(rare: Path, tmp_path: P
     assert told.startswith(f"6 of the 6 image samples measured from {rare} are dropped as other_modality (100.0%)")
 
 
-def test_a_run_that_is_resumed_tells_what_it_counts_itself_and_no_more_than_once(texts: Path) -> None:
-    run = run_of(texts)
-    first = build_loader(run)
-    assert len(told_by(lambda: take(first, 400))) == 1
-    state = first.save_state()
-    again = build_loader(run)
-    again.restore_state(state)
-    told = told_by(lambda: take(again, 1200))
-    assert len(told) == 1
-    dropped, read = counts_of(told[0])
-    assert SHARE <= dropped / read <= 0.05
-
-
 def test_of_all_ranks_the_first_one_tells(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        loader_base, "_BUILT", itertools.repeat(0)
+        loader_module, "_BUILT", itertools.repeat(0)
     )  # each rank is a process, and these its first loaders
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         loaders = [build_loader(run_of(texts), rank=rank, world_size=2) for rank in range(2)]
         assert len(told_by(lambda: [take(loader, 900) for loader in loaders])) == 1
-        monkeypatch.setattr(loader_base, "_BUILT", itertools.repeat(1))
+        monkeypatch.setattr(loader_module, "_BUILT", itertools.repeat(1))
         second = build_loader(run_of(texts), rank=0, world_size=2)
         assert len(told_by(lambda: take(second, 900))) == 1, "another loader of the same data tells too"
     finally:
@@ -328,78 +321,14 @@ def test_each_frequent_reason_is_told_once_with_the_counts_of_that_moment(parts:
     assert watch.news(final=True) == []
 
 
-def reasons_of_the_package() -> tuple[set[str], list[str]]:
-    """Reasons that reach a ledger, by the calls that give them; and calls whose reason is no literal."""
+def test_every_reason_that_is_written_in_the_package_has_its_setting_or_none() -> None:
     package = Path(energon_packing.__file__).parent
     reasons: set[str] = set()
-    computed = []
-    for file in sorted(package.rglob("*.py")):
-        if file.relative_to(package).parts[0] in ("convert", "demo"):  # their reasons are in rejects
-            continue
-        tree = ast.parse(file.read_text())
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-            place = {"SampleRejected": 0, "drop": 1, "refuse_size": 1, "_refuse": 1, "_ended": 0}.get(name)
-            named = [word.value for word in node.keywords if name in ("Problem", "cls") and word.arg == "reason"]
-            if any(word.arg == "fatal" for word in node.keywords):
-                continue
-            given = named or ([] if place is None or len(node.args) <= place else [node.args[place]])
-            for value in given:
-                if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                    reasons.add(value.value)
-                else:
-                    computed.append(f"{file.relative_to(package)}: {ast.unparse(value)}")
-        reasons.update(  # rows of an index
-            value.value
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Dict)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if isinstance(key, ast.Constant) and key.value == "reason" and isinstance(value, ast.Constant)
-        )
-    return {reason for reason in reasons if reason}, sorted(set(computed))
-
-
-PASSED_ON = [
-    "chat/structures.py: found.reason",
-    "encoders/decoding.py: error.reason",
-    "encoders/fitting.py: over.reason",  # oversize and too_many_*, see below
-    "energon/cookers.py: error.reason",
-    "energon/disjoint_buffers.py: error.reason",
-    "energon/disjoint_buffers.py: reason",
-    "energon/packer.py: error.reason",
-    "energon/sample_task_encoder.py: error.reason",
-    "energon/samples.py: error.reason",
-    "energon/samples.py: problem.reason",
-    "energon/shard_reads.py: REASON",  # unreadable_shard
-    "energon/split_pieces.py: piece.reason",
-    "energon/task_encoder.py: reason",  # oversize or over_limit
-    "energon/window_task_encoder.py: reason",
-    "ledger.py: REASON",  # quarantined
-    "media/decoding_process.py: CRASH",
-    "media/decoding_process.py: TIMEOUT",
-    "media/decoding_process.py: reason",
-    "offline/packed_clips.py: *sample.dropped",
-    "offline/packed.py: *sample.dropped",
-    "wan/encoder.py: error.reason",
-    "wan/task_encoder.py: error.reason",
-    "wan/task_encoder.py: reason",  # oversize or over_limit
-]
-"""Calls that pass a reason on, or take it from a name; a new one belongs here, and its reason in `SETTING_OF`."""
-
-
-def test_every_reason_that_a_ledger_can_hold_has_its_setting_or_none() -> None:
-    from energon_packing.energon.shard_reads import REASON as UNREADABLE
-    from energon_packing.quarantine import CRASH, REASON, TIMEOUT
-
-    reasons, computed = reasons_of_the_package()
-    assert computed == PASSED_ON
-    limits = {field.name.replace("max_", "too_many_") for field in dataclasses.fields(LimitsConfig)}
-    reasons |= {UNREADABLE, REASON, CRASH, TIMEOUT, "oversize", "over_limit", "unmeasured"}
-    reasons |= {name for name in limits if name.startswith("too_many_")}
-    assert reasons == set(SETTING_OF)
-    known = {each.name for each in settings()}
+    for file in package.rglob("*.py"):
+        if file.relative_to(package).parts[0] not in ("convert", "demo"):  # their reasons are in rejects
+            reasons.update(re.findall(r"(?:SampleRejected\(|(?<!as_)reason=)\s*\"(\w+)\"", file.read_text()))
+    assert reasons - {"config"} <= set(SETTING_OF), reasons - set(SETTING_OF)
+    known = {each.name for each in report_settings.settings()}
     known |= {f"encoder.{field.name}" for field in dataclasses.fields(TextToVideoRunConfig().encoder)}
     assert set(filter(None, SETTING_OF.values())) <= known
 
@@ -429,23 +358,299 @@ def test_the_commands_that_look_at_data_tell_it_too_with_the_setting(vqa: Path, 
         assert "The setting encoder.limits.min_active_ratio governs this" in said
 
 
-@pytest.mark.parametrize("what", ["state", "index"])
-def test_what_was_made_under_the_old_default_is_refused_by_its_name(vqa: Path, tmp_path: Path, what: str) -> None:
-    encoders = [
-        EncoderConfig(processor=QWEN, max_pixels=LARGEST, decode_in_child=False, limits=limits)
-        for limits in (OLD, LimitsConfig())
+RUNS = 15  # `python scripts/bench.py budget` makes hundreds
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.full
+@pytest.mark.parametrize("stage", ["measure", "render"])
+@pytest.mark.parametrize(("share", "window"), [(0.06, 1), (0.06, 1024), (0.02, 1024)])
+def test_no_run_below_its_budget_is_stopped_whatever_its_window(share, window, stage):
+    # Past the point at which a full window was read and the first packs have left it.
+    cell = Cell(share=share, window=window, stage=stage, reads=1600)
+    assert measure(cell, runs=RUNS)["stopped"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "cell",
+    [Cell(share=0.2, window=1), Cell(share=0.3, window=1024), Cell(share=0.4, window=256, stage="render")],
+    ids=str,
+)
+def test_every_run_above_its_budget_is_stopped_within_the_stated_number_of_reads(cell):
+    (result,) = run([cell], runs=RUNS)
+    assert result["stopped"] == RUNS
+    assert result["last"] <= result["at_most"]
+    assert result["median"] <= 1.3 * result["expected"]
+
+
+@pytest.fixture
+def ledgers(monkeypatch):
+    """All ledgers that loaders make from now on."""
+    made = []
+
+    class Kept(Ledger):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            made.append(self)
+
+    monkeypatch.setattr(task_encoder_module, "Ledger", Kept)
+    return made
+
+
+@pytest.mark.parametrize("buffer", [None, 16])
+def test_every_sample_of_an_epoch_is_counted_as_read_once(run_config, train_keys, ledgers, buffer):
+    packs = list(build_loader(run_config(seq_length=512, drop_budget=1.0), packing_buffer_size=buffer))
+    (ledger,) = ledgers
+    assert ledger.read == len(train_keys) == ledger.dropped + ledger.emitted
+    assert ledger.emitted == sum(len(pack.keys) for pack in packs)
+    assert 0 < ledger.dropped < ledger.read
+
+
+def test_single_samples_are_counted_as_read_too(dataset, train_keys):
+    encoder = EncoderConfig(processor=str(processor_path("qwen2_5_vl")))
+    task_encoder = MixedTaskEncoder(encoder, max_length=512, drop_budget=1.0)
+    made = get_train_dataset(
+        str(dataset / "dataset.yaml"),
+        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+        batch_size=2,
+        task_encoder=task_encoder,
+        max_samples_per_sequence=None,
+        shuffle_buffer_size=None,
+        repeat=False,
+    )
+    emitted = sum(len(batch.keys) for batch in get_savable_loader(made))
+    ledger = task_encoder._ledger
+    assert ledger is not None
+    assert ledger.read == len(train_keys)
+    assert ledger.dropped >= ledger.read - emitted - 1  # Energon leaves a short last batch out
+    assert ledger.dropped > 0
+
+
+@pytest.mark.parametrize("buffer", [None, 16])
+def test_a_restored_run_counts_nothing_twice_and_forgets_nothing(run_config, ledgers, buffer):
+    config = run_config(data={"repeat": True}, seq_length=512, drop_budget=1.0)
+    loader = build_loader(config, packing_buffer_size=buffer)
+    states, counts = [], []
+    for _, _pack in zip(range(12), loader, strict=False):
+        states.append(loader.save_state())
+        counts.append(ledgers[0].counts())
+    assert counts[-1]["reasons"]["oversize"] > 0
+    for done in (1, 5, 9):
+        again = build_loader(config, packing_buffer_size=buffer)
+        again.restore_state(states[done - 1])
+        for at, _pack in zip(range(done, 12), again, strict=False):
+            assert ledgers[-1].counts() == counts[at]
+
+
+def source_of(path: Any, lengths: list[int]) -> Any:
+    """Conversations with answers of so many words."""
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"question {number}"},
+                {"role": "assistant", "content": "word " * words},
+            ]
+        }
+        for number, words in enumerate(lengths)
     ]
-    if what == "state":
-        old, new = (build_loader(run_of(vqa, encoder=encoder, seq_length=8192)) for encoder in encoders)
-        next(iter(old))
-        with pytest.raises(ConfigError, match=r"made with encoder\.limits=.*min_active_ratio.*0\.00390625.*this run"):
-            new.restore_state(old.save_state())
-        return
-    for limits, code in (("{min_active_ratio: 0.00390625}", 0), ("{}", 2)):
-        config = tmp_path / "run.yaml"
-        config.write_text(f"encoder: {{processor: {QWEN}, max_pixels: {LARGEST}, limits: {limits}}}\n")
-        arguments = ["measure", str(vqa), "--config", str(config), "--out", str(tmp_path / "index"), "--workers", "0"]
-        done = CliRunner().invoke(cli, arguments)
-        assert done.exit_code == code, done.output
-    said = str(done.exception or "") + done.output
-    assert "encoder.limits was" in " ".join(said.split())
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts_epoch(tmp_path_factory):
+    """700 conversations of 10 words, of which those of 300 words are too long for a row."""
+    made: dict[Any, Any] = {}
+
+    def make(lengths: tuple[int, ...]) -> Any:
+        if lengths not in made:
+            root = tmp_path_factory.mktemp("epochs")
+            source = source_of(root / "chats.jsonl", list(lengths))
+            convert(ConvertConfig(sources=(source,), out=root / "data", split={"train": 1.0}, workers=0))
+            made[lengths] = root / "data"
+        return made[lengths]
+
+    return make
+
+
+def config_of(path: Any, *, workers: int = 0, **packing: Any) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(path=str(path), workers=workers, repeat=False, shuffle_buffer=1),
+        encoder=EncoderConfig(processor=str(processor_path("text"))),
+        packing=PackingConfig(**{"seq_length": 128, "window": 16, "drop_budget": 1.0} | packing),
+    )
+
+
+def check(report: Any, emitted: int, dropped: Counter[str], read: int) -> None:
+    assert report.complete
+    assert (report.read, report.emitted, report.dropped) == (read, emitted, dropped)
+    assert report.read == report.emitted + report.dropped.total()
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+@pytest.mark.parametrize("buffer", [None, 8])
+def test_everything_read_is_emitted_or_dropped_by_reason_in_every_epoch(texts_epoch, workers, buffer):
+    lengths = (10, 10) + (300,) * 50  # two of four workers make no pack
+    loader = build_loader(config_of(texts_epoch(lengths), workers=workers), packing_buffer_size=buffer)
+    for _ in range(2):
+        packs = list(loader)
+        assert all(pack.keys for pack in packs)
+        check(loader.epoch_report, sum(len(pack.keys) for pack in packs), Counter(oversize=50), len(lengths))
+        in_packs = sum(len(pack.dropped) for pack in packs)
+        assert in_packs + len(loader.epoch_report.dropped_at_end) == 50
+        assert bool(loader.epoch_report.dropped_at_end) == (workers == 4)
+        assert loader.epoch_report.packs == len(packs)
+        if buffer is not None:
+            break
+
+
+@settings(max_examples=12, deadline=None)
+@given(lengths=st.lists(st.sampled_from([3, 30, 90, 300]), min_size=1, max_size=60), data=st.data())
+def test_an_epoch_that_is_resumed_reports_what_is_left_of_it(texts_epoch, lengths, data):
+    if all(length == 300 for length in lengths):
+        lengths.append(3)
+    config = config_of(texts_epoch(tuple(lengths)), window=4)
+    loader = build_loader(config)
+    packs, states = [], []
+    for pack in loader:
+        packs.append(pack)
+        states.append(loader.save_state())
+    at = data.draw(st.integers(0, len(packs) - 1))
+    again = build_loader(config)
+    again.restore_state(states[at])
+    rest = list(again)
+    assert [pack.keys for pack in rest] == [pack.keys for pack in packs[at + 1 :]] or not rest[0].index
+    report = again.epoch_report
+    assert report.read == report.emitted + report.dropped.total()
+    assert report.emitted == sum(len(pack.keys) for pack in rest)
+
+
+@pytest.mark.parametrize("workers", [0, 4])
+def test_a_finite_run_that_makes_no_pack_ends_with_the_reason(texts_epoch, workers):
+    loader = build_loader(config_of(texts_epoch((300,) * 700), workers=workers))
+    with pytest.raises(NothingToPack) as caught:
+        list(loader)
+    assert "700 samples were read and 700 dropped (700 oversize; one is chats" in str(caught.value)
+    assert isinstance(caught.value, UserError)
+    check(loader.epoch_report, 0, Counter(oversize=700), 700)
+
+
+def test_the_budget_is_asked_over_all_workers_at_the_end(texts_epoch):
+    """Each of four workers reads too few samples for the budget to judge; all of them together read enough."""
+    lengths = (10, 300) * 300
+    loader = build_loader(config_of(texts_epoch(lengths), workers=4, drop_budget=0.1))
+    with pytest.raises(DropBudgetExceeded, match="300 of the 600 samples of the epoch were dropped"):
+        list(loader)
+    assert list(build_loader(config_of(texts_epoch(lengths), workers=4, drop_budget=0.6)))
+
+
+@pytest.fixture
+def config(run_config, tmp_path):
+    """A function from the number of workers to a run that drops about a quarter of its samples."""
+    return lambda workers, repeat=False: run_config(
+        data={"workers": workers, "repeat": repeat},
+        seq_length=1024,
+        ledger=str(tmp_path / "ledger"),
+        drop_budget=1.0,
+    )
+
+
+def read(folder):
+    """Worker file -> pack number -> keys, the last line of a number; and how often each key was dropped."""
+    packs, dropped = {}, Counter()
+    for file in sorted(folder.glob("*.jsonl")):
+        own = packs.setdefault(file.stem, {})
+        for line in file.read_text(encoding="utf-8").split("\n")[:-1]:
+            entry = json.loads(line)
+            if "pack" in entry:
+                own[entry["pack"]] = entry["keys"]
+            elif "dropped" in entry:
+                dropped[entry["dropped"]] += 1
+    return packs, dropped
+
+
+def emitted(packs):
+    return Counter(key for own in packs.values() for keys in own.values() for key in keys)
+
+
+def test_two_workers_write_two_files_that_hold_every_key_once(config, tmp_path, train_keys):
+    made = list(build_loader(config(2)))
+    packs, dropped = read(tmp_path / "ledger")
+    assert sorted(packs) == ["rank0-worker0", "rank0-worker1"]
+    assert all(packs.values())
+    assert sorted((emitted(packs) + dropped).elements()) == train_keys
+    assert len(dropped) > 5
+    for pack in made:
+        assert packs[f"rank0-worker{pack.worker}"][pack.index] == list(pack.keys)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("saved", "lost"), [(1, 4), (5, 1), (5, 0)])
+def test_a_run_that_was_stopped_and_went_on_enters_each_pack_of_the_run_that_was_not(
+    config, tmp_path, workers, saved, lost
+):
+    endless = config(workers, repeat=True)
+    expected = list(itertools.islice(build_loader(endless), 12))
+    shutil.rmtree(tmp_path / "ledger")
+
+    loader = build_loader(endless)
+    packs = iter(loader)
+    for _ in range(saved):
+        next(packs)
+    state = loader.save_state()
+    for _ in range(lost):  # after the last checkpoint, and made again
+        next(packs)
+    del packs, loader
+    path, cut = tmp_path / "ledger" / "rank0-worker0.jsonl", '{"pack": 99, "keys": ["'
+    if not workers:  # others may still write while they are closed
+        with path.open("a", encoding="utf-8") as file:
+            file.write(cut)  # as if killed within a line
+    again = build_loader(endless)
+    again.restore_state(state)
+    assert len(list(itertools.islice(again, 12 - saved))) == 12 - saved
+    del again
+    if not workers:
+        assert path.with_suffix(".cut").read_text(encoding="utf-8") == cut + "\n"
+    found, dropped = read(tmp_path / "ledger")
+    for pack in expected:
+        assert found[f"rank0-worker{pack.worker}"][pack.index] == list(pack.keys)
+    told = {entry.key for pack in expected for entry in pack.dropped}
+    assert told
+    assert told <= set(dropped)
+    report = merged(tmp_path / "ledger")
+    assert (report.duplicates, report.restarts, report.abandoned) == ([], max(workers, 1), 0)
+    if not workers:
+        assert (report.packs, report.emitted) == (12, sum(len(pack.keys) for pack in expected))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_full_disk_stops_a_loader_with_one_sentence(config, tmp_path, workers):
+    (tmp_path / "ledger").mkdir()
+    (tmp_path / "ledger" / "rank0-worker0.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UserError, match=r"rank0-worker0\.jsonl cannot be written \(No space left on device\)"):
+        list(build_loader(config(workers)))
+
+
+@pytest.mark.parametrize("form", ["blend", "blend_epochized"])
+def test_a_data_set_that_a_blend_reads_more_often_than_another_has_no_duplicates(form, tmp_path, run_config):
+    entries = []
+    for letter, count, weight, repetitions in (("a", 12, 1, 3), ("b", 60, 1, 1)):
+        turns = [{"from": "human", "value": "Say it"}, {"from": "gpt", "value": f"{letter} says so. " * 20}]
+        source = tmp_path / f"{letter}.jsonl"
+        source.write_text(
+            "".join(json.dumps({"id": f"{letter}-{n}", "conversations": turns}) + "\n" for n in range(count))
+        )
+        convert(ConvertConfig(sources=(source,), out=tmp_path / letter, split={"train": 1.0}, workers=1))
+        rate = {"weight": weight} if form == "blend" else {"repetitions": repetitions}
+        entries.append(rate | {"path": dataset_entry(tmp_path / letter)})
+    meta = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {"train": {form: entries}}}
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(meta))
+    data = {"path": str(tmp_path / "blend.yaml"), "repeat": form == "blend"}
+    loader = build_loader(run_config(data=data, seq_length=1024, window=8, ledger=str(tmp_path / "ledger")))
+    found = Counter(key for pack in itertools.islice(loader, 60) for key in pack.keys)
+    report = merged(tmp_path / "ledger")
+    assert max(found.values()) >= 3
+    assert report.emitted == found.total()
+    assert report.duplicates == []

@@ -73,7 +73,7 @@ def parity(
 
     Then change one segment of each pack and check that no other segment changes.
     """
-    from energon_packing.report.parity import compare_run
+    from support.parity.run import compare_run
 
     config = load_config(config_path, overrides)
     if cp_size is not None:

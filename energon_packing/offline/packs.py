@@ -20,10 +20,9 @@ import numpy as np
 import torch.utils.data
 
 from energon_packing.encoders.sample_encoder import AnyMeasured
-from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import MeasuredSample, Pack
-from energon_packing.energon.split_pieces import piece_of
 from energon_packing.energon.task_encoder import PackingTaskEncoder
+from energon_packing.energon.window import attempt, piece_of
 from energon_packing.errors import UserError
 from energon_packing.ledger import Ledger
 from energon_packing.offline.index import Index, IndexedDataset, IndexedShard, shard_status

@@ -32,8 +32,8 @@ from energon_packing.encoders.decoding import as_configured
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured
-from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import MeasuredSample, Pack, RenderedSample, read_media
+from energon_packing.energon.window import attempt
 from energon_packing.errors import ConfigError
 from energon_packing.families.base import MediaPlan
 from energon_packing.ledger import ChangedSample, Ledger
@@ -44,9 +44,8 @@ from energon_packing.offline.shards import DamagedBytes, StoredFile, from_bytes,
 from energon_packing.packing.balance import pack_cost
 from energon_packing.thd.batch import IGNORE_INDEX, PackedBatch
 from energon_packing.thd.checks import check_thd
-from energon_packing.thd.joined import joined
 from energon_packing.thd.pixels import PIXEL_FORMS, forms_of
-from energon_packing.thd.rows import unpack
+from energon_packing.thd.rows import joined, unpack
 
 _PLAIN = ("max_seqlen", "total_tokens", "sample_keys", "sample_lengths", "position_starts", "fillers")
 _SMALLER = ("int8", "int16", "int32")

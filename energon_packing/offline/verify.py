@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_packing.energon.pack_bytes import AnyPack, tensors_of
 from energon_packing.energon.samples import Pack
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
@@ -72,7 +71,7 @@ def _of_values(ours: object, theirs: object) -> str:
     return f"{theirs!r} instead of {ours!r}"
 
 
-def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: AnyPack) -> str:
+def _of_tensors(name: str, ours: torch.Tensor, theirs: torch.Tensor, batch: Any) -> str:
     at = np.argwhere((ours != theirs).numpy())[0].tolist()
     _, _, visual = name.partition("visual_inputs/")
     if not isinstance(batch, PackedBatch):

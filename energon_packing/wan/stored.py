@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from energon_packing.drop_reasons import DroppedSample
-from energon_packing.energon.packer import attempt
 from energon_packing.energon.samples import Pack
+from energon_packing.energon.window import attempt
 from energon_packing.errors import SampleRejected
 from energon_packing.ledger import Ledger
 from energon_packing.offline.formats.shards import MediaCopy, ShardPacker

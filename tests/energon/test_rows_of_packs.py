@@ -9,8 +9,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from bench.p2p_cut import infers_padding
 from PIL import Image
+from support.p2p_cut import infers_padding
 
 from energon_packing import thd
 from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, PackingConfig, ParallelConfig, RunConfig

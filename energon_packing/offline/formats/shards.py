@@ -19,8 +19,8 @@ from typing import Any
 
 from energon_packing.drop_budget import over_budget
 from energon_packing.drop_reasons import DroppedSample
-from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
+from energon_packing.energon.window import render_or_drop
 from energon_packing.errors import UserError
 from energon_packing.file_lock import lock
 from energon_packing.ledger import Ledger

@@ -13,7 +13,7 @@ from energon_packing.conversation import PREFERENCE
 from energon_packing.convert.column_map import ColumnMap
 from energon_packing.errors import ConfigError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind
-from energon_packing.media.pixel_limit import DEFAULT_MAX_PIXELS
+from energon_packing.media import DEFAULT_MAX_PIXELS
 from energon_packing.remote_files import absolute, check_remote
 from energon_packing.stored_record import LARGEST_NUMBER, SMALLEST_NUMBER
 

@@ -228,9 +228,9 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         oracle="PyAV, which decodes the whole clip",
         edits=(
             (
-                "media/packet_runs.py",
-                "        return None  # a damaged table of times\n",
-                "        pass\n",
+                "media/video.py",
+                "return whole and times == sorted(times) and [time for time in times if time >= first] == sorted(expected)",
+                "return True",
             ),
         ),
     ),
@@ -242,8 +242,8 @@ MEDIA_MUTATIONS: tuple[Mutation, ...] = (
         edits=(
             (
                 "media/packet_runs.py",
-                "order = [number for number in by_time if packets[number].shown]",
-                "order = by_time",
+                "key=times.__getitem__) if not packets[number].is_discard]",
+                "key=times.__getitem__)]",
             ),
         ),
     ),

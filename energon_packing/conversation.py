@@ -276,7 +276,7 @@ class Conversation:
         As in a pair, earlier answers of that conversation are not trained, because nobody chose them.
 
         Raises:
-            SampleRejected: one of `energon_packing.drop_budget.WISHED`.
+            SampleRejected: one of `energon_packing.drops.WISHED`.
             ConfigError: the run did not choose, and this is a pair or an unwanted answer.
         """
         if pairs == "both" or not (self.is_pair or PREFERENCE in self.extras):

@@ -141,7 +141,7 @@ def _media_seeds(folder: Path) -> list[bytes]:
         file = io.BytesIO()
         picture.save(file, form, **options)
         found.append(file.getvalue())
-    # From libx264 on, these are codecs of which only the needed packets are decoded (`energon_packing.media.packet_runs`).
+    # From libx264 on: codecs of which only the needed packets are decoded (`energon_packing.media.packet_runs`).
     for container, codec, given in (
         *(("avi", "mpeg4", {}), ("mp4", "mpeg4", {}), ("mpegts", "mpeg2video", {"bf": "2"})),
         *((box, "libx264", {"preset": "ultrafast", "bf": "2", "g": "3"}) for box in ("mp4", "matroska")),

@@ -18,11 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK, PackingConfig
-from energon_packing.drop_budget import BUDGET_STARTS_AT, over_budget
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import BUDGET_STARTS_AT, DroppedSample, over_budget
 from energon_packing.errors import UserError
-from energon_packing.ledger import ChangedSample, DropBudgetExceeded, Ledger, NothingToPack
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import ChangedSample, DropBudgetExceeded, Ledger, LedgerLock, NothingToPack
 
 
 def lines(directory: Path, name: str = "w") -> list[dict[str, Any]]:

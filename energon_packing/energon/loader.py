@@ -31,7 +31,7 @@ from energon_packing.energon.task_encoder import PackingTaskEncoder
 from energon_packing.energon.worker_errors import answered
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import LedgerLock
 
 FIRST_PACK_SECONDS = 900
 """Timeout of Energon's watchdog for the first pack: it counts the first fill of the window, or a restore, as one

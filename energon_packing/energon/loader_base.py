@@ -12,15 +12,13 @@ from typing import Any
 from torch import distributed
 
 from energon_packing.config import EpochEnd
-from energon_packing.drop_budget import over_budget, unwished
-from energon_packing.drop_reasons import FrequentDrops
+from energon_packing.drops import FrequentDrops, over_budget, unwished
 from energon_packing.energon.epoch_end import Agree, EpochReport, agreement, even_packs
 from energon_packing.energon.packing_monitor import PackingMonitor
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_errors import in_sentences
 from energon_packing.errors import ConfigError, PackingError
-from energon_packing.ledger import DropBudgetExceeded, NothingToPack
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import DropBudgetExceeded, LedgerLock, NothingToPack
 from energon_packing.packing.statistics import PackStatistics
 
 _BUILT = itertools.count()

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from energon_packing.drops import CRASH, TIMEOUT
 from energon_packing.errors import SampleRejected, UserError
 from energon_packing.media.shared_room import ROOM, Place, Results, SharedRoom, make_results_in
-from energon_packing.quarantine import CRASH, TIMEOUT
 
 MOST_IN_A_ROW = 8
 """Samples that may end the child one after another before the run stops."""

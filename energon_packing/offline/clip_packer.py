@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.offline.plan import PlannedPack
 from energon_packing.offline.shard_packer import MediaCopy, ShardPacker
 from energon_packing.offline.stored_clips import StoredClip, StoredClips

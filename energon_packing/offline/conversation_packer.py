@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from energon_packing import thd
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.encoders.encoder import ConversationEncoder
 from energon_packing.encoders.joinable_rows import joinable
 from energon_packing.encoders.measured import Measured

@@ -26,8 +26,7 @@ from energon_packing.energon.loader import build_dataset, reads_here
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, Pack, account_for, data_of
 from energon_packing.errors import UserError
-from energon_packing.ledger import Ledger
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import Ledger, LedgerLock
 from energon_packing.offline.kinds import kind_of_config
 from energon_packing.offline.planned_loader import PlannedLoader
 from energon_packing.offline.positioned_packs import PositionedPacks

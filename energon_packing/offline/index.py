@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from energon_packing.conversation import PairCounts
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.offline.checked_fields import amount, count, inner_path, mapping, text
 from energon_packing.offline.parquet import read_metadata, replacing

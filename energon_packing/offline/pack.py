@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packing.config import from_mapping
-from energon_packing.drop_budget import over_budget
+from energon_packing.drops import over_budget
 from energon_packing.encoders.tokenized import use_one_thread
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.executors.choice import ExecutorConfig, ExecutorKind, check_rank

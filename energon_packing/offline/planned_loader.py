@@ -16,7 +16,7 @@ from energon_packing.energon.loader_base import LoaderBase
 from energon_packing.energon.samples import Pack
 from energon_packing.energon.worker_memory import in_workers
 from energon_packing.errors import ConfigError, PackingError, UserError
-from energon_packing.ledger_place import LedgerLock
+from energon_packing.ledger import LedgerLock
 from energon_packing.offline.index import pair_counts
 from energon_packing.offline.kinds import KINDS, kind_of_config
 from energon_packing.offline.measuring import measuring_fingerprint

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from energon_packing.config import to_mapping
 from energon_packing.config.setting import marked
-from energon_packing.drop_budget import WISHED, over_budget
+from energon_packing.drops import WISHED, over_budget
 from energon_packing.errors import ConfigError, UserError
 from energon_packing.offline import plan as plan_file
 from energon_packing.offline.array_limits import AnyLimits

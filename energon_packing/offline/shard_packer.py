@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.energon.packer import render_or_drop
 from energon_packing.energon.samples import MeasuredSample, RenderedSample
 from energon_packing.errors import UserError

@@ -16,7 +16,7 @@ from energon_packing import thd
 from energon_packing.config import MetricsConfig
 from energon_packing.energon.pack_metrics import PackMetrics
 from energon_packing.energon.samples import Pack
-from energon_packing.metrics_report import RunLines, figures, run_state
+from energon_packing.metrics_report import RunLines, figures
 
 CAPACITY = 4096
 
@@ -101,7 +101,7 @@ def reading(line: dict[str, Any], folder: Path, ranks: int) -> tuple[float, floa
             stream.write(json.dumps({**line, "rank": rank, "ranks": ranks}) + "\n")
     gather = cpu_seconds(lambda: (followed.read(), figures(followed.present())))
     anew = RunLines(folder)
-    look = cpu_seconds(lambda: (anew.read(), run_state(anew.present(), time.time())))
+    look = cpu_seconds(lambda: (anew.read(), figures(anew.present())))
     return gather, look
 
 

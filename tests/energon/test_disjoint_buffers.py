@@ -89,7 +89,7 @@ def test_a_run_of_which_nothing_can_be_rendered_ends_with_every_sample_in_the_le
 
 
 def test_what_must_stop_the_run_is_not_swallowed_by_energons_handlers(run_config, monkeypatch):
-    monkeypatch.setattr("energon_packing.drop_budget.BUDGET_STARTS_AT", 10)
+    monkeypatch.setattr("energon_packing.drops.BUDGET_STARTS_AT", 10)
     with pytest.raises(ConfigError, match="Sample "):
         list(build_loader(run_config(seq_length=256, oversize="raise"), packing_buffer_size=BUFFER))
     with pytest.raises(DropBudgetExceeded):

@@ -30,7 +30,7 @@ from energon_packing.config import DataConfig, EncoderConfig, LimitsConfig, Pack
 from energon_packing.convert import ConvertConfig, convert
 from energon_packing.convert.layout import dataset_entry
 from energon_packing.demo import processor_path
-from energon_packing.drop_reasons import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
+from energon_packing.drops import FEWEST_DROPPED, FEWEST_READ, SETTING_OF, SHARE, DroppedSample, FrequentDrops
 from energon_packing.energon import loader_base
 from energon_packing.energon.loader import build_dataset, build_loader
 from energon_packing.energon.sample_task_encoder import TextTaskEncoder
@@ -376,7 +376,7 @@ PASSED_ON = [
     "energon/split_pieces.py: piece.reason",
     "energon/task_encoder.py: reason",  # oversize or over_limit
     "energon/window_task_encoder.py: reason",
-    "ledger.py: REASON",  # quarantined
+    "ledger.py: QUARANTINED",  # quarantined
     "media/decoding_process.py: CRASH",
     "media/decoding_process.py: TIMEOUT",
     "media/decoding_process.py: reason",
@@ -390,13 +390,13 @@ PASSED_ON = [
 
 
 def test_every_reason_that_a_ledger_can_hold_has_its_setting_or_none() -> None:
+    from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT
     from energon_packing.energon.shard_reads import REASON as UNREADABLE
-    from energon_packing.quarantine import CRASH, REASON, TIMEOUT
 
     reasons, computed = reasons_of_the_package()
     assert computed == PASSED_ON
     limits = {field.name.replace("max_", "too_many_") for field in dataclasses.fields(LimitsConfig)}
-    reasons |= {UNREADABLE, REASON, CRASH, TIMEOUT, "oversize", "over_limit", "unmeasured"}
+    reasons |= {UNREADABLE, QUARANTINED, CRASH, TIMEOUT, "oversize", "over_limit", "unmeasured"}
     reasons |= {name for name in limits if name.startswith("too_many_")}
     assert reasons == set(SETTING_OF)
     known = {each.name for each in settings()}

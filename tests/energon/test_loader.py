@@ -234,7 +234,7 @@ def test_a_failing_member_costs_itself_alone(dataset, run_config, monkeypatch, w
 
 
 def test_dropping_too_much_stops_the_run_with_one_sentence(run_config, monkeypatch):
-    monkeypatch.setattr("energon_packing.drop_budget.BUDGET_STARTS_AT", 10)
+    monkeypatch.setattr("energon_packing.drops.BUDGET_STARTS_AT", 10)
     config = run_config(seq_length=128, drop_budget=0.05)
     with pytest.raises(UserError, match=r"drop_budget=0\.05"):
         list(build_loader(config))

@@ -20,7 +20,7 @@ import torch
 
 from energon_packing import metrics_report, thd
 from energon_packing.config import MetricsConfig
-from energon_packing.drop_reasons import DroppedSample
+from energon_packing.drops import DroppedSample
 from energon_packing.energon import pack_metrics
 from energon_packing.energon.metrics_log import MetricsLog
 from energon_packing.energon.pack_metrics import PackMetrics, watched

@@ -116,7 +116,7 @@ def test_a_longer_sample_is_dropped_or_truncated(dataset):
 
 
 def test_a_spent_drop_budget_stops_the_run(tmp_path, run_config_of, dataset, monkeypatch):
-    monkeypatch.setattr("energon_packing.drop_budget.BUDGET_STARTS_AT", 10)
+    monkeypatch.setattr("energon_packing.drops.BUDGET_STARTS_AT", 10)
     task_encoder = TextVideoTaskEncoder(encoder_config(), max_length=8192, drop_budget=0.05)
     with pytest.raises(Exception, match="drop_budget"):
         list(batches_of(dataset, task_encoder))

@@ -18,7 +18,7 @@ import yaml
 
 from energon_packing.config import ParallelConfig, RunConfig
 from energon_packing.convert.layout import SUBFLAVORS, TEXT_TO_VIDEO_SUBFLAVORS
-from energon_packing.drop_reasons import DroppedSample, FrequentDrops
+from energon_packing.drops import DroppedSample, FrequentDrops
 from energon_packing.errors import UserError
 from energon_packing.validate.looks.data import DataLooks
 from energon_packing.validate.looks.hub import offline

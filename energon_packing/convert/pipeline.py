@@ -27,7 +27,7 @@ from energon_packing.convert.media_table import MediaTable
 from energon_packing.convert.plan import SamplePlan
 from energon_packing.convert.ray_workers import RayProcesses
 from energon_packing.convert.read_records import Logs, ReadRecords
-from energon_packing.convert.remote_out import local_place, store_data_set
+from energon_packing.convert.remote import copy_of, delete_copies, fetch_source, local_place, store_data_set
 from energon_packing.convert.report import (
     CONVERSION_VERSION,
     REJECTS_FILE,
@@ -36,7 +36,6 @@ from energon_packing.convert.report import (
     ignored_entries,
     read_report,
 )
-from energon_packing.convert.source_copies import FULL, UNWRITABLE, copy_of, delete_copies, fetch_source
 from energon_packing.convert.source_list import find_sources, source_digest
 from energon_packing.convert.sources import find_chunks
 from energon_packing.convert.stores import MonolithicStore, PolylithicStore, SampleStore, StoredShards
@@ -50,7 +49,7 @@ from energon_packing.convert.workspace import (
     publish,
     workspace,
 )
-from energon_packing.errors import UserError
+from energon_packing.errors import FULL, UNWRITABLE, UserError
 from energon_packing.executors.on_ray import RayWorkers
 from energon_packing.remote_files import remote_address, shown, status
 
@@ -242,7 +241,7 @@ def _read(
 
     def chunks() -> Iterator[Chunk]:
         for source in sources:
-            fetch_source(source)
+            fetch_source(source, build.parent)
             yield from find_chunks(
                 source,
                 max_record_bytes=config.max_record_bytes,

@@ -8,10 +8,9 @@ from energon_packing.config import PackingConfig
 from energon_packing.offline import array_limits
 from energon_packing.offline.array_limits import AnyLimits, Sizes
 from energon_packing.offline.limited_packs import pack_limited
-from energon_packing.packing.bound import lower_bound
 from energon_packing.packing.constraints import Constraints
-from energon_packing.packing.pack_groups import PackGroups
-from energon_packing.packing.partition import check_groups
+from energon_packing.packing.partition import PackGroups, check_groups
+from energon_packing.packing.statistics import lower_bound
 from energon_packing.packing.whole_list import pack_lengths_flat
 from energon_packing.wan.config import TextToVideoPackingConfig
 

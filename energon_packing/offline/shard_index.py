@@ -13,8 +13,7 @@ from urllib.parse import quote
 
 from energon_packing.convert.layout import INFO_FILE, META_DIRECTORY
 from energon_packing.errors import UserError
-from energon_packing.offline.remote_metadata import index_file, metadata_text
-from energon_packing.remote_files import shown
+from energon_packing.remote_files import index_file, metadata_text, shown
 
 RECORD_PART = "json"
 """Part of a sample that holds its record."""

@@ -17,10 +17,9 @@ from energon_packing.convert.layout import MEDIA_AUX
 from energon_packing.errors import UserError
 from energon_packing.offline.index import Kind, kind_of_subflavors
 from energon_packing.offline.kinds import KINDS
-from energon_packing.offline.remote_metadata import describe
 from energon_packing.offline.shard_index import Position, ShardIndex
 from energon_packing.offline.tar_files import TarFiles
-from energon_packing.remote_files import check_remote, remote_address
+from energon_packing.remote_files import check_remote, describe, remote_address
 from energon_packing.validate.looks.data import DataLooks, look_at_data
 from energon_packing.validate.looks.leaves import REMOTE
 

@@ -23,11 +23,11 @@ from energon_packing.packing import (
     lower_bound,
     pack_lengths,
     pack_stream,
+    policy_names,
     select_from_window,
 )
 from energon_packing.packing.online import next_pack
 from energon_packing.packing.pack_limits import PackLimits
-from energon_packing.packing.policies.registry import BUILT_IN
 from energon_packing.packing.subset_sum import fill_exactly, fill_two
 
 MANY = settings(max_examples=int(os.environ.get("ENERGON_PACKING_EXAMPLES", "200")), deadline=None)
@@ -71,7 +71,7 @@ def assert_packs_are_right(
             assert sum(cost[index] for index in group) <= limit * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", policy_names())
 @given(problem=problems())
 @MANY
 def test_each_sample_is_in_exactly_one_pack_and_no_pack_is_over_capacity(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
@@ -81,7 +81,7 @@ def test_each_sample_is_in_exactly_one_pack_and_no_pack_is_over_capacity(policy:
     assert all(group.dtype == np.int64 for group in groups)
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", policy_names())
 @given(problem=limited_problems())
 @MANY
 def test_each_pack_keeps_every_limit(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
@@ -90,7 +90,7 @@ def test_each_pack_keeps_every_limit(policy: str, problem) -> None:  # type: ign
     assert_packs_are_right(groups, lengths, capacity, limits)
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", policy_names())
 @given(problem=limited_problems())
 @MANY
 def test_the_same_lengths_give_the_same_packs(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
@@ -100,7 +100,7 @@ def test_the_same_lengths_give_the_same_packs(policy: str, problem) -> None:  # 
     assert [group.tolist() for group in once] == [group.tolist() for group in again]
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.parametrize("policy", policy_names())
 @given(problem=problems())
 @MANY
 def test_no_policy_beats_the_lower_bound(policy: str, problem) -> None:  # type: ignore[no-untyped-def]
@@ -321,7 +321,7 @@ def test_a_stream_is_packed_as_the_list_of_its_samples(problem) -> None:  # type
 @MANY
 def test_aligned_lengths_pack_as_their_units_do(problem, multiple: int) -> None:  # type: ignore[no-untyped-def]
     lengths, capacity, window = problem
-    for policy in BUILT_IN:
+    for policy in policy_names():
         if policy != "balanced":  # cost is no linear function of length
             units = pack_lengths(lengths, capacity, policy, window=window)
             tokens = pack_lengths([n * multiple for n in lengths], capacity * multiple, policy, window=window)

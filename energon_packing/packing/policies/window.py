@@ -20,9 +20,8 @@ import numpy as np
 from energon_packing.errors import ConfigError, PackingError
 from energon_packing.packing.constraints import Constraints
 from energon_packing.packing.decreasing import best_fit_decreasing
-from energon_packing.packing.limited_fill import fill_limited
-from energon_packing.packing.policies.registry import Number, PackingPolicy
-from energon_packing.packing.subset_sum import fill_exactly
+from energon_packing.packing.policies import Number, PackingPolicy
+from energon_packing.packing.subset_sum import fill_exactly, fill_limited
 
 
 def select_from_window(

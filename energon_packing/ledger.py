@@ -25,8 +25,6 @@ Without it, an endless loader would silently drop its data again and again, beca
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import mmap
 import os
 import warnings
@@ -41,6 +39,7 @@ from typing import Any
 from energon_packing.config import MAX_DROPS_WITHOUT_PACK
 from energon_packing.drops import CRASH, QUARANTINED, TIMEOUT, DroppedSample, FrequentDrops, over_budget, unwished
 from energon_packing.errors import UserError
+from energon_packing.file_lock import lock
 from energon_packing.line_file import LineFile, read_lines
 
 LONGEST_DETAIL = 2000
@@ -387,22 +386,18 @@ class _Held:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise UserError(
-                f"The ledger {path.parent} cannot be written ({error.strerror}). Set packing.ledger to another "
-                "directory."
-            ) from error
-        weakref.finalize(self, os.close, descriptor).atexit = False
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return  # a file system without locks
+            file = path.open("a+b")
+            weakref.finalize(self, file.close).atexit = False
+            lock(file, path.parent, wait=False, byte=0)
+        except (BlockingIOError, PermissionError) as error:
+            if error.filename is not None:  # it could not be opened
+                raise _unwritable(path.parent, error) from error
             raise UserError(
                 f"Another run that is alive writes the ledger {path.parent}, for the same rank. Wait for its end, or "
                 "set packing.ledger to a directory for each run."
             ) from error
+        except OSError as error:
+            raise _unwritable(path.parent, error) from error
 
 
 _HELD: weakref.WeakValueDictionary[tuple[int, str], _Held] = weakref.WeakValueDictionary()

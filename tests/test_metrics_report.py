@@ -158,7 +158,6 @@ def test_lines_of_something_else_are_left_out(tmp_path):
         {**good, "last": None},
         {**good, "total": {"packs": -1}},
         {**good, "total": {"packs": "many"}},
-        {**good, "last": {"dropped": {"oversize": True}}},
         {**good, "steps": [1]},
         {**good, "steps": None},
     ]

@@ -283,7 +283,7 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
         results = Results(room, start)
         make_results_in(results)
         try:
-            made = results.put(work(request, _Reader(connection, room, files, seconds)))
+            made = results.put(work(request, _reader(connection, room, files, seconds)))
             answer: tuple[str, Any, int] = ("made", made, results.end)
         except Exception as error:
             answer = ("raised", _portable(error), start)
@@ -294,25 +294,22 @@ def _serve(connection: Connection, room: SharedRoom, work: Work, seconds: float 
             os._exit(0)
 
 
-class _Reader:
-    """Returns the bytes of a file by its name, in the child: those that came with the request, or it asks for them."""
+def _reader(connection: Connection, room: SharedRoom, places: Mapping[str, Place], seconds: float | None) -> Read:
+    """Returns what reads a file by its name in the child: it came with the request, or the parent is asked for it."""
+    files = {name: room.file(place) for name, place in places.items()}
 
-    def __init__(
-        self, connection: Connection, room: SharedRoom, files: Mapping[str, Place], seconds: float | None
-    ) -> None:
-        self._connection, self._room, self._seconds = connection, room, seconds
-        self._files = {name: room.file(place) for name, place in files.items()}
-
-    def __call__(self, name: str) -> bytes:
-        if name in self._files:
-            return self._files[name]
+    def read(name: str) -> bytes:
+        if name in files:
+            return files[name]
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(self._connection, ("read", name, 0))
-        error, place, data = _receive(self._connection)
-        _limit(self._seconds)
+        _send(connection, ("read", name, 0))
+        error, place, data = _receive(connection)
+        _limit(seconds)
         if error is not None:
             raise error
-        return data if place is None else self._room.file(place)
+        return data if place is None else room.file(place)
+
+    return read
 
 
 def _limit(seconds: float | None) -> None:

@@ -119,7 +119,7 @@ def _packs[Sample](
     for number, sample in enumerate(samples):
         tokens = length(sample)
         costs = {name: measure(sample) for name, measure in measures.items()}
-        problem = _problem(tokens, costs, packer)
+        problem = packer.misfit(tokens, costs)
         if problem is None:
             packer.add(sample, tokens, costs)
             if packer.full:
@@ -129,12 +129,3 @@ def _packs[Sample](
         elif on_drop is not None:
             on_drop(sample, problem)
     yield from packer.drain()
-
-
-def _problem(tokens: int, costs: Mapping[str, Number], packer: WindowPacker[Any]) -> str | None:
-    if not 0 < tokens <= packer.capacity:
-        return f"length {tokens}, capacity {packer.capacity}"
-    for name, limit in packer.limits.items():
-        if not 0 <= costs[name] <= limit:
-            return f"{costs[name]} {name}, limit {limit}"
-    return None

@@ -14,12 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packing.errors import PackingError
 from energon_packing.packing import (
-    Constraints,
     WindowPacker,
     drain_window,
-    get_policy,
     lower_bound,
     pack_lengths,
     pack_stream,
@@ -372,81 +369,3 @@ def _slide(policy: str, samples: list[_Sample], limits: PackLimits, window: int)
             assert waited[index] < window
     assert sorted(map(id, samples)) == sorted(id(sample) for pack in packs for sample in pack)
     return packs
-
-
-# Policies with one bug each. A property that lets one pass would let the bug pass in a real policy.
-
-
-def _groups(lengths, capacity, constraints):  # type: ignore[no-untyped-def]
-    return [list(group) for group in get_policy("window")(lengths, capacity, constraints, window=8, seed=0)]
-
-
-def _ignores_alignment(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    return _groups(np.maximum(lengths - 3, 1), capacity, constraints)
-
-
-def _loses_the_last_sample(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    groups = _groups(lengths, capacity, constraints)
-    return groups[:-1] + ([groups[-1][:-1]] if groups and groups[-1][:-1] else [])
-
-
-def _emits_one_twice(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    groups = _groups(lengths, capacity, constraints)
-    return [*groups, groups[0][:1]] if groups else groups
-
-
-def _swaps_one_for_another(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    groups = _groups(lengths, capacity, constraints)
-    return [[0], *groups[1:]] if groups else groups
-
-
-def _ignores_the_limits(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    return _groups(lengths, capacity, Constraints())
-
-
-def _makes_an_empty_pack(lengths, capacity, constraints, *, window, seed):  # type: ignore[no-untyped-def]
-    return [*_groups(lengths, capacity, constraints), []]
-
-
-BROKEN = (
-    _ignores_alignment,
-    _loses_the_last_sample,
-    _emits_one_twice,
-    _swaps_one_for_another,
-    _ignores_the_limits,
-    _makes_an_empty_pack,
-)
-
-
-@pytest.mark.parametrize("policy", BROKEN, ids=lambda policy: policy.__name__.strip("_"))
-def test_a_policy_with_a_planted_bug_fails_the_properties_and_is_refused_by_pack_lengths(policy) -> None:  # type: ignore[no-untyped-def]
-    @given(problem=limited_problems())
-    @settings(max_examples=300, deadline=None, database=None)
-    def checked(problem) -> None:  # type: ignore[no-untyped-def]
-        lengths, capacity, _, limits = problem
-        array = np.array(lengths, dtype=np.int64)
-        found = policy(array, capacity, Constraints.from_pairs(limits, array.size), window=8, seed=0)
-        assert_packs_are_right(found, lengths, capacity, limits)
-        assert all(len(group) for group in found)
-
-    @given(problem=limited_problems())
-    @settings(max_examples=300, deadline=None, database=None)
-    def packed(problem) -> None:  # type: ignore[no-untyped-def]
-        lengths, capacity, _, limits = problem
-        pack_lengths(lengths, capacity, policy, constraints=limits)
-
-    with pytest.raises(AssertionError):
-        checked()
-    with pytest.raises(PackingError):
-        packed()
-
-
-def test_a_window_that_forgets_its_oldest_sample_fails_the_property_of_bounded_delay(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Youngest first, as a stack would: fills as well, and lets the oldest wait for ever."""
-
-    def youngest(policy, lengths, capacity, *, ended):  # type: ignore[no-untyped-def]
-        return sorted(len(lengths) - 1 - position for position in select_from_window(lengths[::-1], capacity))
-
-    monkeypatch.setitem(globals(), "next_pack", youngest)
-    with pytest.raises(AssertionError):
-        _slide("window", [_Sample(length) for length in (5, 4, 3, 6, 2, 7, 5, 1)], PackLimits(tokens=8), 3)

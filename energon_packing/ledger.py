@@ -107,7 +107,6 @@ class Ledger:
         self.tells = True
         self.emitted = 0
         self.reasons: Counter[str] = Counter()
-        self.changes: Counter[str] = Counter()
         self._pending: list[DroppedSample] = []
         self._last: DroppedSample | None = None
         self._new: Counter[tuple[str, str]] = Counter()  # read since the last pack, by data set and modality
@@ -222,7 +221,6 @@ class Ledger:
         self.emitted += len(keys)
         self._write({"pack": pack, "keys": list(keys), **({"read": self.read} if self._marked else {})})
         for entry in changed:
-            self.changes[entry.how] += 1
             self._write({"changed": entry.key, "how": entry.how, "detail": entry.detail})
 
     def counts(self) -> dict[str, Any]:

@@ -195,16 +195,26 @@ def within(root: str, reference: str) -> str | None:
     return address
 
 
-def read(address: str, offset: int = 0, size: int | None = None) -> bytes:
-    """The bytes of a small file, or of a range of one; fewer at its end.
+def read_range(address: str, offset: int, size: int) -> bytes:
+    """Bytes of a file; fewer at its end.
 
     Raises:
         OSError: the file is not there, or cannot be read.
     """
     import multistorageclient.types
 
-    piece = None if size is None else multistorageclient.types.Range(offset=offset, size=size)
+    piece = multistorageclient.types.Range(offset=offset, size=size)
     data: bytes = _ask(address, lambda client, path: client.read(path, piece))
+    return data
+
+
+def read(address: str) -> bytes:
+    """A small file.
+
+    Raises:
+        OSError: the file is not there, or cannot be read.
+    """
+    data: bytes = _ask(address, lambda client, path: client.read(path))
     return data
 
 
@@ -217,7 +227,7 @@ def digest(address: str) -> str:
     before = _present(address)
     found = hashlib.sha256()
     for offset in range(0, before.size, PIECE_BYTES):
-        found.update(read(address, offset, min(PIECE_BYTES, before.size - offset)))
+        found.update(read_range(address, offset, min(PIECE_BYTES, before.size - offset)))
     if status(address) != before:
         raise OSError(errno.EIO, "the file changed while it was read", address)
     return found.hexdigest()

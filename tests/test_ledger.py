@@ -131,7 +131,7 @@ def test_every_entry_is_a_line_that_others_can_read_at_once(tmp_path: Path) -> N
     ledger.emit(3, ["b", "c"], changed=[ChangedSample(key="c", how="resized", detail="half")])
     written += [{"pack": 3, "keys": ["b", "c"]}, {"changed": "c", "how": "resized", "detail": "half"}]
     assert lines(tmp_path / "new" / "deeper") == written
-    assert (ledger.emitted, dict(ledger.changes)) == (2, {"resized": 1})
+    assert ledger.emitted == 2
 
 
 def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,14 +141,16 @@ class DecodingProcess:
         if child is not None and child.owner != os.getpid():
             child.connection.close()  # this process is a fork of the one that the child serves
             child = None
-        if child is None:
-            with _lock:
-                for parent in _idle()[: 1 - MOST_CHILDREN or None]:
+        with _lock:
+            if child is None:
+                idle = [parent for parent in _PARENTS.values() if parent.is_idle()]
+                for parent in idle[: 1 - MOST_CHILDREN or None]:
                     parent.close()
+            _PARENTS.pop(id(self), None)
+            _PARENTS[id(self)] = self
+        if child is None:
             child = self._child = _fork(self._work, self._seconds)
             self._finalizer = weakref.finalize(self, _end, child)
-        _PARENTS.pop(id(self), None)
-        _PARENTS[id(self)] = weakref.ref(self)
         return child
 
     def _reap(self) -> int:
@@ -170,9 +172,8 @@ class DecodingProcess:
         )
 
 
-_PARENTS: dict[int, weakref.ref[DecodingProcess]] = {}
-"""Those that started a child, the one that was used last at the end."""
-
+_PARENTS: weakref.WeakValueDictionary[int, DecodingProcess] = weakref.WeakValueDictionary()
+"""Those that started a child, the one that was idle longest first."""
 
 _lock = threading.Lock()
 """Held while it is decided which one is idle, so that no thread loses its child while it begins to use it."""
@@ -184,14 +185,6 @@ def _renew_lock() -> None:
 
 
 os.register_at_fork(after_in_child=_renew_lock)  # another thread may have held it
-
-
-def _idle() -> list[DecodingProcess]:
-    """Those with an idle child of this process, the one that was idle longest first."""
-    for key in [key for key, parent in _PARENTS.items() if parent() is None]:
-        _PARENTS.pop(key, None)
-    parents = [parent() for parent in list(_PARENTS.values())]
-    return [each for each in parents if each is not None and each.is_idle()]
 
 
 def _fork(work: Work, seconds: float | None) -> _Child:

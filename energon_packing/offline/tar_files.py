@@ -9,7 +9,7 @@ from pathlib import Path
 
 from energon_packing.errors import UserError
 from energon_packing.read_again import read_again
-from energon_packing.remote_files import PIECE_BYTES, read, remote_address, shown
+from energon_packing.remote_files import PIECE_BYTES, read_range, remote_address, shown
 
 MOST_OPEN = 128
 """Open tars of one process. Opening one costs some microseconds, so a small number does no harm."""
@@ -52,7 +52,7 @@ class _RemotePieces:
         follows = address == self._address and 0 <= offset - self._end <= _NEAR
         start = offset - self._start
         if address != self._address or start < 0 or start + size > len(self._ahead):
-            self._ahead = read(address, offset, max(size, PIECE_BYTES) if follows else size)
+            self._ahead = read_range(address, offset, max(size, PIECE_BYTES) if follows else size)
             self._address, self._start, start = address, offset, 0
         self._end = offset + size
         return self._ahead[start : start + size]
